@@ -126,8 +126,11 @@ def back_to_back(step: Callable[[], Any], count: int = 50) -> float:
     return statistics.median(times)
 
 
-def parameters(count: int = TENSORS, elements: int = ELEMENTS) -> list[torch.nn.Parameter]:
-    params = [torch.nn.Parameter(torch.randn(elements, device="cuda", dtype=torch.bfloat16)) for _ in range(count)]
+def parameters(
+    count: int = TENSORS, elements: int = ELEMENTS, dtype: torch.dtype = torch.float32
+) -> list[torch.nn.Parameter]:
+    """Parameters with gradients; float32 ones as mixed precision has them, since torch's scaler takes no bf16."""
+    params = [torch.nn.Parameter(torch.randn(elements, device="cuda", dtype=dtype)) for _ in range(count)]
     for param in params:
         param.grad = torch.randn_like(param)
     return params
@@ -170,7 +173,7 @@ def torchs(params: list[torch.nn.Parameter], clip: float | None = CLIP) -> Conte
 
 
 def steady_step() -> dict[str, Any]:
-    """Scaler, clip and schedule on 2,000 bf16 tensors; ours may neither wait nor read anything back."""
+    """Scaler, clip and schedule on 2,000 tensors; ours may neither wait nor read anything back."""
     contenders = [ours(parameters()), torchs(parameters())]
     found = timed(contenders)
     torch.cuda.set_sync_debug_mode("error")
@@ -211,7 +214,7 @@ def scaler_launches() -> dict[str, Any]:
 def graphs() -> dict[str, Any]:
     """Replays of captured steps: a step with clip alone, and the scaler's sequence."""
     found: dict[str, Any] = {}
-    params = parameters()
+    params = parameters(dtype=torch.bfloat16)
     optimizer = tilestep.AdamW(params, lr=1e-4, max_grad_norm=CLIP)
     alone = tilestep.capture(optimizer)
     scaler = tilestep.GradScaler("cuda", init_scale=2.0)

@@ -99,7 +99,8 @@ TORCH = [
 def test_a_training_equals_torchs_and_checkpoints_go_both_ways(
     name: str, hyper: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    tolerance = 2e-5 if dtype is torch.float32 else 1e-9
+    # torch keeps the rate of ASGD in float32, whatever the parameter's dtype.
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-8 if name == "ASGD" else 1e-9
     mine, theirs = make(dtype=dtype), make(dtype=dtype)
     ours, torchs = getattr(tilestep, name)(mine, **hyper), getattr(torch.optim, name)(theirs, **hyper)
     for step in range(4):

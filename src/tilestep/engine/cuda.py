@@ -93,8 +93,7 @@ class CudaSegment(Segment):
             "totals": self.totals,
             **{f"{name}_state": array for name, array in self.scalar_states.items()},
         }
-        self._strided_tiles = 0
-        self._launches()
+        self._list_strided_tiles()
 
     def _launches(self) -> None:
         module, program = _module(self.spec), self.spec.program
