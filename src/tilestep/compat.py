@@ -38,6 +38,7 @@ __all__ = [
     "layouts",
     "local_parts",
     "root_mesh",
+    "route_unscaling",
     "tensor_guards",
     "uncompiled",
     "wrapper_tensor",
@@ -202,6 +203,25 @@ def layouts(tensors: Iterable[Any]) -> list[Any]:
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_spec", None) for tensor in tensors]
     return [Layout(each.device_mesh, each.placements) if isinstance(each, kind) else None for each in tensors]
+
+
+def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) -> bool:
+    """Have torch's scalers call `route` with their method that unscales and its arguments, for some optimizers.
+
+    Returns:
+        Whether they do; where they have no such method nothing is changed.
+    """
+    method = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
+    if method is None or hasattr(method, "__wrapped__"):
+        return method is not None
+
+    @functools.wraps(method)
+    def routed(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(method, scaler)
+        return route(bound, optimizer, *args, **kwargs) if concerns(optimizer) else bound(optimizer, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = routed  # type: ignore[assignment,method-assign]
+    return True
 
 
 def root_mesh(mesh: Any) -> Any | None:

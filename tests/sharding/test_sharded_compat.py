@@ -62,3 +62,23 @@ def test_parameters_are_guarded_where_torch_keeps_them() -> None:
         pass
 
     assert not compat.guard_parameters(Otherwise(), dict)  # type: ignore[arg-type]
+
+
+def test_torch_s_scalers_unscale_by_one_method() -> None:
+    """With it, torch.amp.GradScaler works on sharded optimizers; without it their step refuses torch's scaler."""
+    assert hasattr(torch.amp.GradScaler, "_unscale_grads_"), f"torch {torch.__version__} changed its scaler (compat.py)"
+
+
+def test_scalers_are_routed_once_and_for_some_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaler:
+        def _unscale_grads_(self, optimizer: str, scale: int) -> str:
+            return f"{optimizer} {scale}"
+
+    monkeypatch.setattr(torch.amp, "GradScaler", Scaler)
+    for _ in range(2):
+        assert compat.route_unscaling(
+            lambda each: each == "mine", lambda method, each, scale: f"not {method(each, scale)}"
+        )
+    assert Scaler()._unscale_grads_("mine", 1) == "not mine 1" and Scaler()._unscale_grads_("other", 2) == "other 2"
+    monkeypatch.setattr(torch.amp, "GradScaler", object)
+    assert not compat.route_unscaling(lambda _: True, lambda *_: None)

@@ -99,10 +99,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(optimizer, Optimizer):
             return super()._unscale_grads_(optimizer, *args, **kwargs)
-        with optimizer._unscalable() as holder:
-            flags = super()._unscale_grads_(holder, *args, **kwargs)
-        optimizer._share_overflows(flags)
-        return flags
+        return optimizer._unscale_with(super()._unscale_grads_, *args, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer with the unscaled gradients; with an overflow nothing but the scale will change.
@@ -123,14 +120,10 @@ class GradScaler(torch.amp.GradScaler):
         if args or "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._known.add(optimizer)
-        optimizer._overflows_are_shared = True
-        try:
-            if self._stage(optimizer) is OptState.READY and self._scale is not None:
-                result = self._step_unscaling(optimizer, **kwargs)
-            else:
-                result = super().step(optimizer, **kwargs)
-        finally:
-            optimizer._overflows_are_shared = False
+        if self._stage(optimizer) is OptState.READY and self._scale is not None:
+            result = self._step_unscaling(optimizer, **kwargs)
+        else:
+            result = super().step(optimizer, **kwargs)
         optimizer._gradients_scaled = False
         return result
 

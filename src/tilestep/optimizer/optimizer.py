@@ -23,6 +23,8 @@ from .scan import Scan
 
 __all__ = ["Optimizer"]
 
+OverflowFlags = dict[torch.device, torch.Tensor]
+
 
 class Optimizer(torch.optim.Optimizer):
     """An optimizer for any rule.
@@ -69,9 +71,6 @@ class Optimizer(torch.optim.Optimizer):
 
     _gradients_scaled = False
     """Set by `GradScaler` from `scale` until the gradients are unscaled or used."""
-
-    _overflows_are_shared = False
-    """Set by `GradScaler` while it steps: overflows that it has found are known on all ranks that step together."""
 
     def __init__(
         self,
@@ -191,13 +190,9 @@ class Optimizer(torch.optim.Optimizer):
         """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
         return None
 
-    @contextmanager
-    def _unscalable(self) -> Iterator[torch.optim.Optimizer]:
-        """A block in which a scaler unscales the gradients of the optimizer that it gives, and looks for overflows."""
-        yield self
-
-    def _share_overflows(self, flags: Mapping[torch.device, torch.Tensor]) -> None:
-        """Let other ranks that step together know of overflows; numbers that are not zero for one, changed in place."""
+    def _unscale_with(self, unscale: Callable[..., OverflowFlags], *args: Any, **kwargs: Any) -> OverflowFlags:
+        """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
+        return unscale(self, *args, **kwargs)
 
     def _current(self) -> list[DeviceEngine]:
         return (self._tables or self._rebuild()).engines

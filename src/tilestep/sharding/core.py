@@ -83,6 +83,24 @@ class _Known:
         return all(map(operator.is_, self.sections, other.sections))
 
 
+class Unscalable:
+    """What a scaler sees of a rank's pieces, and empty tensors so that it finds every device and dtype on all ranks.
+
+    A rank that has no piece with a gradient, or none in float16, then does as the others do.
+
+    Args:
+        groups: the param groups of the pieces.
+        dtypes: of the gradients on any rank.
+        device: where they are.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+        nothing = [torch.zeros(0, dtype=dtype, device=device, requires_grad=True) for dtype in dtypes]
+        for tensor in nothing:
+            tensor.grad = torch.zeros_like(tensor)
+        self.param_groups = [*groups, {"params": nothing}]
+
+
 class Sharding:
     """An optimizer split over ranks.
 
@@ -208,12 +226,29 @@ class Sharding:
         self.gradients.forget()
         self.parameters.gather()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was a gradient of any parameter on any rank when the pieces were last made ready."""
+        return self._known is not None and any(self._known.has_gradient)
+
+    def unscalable(self) -> Unscalable:
+        """The pieces' gradients, summed up, for a scaler to unscale; what it does is the same on all ranks."""
+        self.ready()
+        dtypes = {bucket.grad_dtype for bucket in self.buckets if bucket.trains} if self.has_gradients else set()
+        return Unscalable(self.inner.param_groups, dtypes, self.buckets[0].flat.device)
+
+    def gradients_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's pieces of the summed gradients of some parameters; call `ready` or `norm_of` before."""
+        pieces = [self.member_of[param].piece for param in params]
+        return [piece.grad for piece in pieces if piece is not None and piece.grad is not None]
+
     @torch.no_grad()
-    def norm_of(self, params: Iterable[torch.Tensor]) -> torch.Tensor:
+    def norm_of(self, params: Iterable[torch.Tensor], groups: Sequence[Any] = ()) -> torch.Tensor:
         """The 2-norm of the summed gradients of some parameters, over all ranks; others are not touched.
 
         Args:
             params: parameters of the optimizer.
+            groups: further groups of ranks whose gradients are to be in it.
 
         Raises:
             ValueError: for a tensor that is none of them.
@@ -222,13 +257,12 @@ class Sharding:
         if not all(param in self.member_of for param in listed):
             raise ValueError("grad_norm_of() takes parameters of this optimizer, and was given another tensor")
         self.ready()
-        pieces = [self.member_of[param].piece for param in listed]
-        gradients: list[Any] = [piece.grad for piece in pieces if piece is not None and piece.grad is not None]
+        gradients = self.gradients_of(listed)
         device = self.buckets[0].flat.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if gradients:
             table = NormTable(device, [each.numel() for each in gradients], [each.dtype for each in gradients])
             addresses = torch.tensor([each.data_ptr() for each in gradients], dtype=torch.int64).to(device)
             table.launch(addresses, total)
-        self.ranks.add(total)
+        Deciders(self.ranks, groups).add(total)
         return total.sqrt().to(torch.float32).reshape(())

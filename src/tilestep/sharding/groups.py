@@ -100,12 +100,12 @@ class Deciders:
 
     def __init__(self, ranks: Ranks, others: Sequence[Any] = ()) -> None:
         self._ranks = ranks
-        self._others = list(others)
+        self.others = list(others)
 
     def add(self, values: torch.Tensor) -> None:
         """Replace numbers by their sums over all of them; copies of a part of the state count once."""
         self._ranks.add(values)
-        for group in self._others:
+        for group in self.others:
             dist.all_reduce(values, dist.ReduceOp.SUM, group)
 
 

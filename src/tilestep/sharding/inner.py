@@ -105,7 +105,7 @@ def make_inner(
         # torch wants names in every group or in none, and finds none in an empty one.
         names: dict[str, Any] = {} if listed else {"param_names": []}
         params.append({**own, **names, "rule": outer.rule_of(group), "params": listed})
-    if not any(group["params"] for group in params):
+    if not any(piece.requires_grad for group in params for _, piece in group["params"]):
         device = next(param.device for group in outer.param_groups for param in group["params"])
         nothing = torch.zeros(0, device=device, requires_grad=True)
         nothing.grad = torch.zeros(0, device=device)

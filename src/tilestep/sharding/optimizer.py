@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..compat import route_unscaling
 from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
 from ..errors import CaptureError, GradientError
@@ -47,7 +47,7 @@ def shard(
 
     The optimizer itself becomes a `ShardedOptimizer`, with the same param groups; schedulers made before hold it still.
     After `step()` gradients are used up. Between backward and step the parameters' `grad` is None: the summed gradients
-    are in the buckets, so clip with `max_grad_norm`, and use `tilestep.GradScaler` for loss scaling.
+    are in the buckets, so clip with `max_grad_norm` or `clip_grad_norm_` of the optimizer.
 
     Args:
         optimizer: any optimizer of tilestep's; state it has is taken along.
@@ -109,6 +109,7 @@ def shard(
         average,
     )
     names = check_together(optimizer, model, ranks, options)
+    route_unscaling(lambda each: isinstance(each, ShardedOptimizer), _unscale)
     state = begun_state(optimizer)
     sharding = Sharding(optimizer, model, names, ranks, options, norm_groups)
     if state is not None:
@@ -118,6 +119,11 @@ def shard(
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer._begin(sharding)
     return optimizer
+
+
+def _unscale(unscale: Any, optimizer: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """What torch's scalers do with a sharded optimizer."""
+    return optimizer._unscale_with(unscale, *args, **kwargs)
 
 
 _classes: dict[type[Optimizer], type[Optimizer]] = {}
@@ -139,6 +145,9 @@ class ShardedOptimizer(Optimizer):
 
     _sharding: Sharding
 
+    _overflows_are_shared = False
+    """Whether overflows that a scaler has found since the last step are known on all ranks."""
+
     def _begin(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._show_states()
@@ -159,8 +168,9 @@ class ShardedOptimizer(Optimizer):
         if hasattr(self, "found_inf") and not self._overflows_are_shared:
             raise GradientError(
                 "a scaler has looked for overflows on this rank alone, and scales of ranks would drift apart: use "
-                "tilestep.GradScaler, which asks all of them; nothing was updated"
+                "tilestep.GradScaler or torch.amp.GradScaler, which ask all of them; nothing was updated"
             )
+        self._overflows_are_shared = False
         self._sharding.step(self)
 
     def no_sync(self) -> Any:
@@ -183,13 +193,15 @@ class ShardedOptimizer(Optimizer):
         self._sharding.gradients.reset()
         super().zero_grad(set_to_none)
 
-    def grad_norm_of(self, params: Iterable[torch.Tensor]) -> torch.Tensor:
+    def grad_norm_of(self, params: Iterable[torch.Tensor], process_group: Any = None) -> torch.Tensor:
         """The 2-norm of some parameters' gradients, summed up over the ranks, before the step uses them.
 
         All ranks must call it, with the same parameters. A loss scale that the gradients carry is in it.
 
         Args:
             params: one or more parameters of the optimizer.
+            process_group: a group of ranks with other parts of these parameters, as tensor-parallel ones, whose norms
+                are to be in it; all of them call it too.
 
         Returns:
             A float32 scalar on the device, the same on all ranks, not yet read.
@@ -197,7 +209,44 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: for a tensor that is no parameter of the optimizer.
         """
-        return self._sharding.norm_of([params] if isinstance(params, torch.Tensor) else params)
+        listed = [params] if isinstance(params, torch.Tensor) else params
+        return self._sharding.norm_of(listed, [] if process_group is None else [process_group])
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float | torch.Tensor,
+        params: Iterable[torch.Tensor] | None = None,
+        process_group: Any = None,
+    ) -> torch.Tensor:
+        """Scale summed gradients so that their 2-norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+        For what `max_grad_norm` does not do: a clip of some parameters, or one between a scaler's `unscale_` and its
+        `step`. All ranks must call it. Gradients are changed in place, by a pass of its own.
+
+        Args:
+            max_norm: the largest norm.
+            params: the parameters; None for all, with those of the `norm_groups` that `shard` was given. The gradients
+                of others stay as they are.
+            process_group: as for `grad_norm_of`.
+
+        Returns:
+            The norm before, a float32 scalar on the device, the same on all ranks, not yet read.
+
+        Raises:
+            ValueError: for a tensor that is no parameter of the optimizer.
+        """
+        sharding = self._sharding
+        if params is None:
+            listed, groups = [member.param for member in sharding.members], sharding.deciders.others
+        else:
+            listed = [params] if isinstance(params, torch.Tensor) else list(params)
+            groups = []
+        norm = sharding.norm_of(listed, [*groups, *([] if process_group is None else [process_group])])
+        gradients = sharding.gradients_of(listed)
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for `torch.distributed.checkpoint`, as tensors of the parameters' shapes.
@@ -252,16 +301,15 @@ class ShardedOptimizer(Optimizer):
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
         """For a scaler, after a step that checked for overflows: device and float32 scalar there, 1 for an overflow."""
-        return self._sharding.inner.overflow_flags()
+        engine = self._sharding.inner._current()[0]
+        return {engine.device: engine.overflow} if self._sharding.has_gradients else {}
 
-    @contextmanager
-    def _unscalable(self) -> Iterator[torch.optim.Optimizer]:
-        self._sharding.ready()
-        yield self._sharding.inner
-
-    def _share_overflows(self, flags: Mapping[torch.device, torch.Tensor]) -> None:
+    def _unscale_with(self, unscale: Any, *args: Any, **kwargs: Any) -> Any:
+        flags = unscale(self._sharding.unscalable(), *args, **kwargs)
         for flag in flags.values():
             self._sharding.deciders.add(flag)
+        self._overflows_are_shared = True
+        return flags
 
     def _current(self) -> list[DeviceEngine]:
         return self._sharding.inner._current()
