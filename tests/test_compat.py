@@ -204,3 +204,19 @@ def test_zeros_are_written_without_foreach_zero(monkeypatch: pytest.MonkeyPatch)
     tensors = [torch.ones(3), torch.ones(0), torch.ones(2, 2)]
     compat.zero_all(tensors)
     assert not any(tensor.any() for tensor in tensors)
+
+
+def test_torch_says_whether_a_profiler_runs() -> None:
+    found("torch._C._autograd", "_profiler_enabled")
+    assert not compat.profiler_is_running()
+    with torch.profiler.profile():
+        assert works("_profiler_enabled", compat.profiler_is_running) is True
+
+
+def test_work_is_always_marked_without_knowing_of_profilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_profiler_enabled", None)
+    assert compat.profiler_is_running()
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    tilestep.SGD([weight], lr=1.0).step()  # type: ignore[attr-defined]
+    assert weight.tolist() == [0.0, 0.0, 0.0]

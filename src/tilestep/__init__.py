@@ -30,6 +30,7 @@ from .rules.compose import (
 from .rules.scalars import max_over_tensors, sum_over_tensors
 from .schedules import CapturedStep, capture
 from .sharding import ShardedOptimizer, shard
+from .tracing import Profile, profile
 
 if TYPE_CHECKING:
     from .optimizer.named_types import *  # noqa: F403
@@ -45,6 +46,7 @@ __all__ = [
     "Interval",
     "MatrixError",
     "Optimizer",
+    "Profile",
     "Rule",
     "RuleError",
     "ShardedOptimizer",
@@ -69,6 +71,7 @@ __all__ = [
     "muon_groups",
     "orthogonalize",
     "param_groups",
+    "profile",
     "registry",
     "rule",
     "schedule",

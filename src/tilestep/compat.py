@@ -37,6 +37,7 @@ __all__ = [
     "keep_triton_key",
     "layouts",
     "local_parts",
+    "profiler_is_running",
     "root_mesh",
     "route_unscaling",
     "tensor_guards",
@@ -89,6 +90,18 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
+
+def profiler_is_running() -> bool:
+    """Whether a torch profiler records; True where torch cannot tell, and what it costs to be recorded is paid then.
+
+    Example:
+        >>> profiler_is_running()
+        False
+    """
+    return _profiler_enabled is None or _profiler_enabled()
+
+
+_profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
 
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 

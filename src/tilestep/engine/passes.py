@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..marks import UPDATE, marked
 from .segment import Segment
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = (
         engines: prepared and decided engines, one a device.
         shared: for each device with tensors that are sharded, what combines the reductions over one tensor.
     """
-    segments = [segment for engine in engines for segment in engine.segments]
+    with marked(UPDATE):
+        _run([segment for engine in engines for segment in engine.segments], shared)
+
+
+def _run(segments: Sequence[Segment], shared: Sequence[SharedSums]) -> None:
     depth = max((len(segment.spec.program.scalars) for segment in segments), default=0)
     for index in range(depth):
         running = [segment for segment in segments if index < len(segment.spec.program.scalars)]

@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 import torch
 
+from ..marks import UPDATE, marked
 from .recipes import find_recipe
 from .sharded import sharded_norm
 
@@ -55,13 +56,13 @@ def total_norm(
         return torch.tensor(0.0)
     recipe = find_recipe(listed)
     if recipe is None:
-        with torch.no_grad():
+        with torch.no_grad(), marked(UPDATE):
             sharded = sharded_norm(listed)
             if sharded is None:
                 return torch.nn.utils.get_total_norm(listed, norm_type, error_if_nonfinite)
             norm = sharded.norm(norm_type)
     else:
-        with torch.no_grad(), recipe.lock:
+        with torch.no_grad(), marked(UPDATE), recipe.lock:
             norm = recipe.norm(listed, norm_type)
     if error_if_nonfinite:
         _require_finite(norm, norm_type)
@@ -116,7 +117,7 @@ def clip_grad_norm_(
 
     recipe = find_recipe(gradients, positions)
     if recipe is None:
-        with torch.no_grad():
+        with torch.no_grad(), marked(UPDATE):
             sharded = sharded_norm(gradients, positions)
             if sharded is None:
                 return torch.nn.utils.clip_grad_norm_(listed, float(max_norm), norm_type, error_if_nonfinite)
@@ -125,7 +126,7 @@ def clip_grad_norm_(
                 _require_finite(norm, norm_type)
             sharded.scale(norm, max_norm if _on_device(max_norm) else float(max_norm))
         return norm
-    with torch.no_grad(), recipe.lock:
+    with torch.no_grad(), marked(UPDATE), recipe.lock:
         norm = recipe.norm(gradients, norm_type)
         if error_if_nonfinite:
             _require_finite(norm, norm_type)

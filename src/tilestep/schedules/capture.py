@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ..compat import addresses_equal
 from ..engine import Stale
 from ..engine.capturing import require
 from ..errors import CaptureError, GradientError
+from ..marks import REPLAY, marked
 from ..optimizer.graphs import CHANGED, prepare_capture
 
 if TYPE_CHECKING:
@@ -127,7 +129,8 @@ class CapturedStep:
         if tables.masters:
             tables.follow_parameters()
             tables.note_versions()
-        self._graph.replay()
+        with marked(REPLAY) if self._is_alone else nullcontext():
+            self._graph.replay()
         return self.output
 
     @property
