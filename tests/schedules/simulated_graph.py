@@ -110,8 +110,8 @@ class Simulation:
             tilestep.engine.cuda.decide_on_device(control, decision, self.deciders)
 
         monkeypatch.setattr(tilestep.engine.backends, "decide_on_host", decide)
-        shared = property(lambda _: self.deciders, lambda engine, value: None)
-        monkeypatch.setattr(tilestep.engine.engine.DeviceEngine, "deciders", shared, raising=False)
+        shared = property(lambda _: self.deciders, lambda decider, value: None)
+        monkeypatch.setattr(tilestep.engine.Decider, "kernels", shared, raising=False)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .control import Decision
+from .decider import Decider, JointNorm
 from .engine import DeviceEngine, Stale
 from .gradients import grad_dtype
 from .layout import check_no_overlap, is_dense
@@ -11,9 +12,11 @@ from .recipes import graph_for, kernel_spec
 from .segment import Entry
 
 __all__ = [
+    "Decider",
     "Decision",
     "DeviceEngine",
     "Entry",
+    "JointNorm",
     "Stale",
     "check_no_overlap",
     "grad_dtype",

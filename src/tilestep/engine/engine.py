@@ -12,10 +12,11 @@ from ..codegen.spec import KernelSpec
 from ..compat import TensorWatch
 from ..norm import NormTable
 from . import capturing
-from .backends import build_decider, build_segment, decide
+from .backends import build_segment
 from .capturing import PREPARE, WARM_UP, GraphTables, require
-from .control import UNSCALE, Decision, fresh_control
-from .gradients import Gradients, Seen, grad_dtype
+from .control import Decision
+from .decider import Decider, JointNorm, SharedNorm, norm_table
+from .gradients import Gradients, Seen
 from .group_watch import GroupWatch
 from .recipes import guards_hold
 from .segment import Entry, Segment
@@ -35,6 +36,7 @@ class DeviceEngine:
         parts: spec and entries of each segment.
         groups: the optimizer's param groups.
         keys: for each group what of it the step depends on: its rule's hyperparameters and the optimizer's own.
+        decider: decides for all engines of the device; None for one of its own.
     """
 
     def __init__(
@@ -43,12 +45,13 @@ class DeviceEngine:
         parts: Sequence[tuple[KernelSpec, Sequence[Entry]]],
         groups: Sequence[Mapping[str, Any]],
         keys: Sequence[Sequence[str]],
+        decider: Decider | None = None,
     ) -> None:
         self.device = device
         self.groups = groups
         self.entries = [entry for _, entries in parts for entry in entries]
-        self.control = fresh_control(device)
-        self.overflow = torch.zeros((), dtype=torch.float32, device=device)
+        self.decider = decider or Decider(device)
+        self.control, self.overflow = self.decider.control, self.decider.overflow
         self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
         self.gradients = Gradients(self.entries, self.grads)
@@ -66,7 +69,7 @@ class DeviceEngine:
         self._metadata = [_metadata(param) for param in self._params]
         self._watch = TensorWatch(self._params)
         self._norm: NormTable | None = None
-        self._shared_norm: _SharedNorm | None = None
+        self._shared_norm: SharedNorm | None = None
         self._has_shares = any(entry.share != 1 for entry in self.entries)
         self._known_gradients: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -74,16 +77,12 @@ class DeviceEngine:
         self._group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
         for segment in self.segments:
             segment.set_hypers(segment.hyper_rows())
-        self._decided_trivially = True
         self._unscales = False
         self._may_skip = False
         self.captured = False
         """Whether a CUDA graph reads these tables: from then on they stay as they are, but for hyperparameters."""
         self.graph_tables = GraphTables(self.grads)
         self._bound_grads = self.grads
-        self.deciders: dict[Any, Any] = {}
-        """Kernels that decide steps of this engine."""
-        self._plain_control = self.control[: UNSCALE + 1].clone()
 
     def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
         """Before `prepare`: launch the norm of gradients that lie as they did, to run while the host checks the rest.
@@ -238,8 +237,7 @@ class DeviceEngine:
         for segment in self.segments:
             segment.unscales = decision.grad_scale is not None
             segment.build()
-        if not decision.is_trivial:
-            build_decider(self.control, decision, self.deciders)
+        self.decider.build(decision)
 
     def require_kernels(self) -> None:
         """Raise `CaptureError` if steps are not launches of kernels alone."""
@@ -315,7 +313,7 @@ class DeviceEngine:
         Of tensors that several ranks hold it has this rank's share: the sum over all ranks has them once.
         """
         if self._shared_norm is None and self._has_shares:
-            self._shared_norm = _SharedNorm(self.device, self.entries)
+            self._shared_norm = SharedNorm(self.device, self.entries)
         if self._shared_norm is not None:
             self._shared_norm.launch(self._bound_grads, self.power_sum)
         else:
@@ -330,22 +328,22 @@ class DeviceEngine:
     def _norm_table(self) -> NormTable:
         if self._norm is None:
             require(not capturing.is_capturing(), f"its gradient norm was not computed before; {WARM_UP}")
-            numels = [entry.param.numel() for entry in self.entries]
-            self._norm = NormTable(self.device, numels, [grad_dtype(entry.param) for entry in self.entries])
+            self._norm = norm_table(self.device, self.entries)
         return self._norm
 
-    def decide(self, decision: Decision) -> None:
-        """Write the control numbers of this step."""
+    @property
+    def norm_source(self) -> DeviceEngine | JointNorm:
+        """What computes the norm of all gradients on this device."""
+        return self.decider.joint or self
+
+    def follow(self, decision: Decision) -> None:
+        """Take note of how a step is decided; the decider writes the control numbers.
+
+        Args:
+            decision: what is known of it.
+        """
         self._unscales = decision.grad_scale is not None
         self._may_skip = decision.may_skip
-        if decision.is_trivial and self.captured:
-            # Nobody knows whether a graph was replayed, and what it has decided.
-            self.control[: UNSCALE + 1].copy_(self._plain_control)
-            return
-        if decision.is_trivial and self._decided_trivially:
-            return
-        self._decided_trivially = decision.is_trivial
-        decide(self.control, decision, self.deciders)
 
     def begin(self, gradients: list[torch.Tensor | None]) -> None:
         """Hand this step's gradients to the segments that read them as tensors.
@@ -375,31 +373,6 @@ class DeviceEngine:
         # Kernels write behind autograd's back: a backward through the old weights must fail as it does in torch.
         if counts_versions:
             torch.autograd.graph.increment_version(self.gradients.active)
-
-
-class _SharedNorm:
-    """The norm pass over tensors that count differently: a table for each share, all of which read one address table.
-
-    Args:
-        device: where the tensors are.
-        entries: the tensors.
-    """
-
-    def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
-        shares = sorted({entry.share for entry in entries})
-        dtypes = [grad_dtype(entry.param) for entry in entries]
-        self._tables = [
-            NormTable(device, [entry.param.numel() if entry.share == share else 0 for entry in entries], dtypes)
-            for share in shares
-        ]
-        self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
-        self._sums = [torch.zeros(1, dtype=torch.float64, device=device) for _ in shares]
-
-    def launch(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the sum of squares, each tensor's times its share."""
-        for table, total in zip(self._tables, self._sums):
-            table.launch(addresses, total)
-        torch.sum(torch.cat(self._sums) * self._shares, 0, keepdim=True, out=out)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,14 +6,22 @@ import gc
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..codegen.spec import KernelSpec
 from ..compat import local_parts
-from ..engine import DeviceEngine, Entry, check_no_overlap, grad_dtype, graph_for, kernel_spec
+from ..engine import (
+    DeviceEngine,
+    Entry,
+    check_no_overlap,
+    grad_dtype,
+    graph_for,
+    kernel_spec,
+    run_passes,
+)
 from ..errors import GradientError, MatrixError
 from ..graph import Graph
 from ..placements import (
@@ -29,6 +37,7 @@ from ..placements import (
 from ..placements.local import local_part
 from ..rules import Rule
 from .overlap import check_not_shared
+from .parts import build_engines
 from .scan import Scan
 from .states import MASTER, Later, begin_missing, compute_dtype, follow_parameter, initial_state, storages
 from .watched_state import WatchedState
@@ -85,7 +94,7 @@ class Tables:
     """What a step works on, made for the param groups and the state as they were.
 
     Args:
-        engines: one for each device.
+        engines: one for each device, or for each of the parts that are stepped by themselves there.
         members: for each engine its parameters, in the order of its entries.
         dormant: parameters without gradient that need none so far: frozen ones, and those still on the meta device.
             They have no state, as in torch.
@@ -99,6 +108,7 @@ class Tables:
         local_gradients: then for each engine what finds the local parts of its gradients.
         shared_sums: then for each engine what combines reductions over one tensor.
         scan: the quick look at all tensors, once there is one.
+        places: for each part, see `Optimizer._part_of`, the places of its engines.
     """
 
     engines: list[DeviceEngine]
@@ -114,6 +124,7 @@ class Tables:
     local_gradients: Sequence[LocalGradients] = ()
     shared_sums: Sequence[SharedSums] = ()
     scan: Scan | None = None
+    places: dict[Any, list[int]] = field(default_factory=dict)
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
@@ -193,6 +204,21 @@ class Tables:
         for engine, own in zip(self.engines, gradients):
             engine.prepare(own)
         return gradients
+
+    def run(self, gradients: list[list[torch.Tensor | None]], places: Sequence[int], *, counts_versions: bool) -> None:
+        """Update the parameters of prepared and decided engines.
+
+        Args:
+            gradients: for each of all engines the gradients of its entries, as `prepare` takes them.
+            places: which engines.
+            counts_versions: whether nobody else tells autograd which parameters were written.
+        """
+        engines = [self.engines[place] for place in places]
+        for place, engine in zip(places, engines):
+            engine.begin(gradients[place])
+        run_passes(engines, [self.shared_sums[place] for place in places] if self.shared_sums else ())
+        for engine in engines:
+            engine.finish(counts_versions=counts_versions)
 
     def same_versions(self) -> bool:
         """Whether nobody has written to a parameter that has a master since the last step."""
@@ -300,9 +326,8 @@ def build_tables(optimizer: Optimizer) -> Tables:
     for by_spec in parts.values():
         check_not_shared([(entry.label, entry.param) for _, entries in by_spec.values() for entry in entries])
     keys = [(*optimizer.rule_of(group).hyperparameters, *OWN_KEYS) for group in optimizer.param_groups]
-    engines = [
-        DeviceEngine(device, list(by_spec.values()), optimizer.param_groups, keys) for device, by_spec in parts.items()
-    ]
+    by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
+    engines, places = build_engines(optimizer, by_device, members, keys)
     for engine in engines:
         for entry in engine.entries:
             optimizer.state[members[id(entry)]].update({**entry.scalars, **entry.matrices})
@@ -316,6 +341,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
         state_changes=optimizer.state.changes,
         masters=[(param, state[MASTER]) for param, state in param_states(optimizer) if MASTER in state],
         agreement=agreement,
+        places=places,
     )
     if agreement is not None:
         tables.local_gradients = [

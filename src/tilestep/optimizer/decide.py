@@ -131,7 +131,9 @@ def decide(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> None:
     if agreement is not None:
         _agree(decision, agreement)
     for engine in engines:
-        engine.decide(_on(decision, engine))
+        engine.follow(decision)
+    for decider, engine in {engine.decider: engine for engine in engines}.items():
+        decider.decide(_on(decision, engine), captured=engine.captured)
 
 
 def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alone: bool = True) -> Decision:
@@ -145,9 +147,10 @@ def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alo
     checks = optimizer._check_overflow
     decision = replace(optimizer._skip.decision(), check_overflow=checks)
     if needs_norm(optimizer):
-        decision.partials = engines[0].norm_partials() if alone and len(engines) == 1 else None
+        sources = list(dict.fromkeys(engine.norm_source for engine in engines))
+        decision.partials = sources[0].norm_partials() if alone and len(sources) == 1 else None
         if decision.partials is None:
-            decision.power_sum = _total([engine.norm() for engine in engines])
+            decision.power_sum = _total([source.norm() for source in sources])
     return decision
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..engine import DeviceEngine, Stale, run_passes
+from ..engine import DeviceEngine, Stale
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..placements import Agreement
@@ -190,6 +190,10 @@ class Optimizer(torch.optim.Optimizer):
         """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
         return None
 
+    def _part_of(self, param: torch.Tensor) -> Any:
+        """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""
+        return None
+
     def _unscale_with(self, unscale: Callable[..., OverflowFlags], *args: Any, **kwargs: Any) -> OverflowFlags:
         """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
         return unscale(self, *args, **kwargs)
@@ -231,11 +235,7 @@ class Optimizer(torch.optim.Optimizer):
         tables, gradients = self._prepared()
         tables.follow_parameters()
         decide(self, tables.engines)
-        for engine, own in zip(tables.engines, gradients):
-            engine.begin(own)
-        run_passes(tables.engines, tables.shared_sums)
-        for engine in tables.engines:
-            engine.finish(counts_versions=tables.scan is None)
+        tables.run(gradients, range(len(tables.engines)), counts_versions=tables.scan is None)
         if tables.scan is not None:
             tables.scan.mark_written()
         tables.note_versions()

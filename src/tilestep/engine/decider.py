@@ -1,0 +1,117 @@
+"""What decides the steps of all engines on one device, and the norm of all their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..norm import NormTable
+from .backends import build_decider, decide
+from .control import UNSCALE, Decision, fresh_control
+from .gradients import grad_dtype
+from .segment import Entry
+
+if TYPE_CHECKING:
+    from .engine import DeviceEngine
+
+__all__ = ["Decider", "JointNorm", "SharedNorm"]
+
+
+class Decider:
+    """The control numbers of a device, and the kernels that write them.
+
+    Args:
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.control = fresh_control(device)
+        self.overflow = torch.zeros((), dtype=torch.float32, device=device)
+        self.joint: JointNorm | None = None
+        """The norm pass over all gradients, if several engines have them."""
+        self.kernels: dict[Any, Any] = {}
+        self._was_trivial = True
+        self._plain_control = self.control[: UNSCALE + 1].clone()
+
+    def decide(self, decision: Decision, *, captured: bool = False) -> None:
+        """Write the control numbers of a step.
+
+        Args:
+            decision: what is known of it.
+            captured: whether a CUDA graph writes them too.
+        """
+        if decision.is_trivial and captured:
+            # Nobody knows whether a graph was replayed, and what it has decided.
+            self.control[: UNSCALE + 1].copy_(self._plain_control)
+            return
+        if decision.is_trivial and self._was_trivial:
+            return
+        self._was_trivial = decision.is_trivial
+        decide(self.control, decision, self.kernels)
+
+    def build(self, decision: Decision) -> None:
+        """Build the kernel that decides such steps."""
+        if not decision.is_trivial:
+            build_decider(self.control, decision, self.kernels)
+
+
+class JointNorm:
+    """The norm pass over the gradients of several engines on one device, to the bit what one engine's would be.
+
+    Args:
+        entries: their entries, in the order in which one engine would have them.
+        engines: the engines.
+    """
+
+    def __init__(self, entries: Sequence[Entry], engines: Sequence[DeviceEngine]) -> None:
+        self._engines = list(engines)
+        device = engines[0].device
+        known = {id(entry): place for place, entry in enumerate(each for engine in engines for each in engine.entries)}
+        self._order = torch.tensor([known[id(entry)] for entry in entries], dtype=torch.int64, device=device)
+        self._shared = SharedNorm(device, entries) if any(entry.share != 1 for entry in entries) else None
+        self._table = norm_table(device, entries)
+        self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def _addresses(self) -> torch.Tensor:
+        return torch.cat([engine.grads for engine in self._engines])[self._order]
+
+    def norm(self) -> torch.Tensor:
+        """As `DeviceEngine.norm`."""
+        (self._shared or self._table).launch(self._addresses(), self._power_sum)
+        return self._power_sum
+
+    def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `DeviceEngine.norm_partials`."""
+        return self._table.launch_tiles(self._addresses())
+
+
+class SharedNorm:
+    """The norm pass over tensors that count differently: a table for each share, all of which read one address table.
+
+    Args:
+        device: where the tensors are.
+        entries: the tensors.
+    """
+
+    def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
+        shares = sorted({entry.share for entry in entries})
+        dtypes = [grad_dtype(entry.param) for entry in entries]
+        self._tables = [
+            NormTable(device, [entry.param.numel() if entry.share == share else 0 for entry in entries], dtypes)
+            for share in shares
+        ]
+        self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
+        self._sums = [torch.zeros(1, dtype=torch.float64, device=device) for _ in shares]
+
+    def launch(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum of squares, each tensor's times its share."""
+        for table, total in zip(self._tables, self._sums):
+            table.launch(addresses, total)
+        torch.sum(torch.cat(self._sums) * self._shares, 0, keepdim=True, out=out)
+
+
+def norm_table(device: torch.device, entries: Sequence[Entry]) -> NormTable:
+    """The norm pass over tensors that all count once."""
+    return NormTable(device, [entry.param.numel() for entry in entries], [grad_dtype(entry.param) for entry in entries])
