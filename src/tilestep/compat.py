@@ -165,6 +165,13 @@ class TensorWatch:
             return self._module.compare(self._known, tensors) == _SAME
         return addresses_equal(tensors, self.addresses, self._indices)
 
+    def count_writes(self, tensors: list[torch.Tensor]) -> None:
+        """Count a version of each of these tensors, as torch does for what is written in place."""
+        if self._known is not None:
+            self._module.bump_list(tensors)
+        else:
+            torch.autograd.graph.increment_version(tensors)
+
 
 _SAME, _CHANGED = 0, 2
 """Answers of the C++ comparison."""

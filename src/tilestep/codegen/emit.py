@@ -74,6 +74,10 @@ class Writer:
         self.lines: list[str] = []
         self.expressions: dict[int, str] = {}
 
+    def template(self, value: Value) -> str:
+        """How a value's operation is spelled."""
+        return self.spelling[value.operation]
+
     def bind(self, value: Value, expression: str) -> None:
         """Let a value be written as this expression."""
         self.expressions[id(value)] = expression
@@ -97,7 +101,7 @@ class Writer:
                 continue
             if value.operation not in self.spelling:
                 raise KeyError(value.operation)
-            expression = self.spelling[value.operation].format(*(self.expressions[id(arg)] for arg in value.args))
+            expression = self.template(value).format(*(self.expressions[id(arg)] for arg in value.args))
             long_arguments = any(len(self.expressions[id(arg)]) > _LONGEST_INLINE for arg in value.args)
             if value.name or uses[id(value)] != 1 or long_arguments:
                 self.name(value, _stripped(expression))

@@ -8,14 +8,18 @@ and launches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..counters import count_build
 
-__all__ = ["Launcher", "prepare"]
+__all__ = ["EXACT", "Launcher", "prepare"]
+
+EXACT = {"enable_fp_fusion": False}
+"""Options of kernels whose elements come out the same wherever in a tile they lie: one loop would fuse a product into
+a sum where another, for the tail, does not."""
 
 
 class Launcher:
@@ -31,6 +35,7 @@ class Launcher:
         self._options = dict(options)
         self._constant_values = tuple(constants.values())
         self._run: Any = None
+        self._direct: Callable[[tuple[torch.Tensor | float, ...]], bool] | None = None
         self._proven = False
         self._compiles = device.type == "cuda" and hasattr(kernel, "warmup") and hasattr(kernel, "params")
         if self._compiles:
@@ -70,7 +75,8 @@ class Launcher:
         if self._run is None:
             self._run = self._compiled_runner(arguments)
         if self._proven:
-            self._run(*arguments, *self._constant_values)
+            if self._direct is None or not self._direct(arguments):
+                self._run(*arguments, *self._constant_values)
             return
         try:
             self._run(*arguments, *self._constant_values)
@@ -90,7 +96,9 @@ class Launcher:
             compiled = self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
         if hasattr(compiled, "result"):
             compiled = compiled.result()
-        return compiled[self._grid]
+        run = compiled[self._grid]
+        self._direct = _direct_launch(compiled, self._grid, self._device, self._constant_values)
+        return run
 
 
 def prepare(
@@ -121,6 +129,46 @@ def prepare(
         TypeError: if the kernel could be specialized differently for later arguments.
     """
     return Launcher(kernel, grid, device, constants or {}, {"num_warps": num_warps, **options})
+
+
+def _direct_launch(
+    compiled: Any, grid: tuple[int, int, int], device: torch.device, constants: tuple[Any, ...]
+) -> Callable[[tuple[torch.Tensor | float, ...]], bool] | None:
+    """What launches a kernel of a known Triton with addresses in place of tensors, or None.
+
+    Given tensors, Triton asks each for its address and the driver whether it may be used: half the cost of a launch.
+    What is returned tells whether it has launched; not while somebody has hooks on launches.
+    """
+    import triton
+    from triton import knobs
+    from triton.runtime import driver
+
+    launcher = getattr(compiled, "run", None)
+    sizes = [getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
+    if not triton.__version__.startswith(_KNOWN_TRITON) or any(sizes):
+        return None
+    launch, current_stream, runtime = launcher.launch, driver.active.get_current_stream, knobs.runtime
+    behind_stream = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+    before_arguments = (*behind_stream, compiled.packed_metadata, None, None, None)
+
+    def direct(arguments: tuple[torch.Tensor | float, ...]) -> bool:
+        if _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
+            return False
+        values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        launch(*grid, current_stream(index), *before_arguments, *values, *constants)
+        return True
+
+    return direct
+
+
+def _is_hooked(hook: Any) -> bool:
+    """Whether somebody wants to know of launches: a profiler. Triton keeps a chain of such functions, or None."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+_KNOWN_TRITON = ("3.6.",)
+"""Versions whose compiled launcher takes the arguments that `_direct_launch` gives it; others go the public way."""
 
 
 def _require_one_specialization(kernel: Any, constants: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from .emit import Names
 from .spec import KernelSpec
 from .storage import Array, dtype_name
 from .tidy import describe
-from .triton_text import HELPERS, REDUCTIONS, TileBody, decorator, rounds_to_16_bits, writer_of
+from .triton_text import HELPERS, REDUCTIONS, TileBody, decorator, is_16_bits, writer_of
 
 __all__ = ["TileMath", "finish_kernel"]
 
@@ -30,7 +30,7 @@ class TileMath:
         self.type = dtype_name(spec.compute)
         self.arrays: list[Array] = [spec.grad, *spec.arrays]
         self.names = Names([*HELPERS, *reserved, *(f"{array.name}_array" for array in self.arrays)])
-        self.writer = writer_of(self.type, "    ", self.names, rounds_to_16_bits(spec, tile))
+        self.writer = writer_of(self.type, "    ", self.names, is_16_bits(spec, tile))
         self.inputs: list[tuple[str, str]] = []
         self.slices: list[tuple[str, Value]] = []
         self.scalars: list[tuple[str, int]] = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ..graph import TilePass, Value
+from ..graph import SCALAR_LEVELS, TilePass, Value
 from .emit import Names, Writer
 from .spec import KernelSpec
 from .storage import Array, dtype_name
@@ -17,8 +17,8 @@ __all__ = [
     "SPELLING",
     "TileBody",
     "decorator",
+    "is_16_bits",
     "pointer_to",
-    "rounds_to_16_bits",
     "writer_of",
 ]
 
@@ -133,7 +133,16 @@ def _constant(spec_type: str) -> Callable[[float | bool], str]:
 
 
 _QUICK = {"div": "({0} / {1})", "sqrt": "tl.sqrt({0})"}
-"""Two units in the last place of float32 off: nothing where everything written is rounded to 16 bits."""
+"""Two units in the last place of float32 off: nothing beside the rounding of 16-bit arrays."""
+
+
+class _QuickWriter(Writer):
+    """Divides by the numbers of a tensor by multiplying with their reciprocal: made once, not for each element."""
+
+    def template(self, value: Value) -> str:
+        if value.operation == "div" and value.args[1].level in SCALAR_LEVELS:
+            return "({0} * (1.0 / {1}))"
+        return super().template(value)
 
 
 def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False) -> Writer:
@@ -150,14 +159,18 @@ def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False) ->
         return f"{indent}{name} = {expression}"
 
     spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{spec_type})"}
-    return Writer(spelling, declare, _constant(spec_type), names)
+    return (_QuickWriter if quick else Writer)(spelling, declare, _constant(spec_type), names)
 
 
-def rounds_to_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
-    """Whether a pass writes nothing that holds more than 16 bits an element, and reduces nothing."""
-    written = [array for name in tile.stores for array in spec.storages[name].arrays(name)]
+def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
+    """Whether a pass writes nothing that holds more than 16 bits an element, and reduces only what holds no more."""
+
+    def fits(names: Iterable[str]) -> bool:
+        arrays = [array for name in names if name in spec.storages for array in spec.storages[name].arrays(name)]
+        return all(array.dtype.itemsize <= 2 for array in arrays)
+
     keeps_more = tile.reductions or tile.parts or tile.kept
-    return not keeps_more and all(array.dtype.itemsize <= 2 for array in written)
+    return fits(tile.stores) and (not keeps_more or fits(tile.reads()))
 
 
 def decorator(pointers: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from ..codegen import triton as triton_backend
 from ..codegen.compile_triton import load_module
-from ..codegen.launch_triton import Launcher, prepare
+from ..codegen.launch_triton import EXACT, Launcher, prepare
 from ..codegen.spec import KernelSpec
 from ..tuning import tile_shape
 from .capturing import WARM_UP, is_capturing, require
@@ -136,7 +136,7 @@ class CudaSegment(Segment):
     def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
         kernel = getattr(module, f"{self.spec.name}_{name}")
         warps = self.shape.warps if name.startswith("tile_pass") else 4
-        return prepare(kernel, grid, self.device, constants, num_warps=warps)
+        return prepare(kernel, grid, self.device, constants, num_warps=warps, **EXACT)
 
     def _arguments(self, names: Sequence[str]) -> list[torch.Tensor]:
         return [self._tables[name] for name in names]

@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from ..codegen.launch_triton import Launcher, prepare
+from ..codegen.launch_triton import EXACT, Launcher, prepare
 from ..codegen.spec import KernelSpec
 from ..codegen.triton_slices import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from ..graph import TilePass
@@ -24,6 +24,7 @@ _REDUCED_ELEMENTS = 8192
 _ELEMENTS = 2048
 """Elements of other tiles."""
 
+_ELEMENTS_A_WARP, _MOST_WARPS = 512, 8
 _WIDEST = 128
 _SIDES = (1, 4, 16, 64)
 _FINISH_BLOCK = 1024
@@ -119,21 +120,23 @@ class CudaSlices:
         launches: list[Launch] = []
         for block, first, count in tiles.ranges:
             constants = {**dict(zip(("MATRICES", "ROWS", "COLUMNS"), block)), "UNSCALE": unscale}
-            warps = max(1, min(8, block[0] * block[1] * block[2] // 512))
+            options = {
+                "num_warps": max(1, min(_MOST_WARPS, block[0] * block[1] * block[2] // _ELEMENTS_A_WARP)),
+                **EXACT,
+            }
             here = {
                 "tile_tensor": own["tile_tensor"][first : first + count],
                 "tile_base": own[f"base_{first}"],
             }
             pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, tile)]
-            kernel = prepare(getattr(module, name), count, self.device, constants, num_warps=warps)
+            kernel = prepare(getattr(module, name), count, self.device, constants, **options)
             launches.append((kernel, [{**known, **here}[pointer] for pointer in pointers]))
             listed = first + np.flatnonzero(strided[tiles.tile_tensor[first : first + count]])
             if tile.over is None and len(listed):
                 here = {"tile_list": self._table(listed), "tile_base": here["tile_base"]}
                 pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, tile)]
-                kernel = prepare(
-                    getattr(module, f"{name}_strided"), len(listed), self.device, constants, num_warps=warps
-                )
+                strided_kernel = getattr(module, f"{name}_strided")
+                kernel = prepare(strided_kernel, len(listed), self.device, constants, **options)
                 launches.append((kernel, [{**known, **here}[pointer] for pointer in pointers]))
         return launches + self._finishing(module, tile, known)
 

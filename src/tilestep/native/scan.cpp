@@ -21,10 +21,10 @@ struct Known {
   PyObject* local;
   PyObject* layout;
   void* param_address;
+  void* grad_address;
+  uint64_t layout_key, grad_layout_key;
   c10::ScalarType dtype;
   bool has_grad;
-  void* grad_address;
-  std::vector<int64_t> sizes, strides, grad_strides;
 };
 
 struct Scanner {
@@ -63,6 +63,19 @@ void* address_of(const at::Tensor& tensor) {
   auto* base = static_cast<const char*>(storage.data());
   return const_cast<char*>(base) + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
 }
+
+// Sizes and strides as one number: what is known of a tensor fits into a line of the cache that way, and a look at
+// thousands of them costs what it reads. Two that differ give the same number about once in 2^64.
+uint64_t mixed(uint64_t key, at::IntArrayRef numbers) {
+  key ^= numbers.size();
+  for (const int64_t number : numbers) {
+    key = (key ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+    key ^= key >> 32;
+  }
+  return key;
+}
+
+uint64_t layout_of(const at::Tensor& tensor) { return mixed(mixed(0, tensor.sizes()), tensor.strides()); }
 
 // An object's attribute, a new reference; null without an exception where it has none.
 PyObject* attribute(PyObject* object, PyObject* name) {
@@ -125,7 +138,7 @@ PyObject* create(PyObject*, PyObject* args) {
     PyObject* local = attribute(object, PyTuple_GET_ITEM(names, 0));
     PyObject* layout = attribute(object, PyTuple_GET_ITEM(names, 1));
     Py_INCREF(object);
-    scanner->tensors.push_back(Known{object, local, layout, nullptr, at::kFloat, false, nullptr, {}, {}, {}});
+    scanner->tensors.push_back(Known{object, local, layout, nullptr, nullptr, 0, 0, at::kFloat, false});
     Known& known = scanner->tensors.back();
     plain = (local == nullptr) == (layout == nullptr) && (local == nullptr || is_exact(local));
     if (!plain) break;
@@ -137,11 +150,10 @@ PyObject* create(PyObject*, PyObject* args) {
     if (!plain) break;
     known.param_address = address_of(param);
     known.dtype = param.scalar_type();
-    known.sizes = param.sizes().vec();
-    known.strides = param.strides().vec();
+    known.layout_key = layout_of(param);
     if (known.has_grad) {
       known.grad_address = address_of(grad);
-      known.grad_strides = grad.strides().vec();
+      known.grad_layout_key = layout_of(grad);
     }
   }
   if (!plain) {
@@ -162,10 +174,10 @@ bool same_local(PyObject* names, const Known& known) {
 bool same_tensor(const Known& known, const at::Tensor& param, const at::Tensor& grad) {
   if (grad.defined() != known.has_grad) return false;
   if (address_of(param) != known.param_address || param.scalar_type() != known.dtype) return false;
-  if (param.sizes() != at::IntArrayRef(known.sizes) || param.strides() != at::IntArrayRef(known.strides)) return false;
+  if (layout_of(param) != known.layout_key) return false;
   if (!known.has_grad) return true;
   return is_plain(grad) && grad.scalar_type() == known.dtype && grad.device() == param.device() &&
-         grad.sizes() == at::IntArrayRef(known.sizes) && grad.strides() == at::IntArrayRef(known.grad_strides);
+         layout_of(grad) == known.grad_layout_key;
 }
 
 // scan(scanner, address of int64[count]) -> SAME, MOVED (the addresses are written) or CHANGED
@@ -204,7 +216,7 @@ struct Watched {
   void* address;
   c10::ScalarType dtype;
   c10::Device device;
-  std::vector<int64_t> sizes, strides;
+  uint64_t layout_key;
 };
 
 using Watch = std::vector<Watched>;
@@ -223,8 +235,8 @@ PyObject* watch(PyObject*, PyObject* list) {
       Py_RETURN_NONE;
     }
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    known->push_back({Py_TYPE(object), address_of(tensor), tensor.scalar_type(), tensor.device(), tensor.sizes().vec(),
-                      tensor.strides().vec()});
+    known->push_back({Py_TYPE(object), address_of(tensor), tensor.scalar_type(), tensor.device(),
+                      layout_of(tensor)});
   }
   return PyCapsule_New(known, "tilestep.Watch", forget);
 }
@@ -243,7 +255,7 @@ PyObject* compare(PyObject*, PyObject* args) {
     if (Py_TYPE(object) != one.type) return PyLong_FromLong(CHANGED);
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (!is_plain(tensor) || tensor.scalar_type() != one.dtype || tensor.device() != one.device ||
-        tensor.sizes() != at::IntArrayRef(one.sizes) || tensor.strides() != at::IntArrayRef(one.strides))
+        layout_of(tensor) != one.layout_key)
       return PyLong_FromLong(CHANGED);
     if (address_of(tensor) != one.address) answer = MOVED;
   }
@@ -284,10 +296,22 @@ PyObject* bump(PyObject*, PyObject* capsule) {
   Py_RETURN_NONE;
 }
 
+// bump_list(tensors): every one of them was written to
+PyObject* bump_list(PyObject*, PyObject* list) {
+  if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "bump_list() takes a list");
+  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
+    PyObject* object = PyList_GET_ITEM(list, index);
+    if (!THPVariable_Check(object)) return PyErr_Format(PyExc_TypeError, "bump_list() takes tensors");
+    THPVariable_Unpack(object).unsafeGetTensorImpl()->bump_version();
+  }
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"scan", scan, METH_VARARGS, nullptr},
                          {"same_list", same_list, METH_VARARGS, nullptr},
                          {"bump", bump, METH_O, nullptr},
+                         {"bump_list", bump_list, METH_O, nullptr},
                          {"watch", watch, METH_O, nullptr},
                          {"compare", compare, METH_VARARGS, nullptr},
                          {"remember", remember, METH_VARARGS, nullptr},

@@ -95,7 +95,7 @@ class Recipe:
         for part in self._parts:
             limit = max_norm.to(part.device) if isinstance(max_norm, torch.Tensor) else max_norm
             part.table.scale(part.addresses, norm.to(part.device), limit)
-        torch.autograd.graph.increment_version(tensors)
+        self._watch.count_writes(tensors)
 
     def _dense(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._loose:

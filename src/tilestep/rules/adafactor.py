@@ -70,7 +70,7 @@ def adafactor(
     if param.dim() > 1:
         row_var = row_var + weight * (square.mean(dim=-1, keepdim=True) - row_var)
         col_var = col_var + weight * (square.mean(dim=-2, keepdim=True) - col_var)
-        estimate = row_var * col_var / row_var.mean(dim=-2, keepdim=True).clamp(min=eps1)
+        estimate = row_var / row_var.mean(dim=-2, keepdim=True).clamp(min=eps1) * col_var
     else:
         variance = variance + weight * (square - variance)
         estimate = variance

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CapturedStep", "capture"]
 
-_ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 512, 128
+_ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32
 """Tensors whose place is compared at a replay; the other ones' turn comes at the next."""
 
 
