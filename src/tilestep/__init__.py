@@ -13,7 +13,16 @@ __version__ = "0.1.0"
 from . import schedule
 from .amp import GradScaler
 from .counters import compile_count
-from .errors import BuildError, CaptureError, GradientError, MatrixError, RuleError, StateError, TilestepError
+from .errors import (
+    BuildError,
+    CaptureError,
+    GradientError,
+    MatrixError,
+    RankError,
+    RuleError,
+    StateError,
+    TilestepError,
+)
 from .matrices import limit_workspace, orthogonalize
 from .norm import clip_grad_norm_, total_norm
 from .optimizer import Optimizer, TimesMean, muon_groups, named_optimizers, param_groups
@@ -29,7 +38,7 @@ from .rules.compose import (
 )
 from .rules.scalars import max_over_tensors, sum_over_tensors
 from .schedules import CapturedStep, capture
-from .sharding import ShardedOptimizer, shard
+from .sharding import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .tracing import Profile, profile
 
 if TYPE_CHECKING:
@@ -47,6 +56,7 @@ __all__ = [
     "MatrixError",
     "Optimizer",
     "Profile",
+    "RankError",
     "Rule",
     "RuleError",
     "ShardedOptimizer",
@@ -66,6 +76,7 @@ __all__ = [
     "decoupled_weight_decay",
     "ema",
     "limit_workspace",
+    "load_checkpoint",
     "lookahead",
     "max_over_tensors",
     "muon_groups",
@@ -74,6 +85,7 @@ __all__ = [
     "profile",
     "registry",
     "rule",
+    "save_checkpoint",
     "schedule",
     "shard",
     "sum_over_tensors",

@@ -27,6 +27,7 @@ __all__ = [
     "backward_pass",
     "checkpoint_types",
     "decomposition",
+    "default_store",
     "distributed_tensor_type",
     "dtensors_have_parts",
     "fake_tensors",
@@ -225,12 +226,13 @@ def layouts(tensors: Iterable[Any]) -> list[Any]:
     return [Layout(each.device_mesh, each.placements) if isinstance(each, kind) else None for each in tensors]
 
 
-def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) -> bool:
-    """Have torch's scalers call `route` with their method that unscales and its arguments, for some optimizers.
+def default_store() -> Any | None:
+    """The store in which the processes of the default group have found each other; None where torch does not say."""
+    return getattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)()
 
-    Returns:
-        Whether they do; where they have no such method nothing is changed.
-    """
+
+def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) -> bool:
+    """Have torch's scalers call `route` with their method that unscales, and its arguments; whether they do."""
     method = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
     if method is None or hasattr(method, "__wrapped__"):
         return method is not None

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["BuildError", "CaptureError", "GradientError", "MatrixError", "RuleError", "StateError", "TilestepError"]
+__all__ = [
+    "BuildError",
+    "CaptureError",
+    "GradientError",
+    "MatrixError",
+    "RankError",
+    "RuleError",
+    "StateError",
+    "TilestepError",
+]
 
 
 class TilestepError(Exception):
@@ -31,3 +40,16 @@ class CaptureError(TilestepError, RuntimeError):
 
 class BuildError(TilestepError, RuntimeError):
     """Generated code could not be built or loaded."""
+
+
+class RankError(TilestepError, RuntimeError):
+    """Ranks cannot go on together: one of them is gone, or late.
+
+    Args:
+        message: what has happened.
+        ranks: those of the default process group that are gone.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks

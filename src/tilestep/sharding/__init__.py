@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .optimizer import ShardedOptimizer, shard
+from .saving import load_checkpoint, save_checkpoint
 
-__all__ = ["ShardedOptimizer", "shard"]
+__all__ = ["ShardedOptimizer", "load_checkpoint", "save_checkpoint", "shard"]

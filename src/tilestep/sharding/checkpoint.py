@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ..engine import graph_for
 from ..errors import StateError
@@ -177,7 +176,7 @@ def full_state_dict(optimizer: Optimizer, sharding: Sharding, rank: int | None) 
     # Numbers of parameters that one rank has alone are known there alone.
     missing = [number for number, param in zip(numbers, params) if sharding.member_of[param].is_whole]
     scalars = {number: _scalars(packed["state"].get(number, {})) for number in missing}
-    known = _everyone(scalars, ranks) if missing else []
+    known = ranks.each(scalars) if missing else []
     state: dict[Any, Any] = {}
     for number in numbers:
         if number not in packed["state"]:
@@ -189,12 +188,6 @@ def full_state_dict(optimizer: Optimizer, sharding: Sharding, rank: int | None) 
         if wants:
             state[number] = gathered
     return {**packed, "state": state} if wants else {}
-
-
-def _everyone(value: Any, ranks: Any) -> list[Any]:
-    found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, value, ranks.shard)
-    return found
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:

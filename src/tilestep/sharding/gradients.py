@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..compat import after_backward, backward_pass, copy_all, zero_all
 from .buckets import Bucket, Options, view_of
@@ -249,7 +248,7 @@ class GradientSync:
         section = sums.section
         assert section is not None
         if self.ranks.copies > 1:
-            dist.all_reduce(section, group=self.ranks.replicate)
+            self.ranks.add_in(self.ranks.replicate, section)
         if self.options.average and self.ranks.count > 1:
             section.div_(self.ranks.count)
         if sums.carried is not None:
@@ -266,7 +265,7 @@ class GradientSync:
         with self.channel.after_compute(self.used, self._used_sent):
             self.used.copy_(self._used_sent)
             for group in self.ranks.groups:
-                dist.all_reduce(self.used, group=group)
+                self.ranks.add_in(group, self.used)
         self._open, self._reducing, self._pass = False, False, None
         self._rounds += 1
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .roll_call import RollCall, roll_call
+
 __all__ = ["Deciders", "Ranks", "ranks_of"]
 
 # Their names until torch 2.12.
@@ -15,8 +17,27 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Awaited:
+    """Communication that has begun.
+
+    Args:
+        work: what to wait for.
+        roll_call: asked if it fails.
+    """
+
+    def __init__(self, work: Any, roll_call: RollCall) -> None:
+        self._work, self._roll_call = work, roll_call
+
+    def wait(self) -> None:
+        """Let the host, or the current stream of a GPU, wait for it."""
+        with self._roll_call:
+            self._work.wait()
+
+
 class Ranks:
     """The process groups of a sharded optimizer, as one rank sees them; sums over them as `placements.Agreement` makes.
+
+    Communication that fails because a rank is gone raises `RankError`.
 
     Args:
         shard: the group over which state is split.
@@ -29,6 +50,7 @@ class Ranks:
         self.rank = dist.get_rank(shard)
         self.size = dist.get_world_size(shard)
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
+        self.roll_call = roll_call()
 
     @property
     def count(self) -> int:
@@ -46,7 +68,12 @@ class Ranks:
         Args:
             values: of one shape on all ranks.
         """
-        dist.all_reduce(values, dist.ReduceOp.SUM, self.shard)
+        self.add_in(self.shard, values)
+
+    def add_in(self, group: Any, values: torch.Tensor) -> None:
+        """Replace numbers by their sums over a group of ranks."""
+        with self.roll_call:
+            dist.all_reduce(values, dist.ReduceOp.SUM, group)
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over these ranks; NaN on one gives NaN on all.
@@ -56,7 +83,8 @@ class Ranks:
         """
         missing = values.isnan()
         both = torch.stack([torch.where(missing, -torch.inf, values), missing.to(values.dtype)])
-        dist.all_reduce(both, dist.ReduceOp.MAX, self.shard)
+        with self.roll_call:
+            dist.all_reduce(both, dist.ReduceOp.MAX, self.shard)
         values.copy_(torch.where(both[1] > 0, torch.nan, both[0]))
 
     def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor) -> Any:
@@ -69,24 +97,40 @@ class Ranks:
         Returns:
             What to wait for.
         """
-        return _reduce_scatter(section, flat, group=self.shard, async_op=True)
+        with self.roll_call:
+            return Awaited(_reduce_scatter(section, flat, group=self.shard, async_op=True), self.roll_call)
 
     def all_gather(self, flat: torch.Tensor, section: torch.Tensor) -> Any:
         """Begin to give all of these ranks every section; arguments and result as for `reduce_scatter`."""
-        return _all_gather(flat, section, group=self.shard, async_op=True)
+        with self.roll_call:
+            return Awaited(_all_gather(flat, section, group=self.shard, async_op=True), self.roll_call)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has."""
-        for group in self.groups:
-            dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+        with self.roll_call:
+            for group in self.groups:
+                dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+
+    def send(self, tensor: torch.Tensor, source: int) -> None:
+        """Give the ranks that split the state what one of them has."""
+        with self.roll_call:
+            dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
 
     def everyone(self, value: Any) -> list[Any]:
         """One object of each rank, on every rank."""
         found = [value]
         for group in self.groups:
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, found, group)
-            found = [each for part in parts for each in part]
+            found = [each for part in self._each_of(group, found) for each in part]
+        return found
+
+    def each(self, value: Any) -> list[Any]:
+        """One object of each rank that splits the state, on each of them."""
+        return self._each_of(self.shard, value)
+
+    def _each_of(self, group: Any, value: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(group)
+        with self.roll_call:
+            dist.all_gather_object(found, value, group)
         return found
 
 
@@ -106,7 +150,7 @@ class Deciders:
         """Replace numbers by their sums over all of them; copies of a part of the state count once."""
         self._ranks.add(values)
         for group in self.others:
-            dist.all_reduce(values, dist.ReduceOp.SUM, group)
+            self._ranks.add_in(group, values)
 
 
 def ranks_of(mesh: Any, device: torch.device) -> Ranks:

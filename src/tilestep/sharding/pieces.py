@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ..compat import checkpoint_types, is_copy, wrapper_tensor
 from .buckets import memory_order
@@ -131,7 +130,7 @@ class ShardedTensorPiece(torch.Tensor):
             if rank == self.ranks.rank:
                 ordered = self.local.permute(self.order) if self.local.shape == self.shape else self.local
                 part.copy_(ordered.reshape(-1))
-            dist.broadcast(part, dist.get_global_rank(self.ranks.shard, rank), self.ranks.shard)
+            self.ranks.send(part, rank)
         if not keep:
             return None
         inverse = [self.order.index(dim) for dim in range(len(self.order))]

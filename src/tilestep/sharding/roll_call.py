@@ -1,0 +1,178 @@
+"""Which rank is gone: when communication fails, every process that is still there answers a roll call.
+
+What fails in communication says that something is wrong, not where. So each process has a thread that looks once a
+second, in the store in which the processes have found each other, whether somebody calls the roll, and answers. Whoever
+meets an error calls it; who has not answered after a while is gone. The first caller's finding is kept for all others:
+by the time they meet the error, the first one may have ended too.
+
+Where nobody meets an error, as with NCCL, which only ends the process, the thread looks for signs of life of the next
+rank, and logs who is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compat import default_store
+from ..errors import RankError
+
+__all__ = ["PATIENCE", "RollCall", "roll_call"]
+
+PATIENCE = 10.0
+"""Seconds that a process has to answer."""
+
+_LOG = logging.getLogger("tilestep")
+_SIGNS = "signs_of_life"
+
+
+class RollCall:
+    """Finds out which ranks of the default process group are gone; also a block in which communication may fail.
+
+    Used as a context manager it raises `RankError` in the place of an error of communication.
+
+    Args:
+        store: the store that all of them reach, or None if torch does not say: then no rank is named.
+        rank: this one.
+        ranks: how many there are.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._group = dist.group.WORLD
+        self._store: Any = None
+        self._over = threading.Event()
+        if store is not None and ranks > 1:
+            # A connection of its own, for others may be waiting on the store's.
+            store = store.clone() if hasattr(store, "clone") else store
+            self._store = dist.PrefixStore("tilestep/roll_call", store)
+            self._thread = threading.Thread(target=self._answer, name="tilestep roll call", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its process group is still the default one."""
+        return dist.is_initialized() and dist.group.WORLD is self._group
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._over.set()
+        self._thread.join(2)
+
+    def _answer(self) -> None:
+        asked, next_rank = 1, (self.rank + 1) % self.ranks
+        known, since, signed = b"", time.monotonic(), 0.0
+        try:
+            while not self._over.wait(min(1.0, PATIENCE / 5)) and self.is_current:
+                if self._store.check([f"call/{asked}"]):
+                    self._store.set(f"here/{asked}/{self.rank}", b"1")
+                    asked += 1
+                if time.monotonic() - signed < PATIENCE:
+                    continue
+                signed = time.monotonic()
+                self._store.set(f"{_SIGNS}/{self.rank}", str(signed))
+                if not self._store.check([f"{_SIGNS}/{next_rank}"]):
+                    continue
+                sign = self._store.get(f"{_SIGNS}/{next_rank}")
+                if sign != known:
+                    known, since = sign, signed
+                elif known and sign != b"ended" and signed - since > 3 * PATIENCE:
+                    _LOG.error("%s. Other ranks will wait for it until their time is over", _gone(self.missing()))
+                    known = b"ended"
+            self._store.set(f"{_SIGNS}/{self.rank}", b"ended")
+            atexit.unregister(self.close)
+        except Exception:
+            # Nobody is left to be answered: the store is gone.
+            return
+
+    def missing(self) -> list[int]:
+        """The ranks that are gone, the same for every rank that asks; none if all of them answer.
+
+        Raises:
+            RuntimeError: if the store does not answer.
+        """
+        store = self._store
+        last = store.add("verdicts", 0)
+        if last and (found := json.loads(store.get(f"verdict/{last}"))):
+            return found
+        number = last + 1
+        store.set(f"here/{number}/{self.rank}", b"1")
+        if store.add(f"called/{number}", 1) == 1:
+            store.set(f"call/{number}", b"1")
+            found = self._count(number)
+            store.set(f"verdict/{number}", json.dumps(found))
+            store.add("verdicts", 1)
+            return found
+        try:
+            store.wait([f"verdict/{number}"], timedelta(seconds=3 * PATIENCE))
+            return json.loads(store.get(f"verdict/{number}"))
+        except RuntimeError:
+            # Who has called the roll is gone by now.
+            return self._count(number)
+
+    def _count(self, number: int) -> list[int]:
+        until = time.monotonic() + PATIENCE
+        absent = list(range(self.ranks))
+        while absent and time.monotonic() < until:
+            time.sleep(PATIENCE / 50)
+            absent = [rank for rank in absent if not self._store.check([f"here/{number}/{rank}"])]
+        return absent
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        own = isinstance(error, (RankError, torch.OutOfMemoryError))
+        if isinstance(error, RuntimeError) and not own and self._store is not None:
+            raise self.explained(error) from error
+
+    def explained(self, error: BaseException) -> RankError:
+        """The error to raise in the place of one of communication."""
+        try:
+            absent = self.missing()
+        except RuntimeError:
+            return RankError(
+                "communication has failed, and the store in which the processes have found each other, kept by rank 0 "
+                f"or by what has started it, does not answer either: {_first_line(error)}",
+                [],
+            )
+        if absent:
+            return RankError(
+                f"{_gone(absent)}, and the others cannot go on without: begin again from the last checkpoint "
+                f"({_first_line(error)})",
+                absent,
+            )
+        return RankError(
+            f"communication has failed, though the processes of all ranks answer: one of them is late, or has met an "
+            f"error of its own ({_first_line(error)})",
+            [],
+        )
+
+
+def _gone(absent: list[int]) -> str:
+    listed = ", ".join(map(str, absent))
+    return f"rank {listed} is gone: its process does not answer" if len(absent) == 1 else f"ranks {listed} are gone"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+_current: list[RollCall] = []
+
+
+def roll_call() -> RollCall:
+    """The roll call of the default process group; it begins to answer when it is first asked for."""
+    if not _current or not _current[0].is_current:
+        _current[:] = [RollCall(default_store(), dist.get_rank(), dist.get_world_size())]
+    return _current[0]

@@ -1,0 +1,140 @@
+"""Checkpoints that are whole or not there: a save that dies half-way leaves the one before it as it was."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from .roll_call import roll_call
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_WHOLE = re.compile(r"checkpoint-(\d+)")
+_BEGUN = ".unfinished"
+
+
+def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
+    """Save what `torch.distributed.checkpoint` can save, beside the checkpoints there are; all ranks must call it.
+
+    The files go to a folder that does not count as a checkpoint; when every rank has written its own and they are
+    known to be on disk, that folder is renamed, which happens at once or not at all. Only then older ones are removed.
+
+    Args:
+        state: what to save, as `torch.distributed.checkpoint.save` takes it.
+        folder: where the checkpoints are, on a file system that all ranks share.
+        keep: how many checkpoints are to be left, the new one included.
+
+    Returns:
+        The folder of the new checkpoint, which `torch.distributed.checkpoint.load` takes too.
+
+    Raises:
+        RankError: if a rank is gone; the checkpoints before it can be loaded then.
+        ValueError: for `keep` below 1.
+
+    Example:
+        >>> import tempfile, torch, tilestep
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
+        >>> tilestep.save_checkpoint(state, folder).name
+        'checkpoint-1'
+        >>> _ = state["weight"].zero_()
+        >>> tilestep.load_checkpoint(state, folder).name, state["weight"].tolist()
+        ('checkpoint-1', [1.0, 1.0])
+        >>> torch.distributed.destroy_process_group()
+    """
+    if keep < 1:
+        raise ValueError(f"Invalid keep: {keep}; at least the new checkpoint stays")
+    root = Path(folder)
+    with _Named():
+        number = _said_by_first(lambda: _begin(root))
+        begun, whole = root / f"checkpoint-{number}{_BEGUN}", root / f"checkpoint-{number}"
+        dcp.save(state, checkpoint_id=begun)
+        _said_by_first(lambda: _finish(begun, whole, keep))
+    return whole
+
+
+def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
+    """Load the newest checkpoint that `save_checkpoint` has finished, in place; all ranks must call it.
+
+    Args:
+        state: what to load, as `torch.distributed.checkpoint.load` takes it; on any number of ranks.
+        folder: where the checkpoints are.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        RankError: if a rank is gone.
+    """
+    root = Path(folder)
+    with _Named():
+        numbers = _said_by_first(lambda: _numbers(root))
+        if not numbers:
+            raise FileNotFoundError(f"there is no finished checkpoint in {root}")
+        found = root / f"checkpoint-{numbers[-1]}"
+        dcp.load(state, checkpoint_id=found)
+    return found
+
+
+class _Named:
+    """A block in which errors of communication, those of torch's checkpoints too, say which rank is gone."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if dist.is_initialized() and isinstance(error, (RuntimeError, dcp.CheckpointException)):
+            explained = roll_call().explained(error)
+            if explained.ranks:
+                raise explained from error
+
+
+def _said_by_first(find: Any) -> Any:
+    """What the first rank finds, on all of them; its error too."""
+    if not dist.is_initialized():
+        return find()
+    said: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said[0] = find()
+        except OSError as error:
+            said[1] = error
+    dist.broadcast_object_list(said)
+    if said[1] is not None:
+        raise said[1]
+    return said[0]
+
+
+def _numbers(root: Path) -> list[int]:
+    """Those of the finished checkpoints, ascending."""
+    names = [_WHOLE.fullmatch(path.name) for path in root.iterdir()] if root.is_dir() else []
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
+def _begin(root: Path) -> int:
+    """The number of the next checkpoint; what is left of saves that have died is removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.glob(f"checkpoint-*{_BEGUN}"):
+        shutil.rmtree(path)
+    numbers = _numbers(root)
+    return numbers[-1] + 1 if numbers else 1
+
+
+def _finish(begun: Path, whole: Path, keep: int) -> None:
+    os.rename(begun, whole)
+    # The name is on disk before anything else is removed.
+    handle = os.open(whole.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    for number in _numbers(whole.parent)[:-keep]:
+        shutil.rmtree(whole.parent / f"checkpoint-{number}")

@@ -1,0 +1,239 @@
+"""Ranks that die in backward, in the step, in a checkpoint: the others say who it was, and what was saved loads."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from sharded_ranks import all_pass
+from sharded_twins import TINY
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import tilestep
+from tilestep.sharding import roll_call
+from tilestep.sharding.parameters import ParameterSync
+from tilestep.sharding.roll_call import RollCall
+
+RANKS = 3
+TIMEOUT = timedelta(seconds=15)
+"""Of what the ranks do together; long enough for a machine that runs other tests."""
+
+PATIENCE = 6.0
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Killing(torch.autograd.Function):
+    """Kills its process in backward."""
+
+    @staticmethod
+    def forward(context: Any, data: torch.Tensor) -> torch.Tensor:
+        return data.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        die()
+
+
+class Training:
+    """A model and its optimizer, over a group of a short timeout."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        optimizer = tilestep.AdamW(self.model.parameters(), lr=0.1, max_grad_norm=1.0)  # type: ignore[attr-defined]
+        mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), "cpu")
+        self.optimizer = tilestep.shard(optimizer, self.model, mesh, bucket_cap_mb=TINY)
+
+    def step(self, killing: bool = False) -> None:
+        hidden = torch.ones(2, 4)
+        for index, layer in enumerate(self.model):
+            hidden = layer(hidden)
+            if index == 2 and killing:
+                hidden = Killing.apply(hidden)
+        hidden.sum().backward()
+        self.optimizer.step()
+        self.optimizer.wait()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def in_backward(training: Training, folder: str) -> None:
+    training.step(killing=dist.get_rank() == 1)
+
+
+def in_the_step(training: Training, folder: str) -> None:
+    if dist.get_rank() == 1:
+        ParameterSync.gather = lambda _: die()  # type: ignore[method-assign]
+    training.step()
+
+
+def while_a_checkpoint_is_written(training: Training, folder: str) -> None:
+    write = dcp.FileSystemWriter.write_data
+
+    def then_die(*arguments: Any) -> None:
+        write(*arguments).wait()
+        die()
+
+    if dist.get_rank() == 1:
+        dcp.FileSystemWriter.write_data = then_die  # type: ignore[assignment, method-assign]
+    tilestep.save_checkpoint(training.state(), folder)
+
+
+def before_a_checkpoint_is_finished(training: Training, folder: str) -> None:
+    """The rank that all others report to."""
+    if dist.get_rank() == 0:
+        dcp.FileSystemWriter.finish = lambda *_, **__: die()  # type: ignore[method-assign]
+    tilestep.save_checkpoint(training.state(), folder)
+
+
+def work(rank: int, folder: str, scenario: Callable[[Training, str], None]) -> None:
+    torch.set_num_threads(1)
+    roll_call.PATIENCE = PATIENCE
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    training = Training()
+    training.step()
+    tilestep.save_checkpoint(training.state(), f"{folder}/saved")
+    full = training.optimizer.full_state_dict(rank=2)
+    if rank == 2:
+        torch.save((training.model.state_dict(), full), f"{folder}/known")
+    training.step()
+    try:
+        scenario(training, f"{folder}/saved")
+        report: Any = ("nothing", [])
+    except tilestep.RankError as error:
+        report = (str(error), error.ranks)
+    torch.save(report, f"{folder}/report{rank}")
+    # Not by way of what torch does at the end of a process: its group is broken.
+    os._exit(0)
+
+
+SCENARIOS = {
+    in_backward: 1,
+    in_the_step: 1,
+    while_a_checkpoint_is_written: 1,
+    before_a_checkpoint_is_finished: 0,
+}
+
+
+class Loads:
+    """On other ranks, the last whole checkpoint is there, and the next save removes what the last one has left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.__name__ = folder, "loads"
+
+    def __call__(self) -> None:
+        training = Training()
+        state = training.state()
+        assert tilestep.load_checkpoint(state, self.folder / "saved").name == "checkpoint-1"
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        model, full = torch.load(self.folder / "known", weights_only=True)
+        for name, value in training.model.state_dict().items():
+            torch.testing.assert_close(value, model[name], rtol=0, atol=0)
+        mine = training.optimizer.full_state_dict()["state"]
+        for number, values in full["state"].items():
+            for name, value in values.items():
+                torch.testing.assert_close(mine[number][name], value, rtol=0, atol=0)
+        training.step()
+        assert tilestep.save_checkpoint(training.state(), self.folder / "saved").name == "checkpoint-2"
+        dist.barrier()
+        assert [path.name for path in (self.folder / "saved").iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_the_others_say_who_is_gone(scenario: Callable[[Training, str], None], tmp_path: Path) -> None:
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=work, args=(rank, str(tmp_path), scenario)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    lost = SCENARIOS[scenario]
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL if r == lost else 0 for r in range(RANKS)]
+    for rank in range(RANKS):
+        if rank != lost:
+            message, ranks = torch.load(tmp_path / f"report{rank}", weights_only=True)
+            assert ranks == [lost] and f"rank {lost} is gone" in message, message
+    all_pass([Loads(tmp_path)], 2)
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Three roll calls in this process, that share a store."""
+    monkeypatch.setattr(roll_call, "PATIENCE", 2.0)
+    monkeypatch.setattr(RollCall, "is_current", True)
+    store = dist.HashStore()
+    made = [RollCall(store, rank, 3) for rank in range(3)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_a_finding_is_kept_for_those_who_ask_later(three: list[RollCall]) -> None:
+    assert three[0].missing() == []
+    three[2].close()
+    assert three[1].missing() == [2]
+    three[1].close()
+    assert three[0].missing() == [2]
+
+
+def test_errors_are_explained(three: list[RollCall]) -> None:
+    with pytest.raises(tilestep.RankError, match=r"all ranks answer.*late"), three[0]:
+        raise RuntimeError("timed out")
+    three[1].close()
+    three[2].close()
+    with pytest.raises(tilestep.RankError, match=r"ranks 1, 2 are gone.*\(timed out\)") as caught, three[0]:
+        raise RuntimeError("timed out")
+    assert caught.value.ranks == [1, 2] and isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(KeyError), three[0]:
+        raise KeyError
+
+
+def test_without_a_store_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match=r"^timed out$"), RollCall(None, 0, 3):
+        raise RuntimeError("timed out")
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_logged(
+    three: list[RollCall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was killed: its thread has stopped without saying that it ended."""
+    monkeypatch.setattr(roll_call, "PATIENCE", 0.5)
+    store = dist.HashStore()
+    others = [RollCall(store, rank, 3) for rank in (0, 2)]
+    dist.PrefixStore("tilestep/roll_call", store).set("signs_of_life/1", "once")
+    for _ in range(600):
+        if "rank 1 is gone" in caplog.text:
+            break
+        others[1]._thread.join(0.1)
+    for each in others:
+        each.close()
+    assert "rank 1 is gone" in caplog.text
+
+
+def test_checkpoints_are_kept_in_number(tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(3)}
+    with pytest.raises(ValueError, match="keep"):
+        tilestep.save_checkpoint(state, tmp_path, keep=0)
+    with pytest.raises(FileNotFoundError, match="no finished checkpoint"):
+        tilestep.load_checkpoint(state, tmp_path / "elsewhere")
+    for number in range(1, 5):
+        state["weight"].fill_(number)
+        assert tilestep.save_checkpoint(state, tmp_path, keep=2).name == f"checkpoint-{number}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    (tmp_path / "checkpoint-5.unfinished").mkdir()
+    assert tilestep.load_checkpoint(state, tmp_path).name == "checkpoint-4" and state["weight"].tolist() == [4.0] * 3
