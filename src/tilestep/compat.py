@@ -10,13 +10,11 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cache import cached_file, content_key
 
 __all__ = [
     "DTENSOR_PARTS",
@@ -35,7 +33,6 @@ __all__ = [
     "guard_parameters",
     "is_compiled",
     "is_copy",
-    "keep_triton_key",
     "layouts",
     "local_parts",
     "profiler_is_running",
@@ -276,32 +273,6 @@ def after_backward(callback: Callable[[], None]) -> bool:
         return False
     engine.queue_callback(callback)
     return True
-
-
-def keep_triton_key() -> None:
-    """Take Triton's hash of itself from the cache: it reads its 200 MB compiler for it in every process (0.3 s).
-
-    The kept hash belongs to the sizes and times of Triton's files. Where Triton keeps its hash otherwise, nothing is
-    done.
-    """
-    try:
-        from triton.runtime import cache as triton_cache
-
-        compute = triton_cache.triton_key
-        if compute.cache_info().currsize:
-            return
-        root = Path(triton_cache.__file__).parents[1]
-        files = [*root.glob("_C/libtriton.*"), *root.glob("*/*.py"), *root.glob("language/**/*.py")]
-        states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
-        kept = cached_file(f"triton-{content_key(repr(states))}.txt", lambda path: _write(path, compute()))
-        key = kept.read_text()
-    except (ImportError, AttributeError, OSError):
-        return
-    triton_cache.triton_key = functools.lru_cache(lambda: key)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from ..cache import cache_directory, cached_file, content_key
-from ..compat import keep_triton_key
 from ..errors import BuildError
+from .triton_key import keep_triton_key
 
 __all__ = ["available", "load_module"]
 
