@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 __all__ = [
     "DTENSOR_PARTS",
     "TensorDispatch",
