@@ -1,0 +1,113 @@
+"""Bring the tables in docs/scaling.md up to date with the constants in src/tilestep/planning/constants.json.
+
+A comment in the page says what follows it: `<!-- table: NAME -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tilestep.planning import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
+from tilestep.planning.plan import crossover
+from tilestep.rules import registry
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
+BLOCK = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)+")
+RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = 8192
+SIZES = {"1.2 B": 1.2e9, "8 B": 8e9}
+
+Rows = list[tuple[str, ...]]
+
+
+def _needs() -> Footprint:
+    return footprint(registry["AdamW"], master_weights=True)
+
+
+def _job(elements: float, ranks: int, bucket: float, constants: Constants) -> Job:
+    job = Job(elements, _needs(), ranks, tokens=TOKENS, bucket=bucket or 2**20)
+    return job if bucket else Job(elements, _needs(), ranks, tokens=TOKENS, bucket=best_bucket(job, constants))
+
+
+def constants_table(constants: Constants) -> Rows:
+    rows: Rows = [("constant", "value", "source")]
+    units = {"bandwidth": (1e9, "GB/s"), "latency": (1e-6, "us"), "compute": (1e12, "TFLOP/s"), "memory": (1e9, "GB")}
+    for name, source in constants.sources.items():
+        factor, unit = units.get(name.rsplit("_", 1)[-1], (1, ""))
+        rows.append((name, f"{getattr(constants, name) / factor:g} {unit}".strip(), source))
+    return rows
+
+
+def traffic_table(constants: Constants) -> Rows:
+    rows: Rows = [("GPUs", "model", "state GB", "sent GB", "collectives", "latency", "exposed ms", "beyond the model")]
+    for ranks in RANKS:
+        for title, elements in SIZES.items():
+            rows.append((str(ranks), title, *_figures(plan(_job(elements, ranks, 25 * 2**20, constants), constants))))
+    return rows
+
+
+def _figures(found: Plan) -> tuple[str, ...]:
+    return (
+        f"{found.memory['state'] / 1e9:.2f}",
+        f"{sum(found.sent.values()) / 1e9:.1f}",
+        f"{found.messages:,}",
+        f"{found.latency_share:.0%}",
+        f"{(found.iteration - found.compute) * 1e3:.1f}",
+        f"{found.iteration / found.compute - 1:.1%}",
+    )
+
+
+def buckets_table(constants: Constants) -> Rows:
+    rows: Rows = [("GPUs", "latency of a collective", "bucket at which half is latency", "best, 1.2 B", "best, 8 B")]
+    for ranks in RANKS:
+        latency, size = crossover(ranks, constants)
+        best = [f"{_job(elements, ranks, 0, constants).bucket / 2**20:g} MiB" for elements in SIZES.values()]
+        rows.append((str(ranks), f"{latency * 1e6:,.0f} us", f"{size / 2**20:.1f} MiB", *best))
+    return rows
+
+
+def meshes_table(constants: Constants) -> Rows:
+    rows: Rows = [("GPUs", "model", "all split, ms", "fastest mesh", "bucket", "ms", "state GB there")]
+    for ranks in RANKS:
+        for title, elements in SIZES.items():
+            plans = list(meshes(_job(elements, ranks, 25 * 2**20, constants), constants))
+            fastest = min(plans, key=lambda each: each.iteration)
+            job = fastest.job
+            rows.append(
+                (
+                    str(ranks),
+                    title,
+                    f"{(plans[-1].iteration - plans[-1].compute) * 1e3:.1f}",
+                    f"{job.shard} x {job.replicate}",
+                    f"{job.bucket / 2**20:g} MiB",
+                    f"{(fastest.iteration - fastest.compute) * 1e3:.1f}",
+                    f"{fastest.memory['state'] / 1e9:.2f}",
+                )
+            )
+    return rows
+
+
+TABLES: dict[str, Callable[[Constants], Rows]] = {
+    "constants": constants_table,
+    "traffic": traffic_table,
+    "buckets": buckets_table,
+    "meshes": meshes_table,
+}
+
+
+def brought_up_to_date(text: str) -> str:
+    """The page with every table made anew."""
+    constants = default_constants()
+
+    def block(match: re.Match[str]) -> str:
+        head, *rows = TABLES[match[1]](constants)
+        lines = [head, tuple("---" for _ in head), *rows]
+        return f"<!-- table: {match[1]} -->\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    return BLOCK.sub(block, text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(brought_up_to_date(PAGE.read_text()))

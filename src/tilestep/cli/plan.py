@@ -1,0 +1,182 @@
+"""`tilestep plan`: memory and time of a sharded training before it is run."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilestep.cli.show import _TORCH_NAMES, Dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tilestep.planning import Constants, Job, Plan
+
+__all__ = ["elements_of", "register"]
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+class Buffer(str, Enum):
+    """Memory for gradients, as `shard(grad_buffer=...)` takes it."""
+
+    contiguous = "contiguous"
+    bucket = "bucket"
+
+
+def elements_of(text: str) -> float:
+    """A number of elements.
+
+    Raises:
+        typer.BadParameter: for anything that is no number.
+
+    >>> elements_of("1.2B"), elements_of("350m"), elements_of("12,000")
+    (1200000000.0, 350000000.0, 12000.0)
+    """
+    found = re.fullmatch(r"([\d.,_]+)\s*([KMBGT]?)", text.strip().upper())
+    try:
+        assert found is not None
+        return float(found[1].replace(",", "").replace("_", "")) * _UNITS[found[2]]
+    except (AssertionError, ValueError):
+        raise typer.BadParameter(f"{text!r} is no number of elements: 1.2B, 350M", param_hint="SIZE") from None
+
+
+def mesh_of(text: str) -> tuple[int, int]:
+    """Ranks that split the state, and copies: `8`, `8x4`.
+
+    Raises:
+        typer.BadParameter: for anything else.
+
+    >>> mesh_of("8x4"), mesh_of("16")
+    ((8, 4), (16, 1))
+    """
+    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
+    if found is None or 0 in (sizes := (int(found[1]), int(found[2] or 1))):
+        raise typer.BadParameter(f"{text!r} is no mesh: ranks that split the state, x copies: 8, 8x4")
+    return sizes
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+
+    @app.command()
+    def plan(
+        size: Annotated[str, typer.Argument(help="Elements of all parameters: 1.2B, 350M.")],
+        rule: Annotated[str, typer.Option(help="A rule's name in any case, or module:function.")] = "AdamW",
+        mesh: Annotated[str, typer.Option(help="Ranks that split the state, x copies: 8, 8x4.")] = "8",
+        dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.bf16,
+        master_weights: Annotated[bool, typer.Option(help="With float32 masters and state.")] = True,
+        grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
+        grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
+        bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 chooses one.")] = 0,
+        tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in an iteration.")] = 8192,
+        clip: Annotated[bool, typer.Option(help="With max_grad_norm.")] = True,
+        settings: Annotated[
+            list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
+        ] = None,
+        constants: Annotated[
+            Path | None, typer.Option(help="Constants of a machine, as benchmarks/shard_figures.py writes them.")
+        ] = None,
+    ) -> None:
+        """Print what a rank of a sharded training needs: memory, traffic and time, and other meshes beside it."""
+        import dataclasses
+
+        import torch
+        from rich.console import Console
+
+        from tilestep.cli._rules import load_rule, parse_settings
+        from tilestep.planning import Constants, Job, best_bucket, default_constants, footprint, meshes
+        from tilestep.planning import plan as planned
+
+        found = load_rule(rule)
+        types = {each: getattr(torch, _TORCH_NAMES[each.value]) for each in Dtype}
+        needs = footprint(
+            found,
+            parse_settings(settings or [], found),
+            dtype=types[dtype],
+            master_weights=master_weights,
+            grad_sync_dtype=None if grad_dtype is None else types[grad_dtype],
+        )
+        split, copies = mesh_of(mesh)
+        known = default_constants() if constants is None else Constants.load(constants)
+        whole = grad_buffer is Buffer.contiguous
+        job = Job(elements_of(size), needs, split, copies, tokens, max(bucket_mb, 1) * 2**20, whole, clip)
+        if not bucket_mb:
+            job = dataclasses.replace(job, bucket=best_bucket(job, known))
+        console = Console()
+        chosen = planned(job, known)
+        console.print(
+            f"{job.elements / 1e9:g} B elements, {found.name}, {split} x {copies} ranks, "
+            f"{job.buckets:,} buckets of {job.bucket / 2**20:g} MiB",
+            style="bold",
+        )
+        _print_memory(console, chosen)
+        _print_time(console, chosen)
+        _print_meshes(console, list(meshes(job, known)), job, known)
+        for note in needs.notes:
+            console.print(f"not in it: {note}", style="dim", markup=False)
+        if known.assumed:
+            listed = ", ".join(f"{name} {_short(getattr(known, name))}" for name in known.assumed)
+            console.print(f"assumed, not measured: {listed}", style="dim", markup=False)
+
+
+def _print_memory(console: Any, plan: Plan) -> None:
+    rows = [(name, _gigabytes(value)) for name, value in plan.memory.items()]
+    rows += [("in all, without activations", _gigabytes(plan.total_memory))]
+    rows += [("the state if it were not split", _gigabytes(plan.whole_state))]
+    _table(console, "memory of a rank", ["", "GB"], rows)
+    rows = [(name, _gigabytes(value)) for name, value in plan.sent.items() if value]
+    rows += [("collectives", f"{plan.messages:,}")]
+    _table(console, "sent in an iteration", ["", "GB"], rows)
+
+
+def _print_time(console: Any, plan: Plan) -> None:
+    rows = [(name, _milliseconds(plan.times[name]), _milliseconds(value)) for name, value in plan.exposed.items()]
+    rows += [("an iteration", "", _milliseconds(plan.iteration))]
+    rows += [("beyond forward and backward", "", f"{plan.iteration / plan.compute - 1:.1%}")]
+    _table(console, "time of a rank", ["", "ms", "ms exposed"], rows)
+
+
+def _print_meshes(console: Any, plans: Sequence[Plan], job: Job, constants: Constants) -> None:
+    rows = []
+    for each in plans:
+        fits = each.total_memory < constants.gpu_memory
+        mine = (each.job.shard, each.job.replicate) == (job.shard, job.replicate)
+        rows.append(
+            (
+                f"{each.job.shard} x {each.job.replicate}{' *' if mine else ''}",
+                f"{each.job.bucket / 2**20:g}",
+                _gigabytes(each.total_memory) + ("" if fits else " too much"),
+                _milliseconds(each.iteration),
+                f"{each.latency_share:.0%}",
+            )
+        )
+    title = f"meshes of {job.ranks:,} ranks, split x copies"
+    _table(console, title, ["mesh", "bucket MiB", "memory GB", "iteration ms", "latency"], rows)
+
+
+def _table(console: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:g}"

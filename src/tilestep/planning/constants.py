@@ -1,0 +1,91 @@
+"""Constants of a machine that plans are made from, each with where it is from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ASSUMED", "Constants", "default_constants"]
+
+ASSUMED = "assumed"
+"""How the source of a constant begins that nobody has measured."""
+
+_DEFAULTS = Path(__file__).with_name("constants.json")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the times of a plan are computed from.
+
+    Args:
+        reduce_scatter_bandwidth: bytes a second that a rank receives in a large reduce-scatter inside a node.
+        all_gather_bandwidth: the same for an all-gather.
+        network_bandwidth: bytes a second between nodes, for each GPU.
+        launch_latency: seconds of the smallest collective, but for its hops.
+        hop_latency: seconds that each further rank of a node adds.
+        network_hop_latency: seconds that each further node adds.
+        memory_bandwidth: bytes a second of a copy on one GPU, read and written.
+        step_latency: seconds of a step without parameters: launches, one after the other.
+        compute: floating-point operations a second in forward and backward, as reached by a model.
+        gpu_memory: bytes.
+        gpus_per_node: GPUs that reach each other without the network.
+        sources: where each is from; those that begin with "assumed" are not measured.
+    """
+
+    reduce_scatter_bandwidth: float
+    all_gather_bandwidth: float
+    network_bandwidth: float
+    launch_latency: float
+    hop_latency: float
+    network_hop_latency: float
+    memory_bandwidth: float
+    step_latency: float
+    compute: float
+    gpu_memory: float
+    gpus_per_node: int
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Constants:
+        """Read what `save` wrote, or a part of it: what is missing is taken from the defaults.
+
+        Raises:
+            ValueError: for a name that is none of these, or a value that is not a positive number.
+        """
+        stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        names = [each.name for each in dataclasses.fields(cls) if each.name != "sources"]
+        known: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())
+        for name, entry in stored.items():
+            if name not in names:
+                raise ValueError(f"{path}: no constant is called {name!r}; there are {', '.join(names)}")
+            if not isinstance(entry.get("value"), (int, float)) or not entry["value"] > 0:
+                raise ValueError(f"{path}: {name} is {entry.get('value')!r}; it must be a positive number")
+        entries = {**known, **stored}
+        return cls(
+            **{name: entries[name]["value"] for name in names},
+            sources={name: str(entries[name].get("source", ASSUMED)) for name in names},
+        )
+
+    def save(self, path: Path) -> None:
+        """Write them as JSON: name, value, source."""
+        names = [each.name for each in dataclasses.fields(self) if each.name != "sources"]
+        entries = {name: {"value": getattr(self, name), "source": self.sources.get(name, ASSUMED)} for name in names}
+        path.write_text(json.dumps(entries, indent=1) + "\n")
+
+    @property
+    def assumed(self) -> list[str]:
+        """Names of those that are not measured."""
+        return [name for name, source in self.sources.items() if source.startswith(ASSUMED)]
+
+
+def default_constants() -> Constants:
+    """Those of an H200 with eight to a node, that come with tilestep.
+
+    Example:
+        >>> default_constants().gpus_per_node
+        8
+    """
+    return Constants.load(_DEFAULTS)

@@ -1,0 +1,242 @@
+"""Memory and time of a rank in an iteration: the arithmetic behind `tilestep plan` and docs/scaling.md.
+
+A collective over n ranks of which each holds B bytes at its end takes `latency(n) + B (n - 1) / n / bandwidth`, as a
+ring does. The bandwidth is that inside a node, or of the network if that is less; GPUs of a node that are in the same
+group share their network links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .constants import Constants
+from .storage import Footprint
+
+__all__ = ["BUCKETS", "Job", "Plan", "best_bucket", "crossover", "meshes", "plan"]
+
+BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)
+"""MiB of gradients in a bucket, those that `best_bucket` looks at."""
+
+_CLOSE = 1.005
+"""Iterations that differ by less are taken for equal."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and on what.
+
+    Args:
+        elements: of all parameters.
+        footprint: bytes for each of them.
+        shard: ranks over which the state is split.
+        replicate: copies of the split state; `shard * replicate` ranks in all.
+        tokens: of a rank in an iteration.
+        bucket: bytes of gradients in a bucket.
+        contiguous: whether memory for all gradients is kept, as `shard(grad_buffer="contiguous")` does.
+        clips: whether steps need the norm of all gradients.
+    """
+
+    elements: float
+    footprint: Footprint
+    shard: int
+    replicate: int = 1
+    tokens: int = 8192
+    bucket: float = 25 * 2**20
+    contiguous: bool = True
+    clips: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("elements", "shard", "replicate", "tokens", "bucket"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.shard * self.replicate
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets there are."""
+        return math.ceil(self.elements * self.footprint.gradient / self.bucket)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank needs for a job, in bytes and seconds.
+
+    Args:
+        job: the job.
+        memory: bytes by what they are for: parameters, gradients, state, scratch.
+        whole_state: bytes of the state if it were not split.
+        sent: bytes that a rank sends in an iteration, by collective.
+        messages: collectives in an iteration, each of which has a latency.
+        times: seconds by what is done, one after the other if nothing were hidden.
+        exposed: seconds of each that nothing hides.
+    """
+
+    job: Job
+    memory: dict[str, float]
+    whole_state: float
+    sent: dict[str, float]
+    messages: int
+    times: dict[str, float]
+    exposed: dict[str, float]
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes of all, without activations."""
+        return sum(self.memory.values())
+
+    @property
+    def iteration(self) -> float:
+        """Seconds of an iteration."""
+        return sum(self.exposed.values())
+
+    @property
+    def compute(self) -> float:
+        """Seconds of forward and backward."""
+        return self.times["forward"] + self.times["backward"]
+
+    @property
+    def latency_share(self) -> float:
+        """How much of the time of gradient sums and gathers is latency, from 0 to 1."""
+        communication = self.times["sum gradients"] + self.times["gather parameters"]
+        return self.times["latencies of both"] / communication if communication else 0.0
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks that run a collective; every `stride`-th rank is one of them."""
+
+    ranks: int
+    stride: int
+    constants: Constants
+
+    @property
+    def _in_node(self) -> int:
+        return max(1, min(self.ranks, self.constants.gpus_per_node // self.stride))
+
+    @property
+    def latency(self) -> float:
+        if self.ranks == 1:
+            return 0.0
+        known = self.constants
+        nodes = math.ceil(self.ranks / self._in_node)
+        hops = (self.ranks - nodes) * known.hop_latency + (nodes - 1) * known.network_hop_latency
+        return known.launch_latency + hops
+
+    def bytes_sent(self, size: float) -> float:
+        return size * (self.ranks - 1) / self.ranks
+
+    def seconds(self, size: float, bandwidth: float) -> float:
+        if self.ranks > self._in_node:
+            bandwidth = min(bandwidth, self._in_node * self.constants.network_bandwidth)
+        return self.latency + self.bytes_sent(size) / bandwidth
+
+
+def plan(job: Job, constants: Constants) -> Plan:
+    """What a rank needs for a job.
+
+    Example:
+        >>> from tilestep.planning import default_constants, footprint
+        >>> from tilestep.rules import registry
+        >>> found = plan(Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8), default_constants())
+        >>> round(found.memory["state"] / 1e9, 2), round(found.whole_state / 1e9, 2)
+        (1.8, 14.4)
+    """
+    size, elements = job.footprint, job.elements
+    split, copies = _Group(job.shard, 1, constants), _Group(job.replicate, job.shard, constants)
+    count, bucket = job.buckets, elements * size.gradient / job.buckets
+    section = bucket / job.shard
+    sent_back = elements * size.parameter / count
+    rate, gather_rate = constants.reduce_scatter_bandwidth, constants.all_gather_bandwidth
+    one_sum = split.seconds(bucket, rate)
+    if job.replicate > 1:
+        one_sum += copies.seconds(section, rate) + copies.seconds(section, gather_rate)
+    one_gather = split.seconds(sent_back, gather_rate)
+    flops = 6 * elements * job.tokens / constants.compute
+    share = elements / job.shard
+    norm = (share * size.gradient / constants.memory_bandwidth + 2 * split.latency) if job.clips else 0.0
+    times = {
+        "forward": flops / 3,
+        "backward": flops * 2 / 3,
+        "sum gradients": count * one_sum,
+        "clip": norm,
+        "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
+        "gather parameters": count * one_gather,
+    }
+    exposed = {
+        **times,
+        # The last bucket is complete when backward ends, and the first one is needed when forward begins.
+        "sum gradients": max(one_sum, times["sum gradients"] - times["backward"]),
+        "gather parameters": max(one_gather, times["gather parameters"] - times["forward"]),
+    }
+    latencies = count * (2 * split.latency + 2 * copies.latency)
+    return Plan(
+        job=job,
+        memory={
+            "parameters": elements * size.parameter,
+            "gradients": elements * size.gradient / (1 if job.contiguous else job.shard),
+            "state": share * size.state,
+            "scratch": 0.0 if job.contiguous else bucket,
+        },
+        whole_state=elements * size.state,
+        sent={
+            "reduce-scatter": split.bytes_sent(elements * size.gradient),
+            "all-reduce": 2 * copies.bytes_sent(share * size.gradient),
+            "all-gather": split.bytes_sent(elements * size.parameter),
+        },
+        messages=count * (2 if job.replicate == 1 else 3) + 1 + job.clips,
+        times={**times, "latencies of both": latencies},
+        exposed=exposed,
+    )
+
+
+def best_bucket(job: Job, constants: Constants) -> float:
+    """Bytes of the largest bucket with which an iteration takes least time, within half a percent.
+
+    Larger ones are fewer messages, for the host to begin and for the GPU to run beside the model.
+
+    Args:
+        job: its own bucket does not matter.
+        constants: those of the machine.
+    """
+    sizes = [mebibytes * 2**20 for mebibytes in BUCKETS]
+    times = [plan(dataclasses.replace(job, bucket=size), constants).iteration for size in sizes]
+    return max(size for size, time in zip(sizes, times) if time <= min(times) * _CLOSE)
+
+
+def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
+    """Plans for other meshes of as many ranks, each with its best bucket: split over 2, 4, 8, ... or all ranks.
+
+    Args:
+        job: its own mesh and bucket do not matter, only how many ranks there are.
+        constants: those of the machine.
+    """
+    shard = 2
+    while shard < 2 * job.ranks:
+        split = min(shard, job.ranks)
+        if job.ranks % split == 0:
+            other = dataclasses.replace(job, shard=split, replicate=job.ranks // split)
+            yield plan(dataclasses.replace(other, bucket=best_bucket(other, constants)), constants)
+        shard *= 2
+
+
+def crossover(ranks: int, constants: Constants) -> tuple[float, float]:
+    """Seconds of latency of a reduce-scatter over so many ranks, and bytes that take as long again to move.
+
+    Smaller buckets are mostly latency, larger ones mostly transfer.
+
+    Example:
+        >>> from tilestep.planning import default_constants
+        >>> few, many = (crossover(ranks, default_constants()) for ranks in (8, 512))
+        >>> few[0] < many[0], few[1] < many[1]
+        (True, True)
+    """
+    group = _Group(ranks, 1, constants)
+    transfer = group.seconds(1e9, constants.reduce_scatter_bandwidth) - group.latency
+    return group.latency, group.latency / transfer * 1e9

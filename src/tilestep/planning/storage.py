@@ -1,0 +1,83 @@
+"""Bytes that a rule keeps, and moves in a step, for each element of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..describe import describe, spec_for
+from ..optimizer.states import compute_dtype
+from ..rules import Rule
+
+__all__ = ["Footprint", "footprint"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes for each element of the parameters.
+
+    Args:
+        parameter: of the parameter, as it travels to other ranks.
+        gradient: of its gradient, as it is summed over the ranks.
+        state: of everything else the optimizer keeps, masters too.
+        moved: read and written by the update, in all passes.
+        notes: what is not in these numbers.
+    """
+
+    parameter: float
+    gradient: float
+    state: float
+    moved: float
+    notes: tuple[str, ...] = ()
+
+
+def footprint(
+    rule: Rule,
+    hyperparameters: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    master_weights: bool = False,
+    grad_sync_dtype: torch.dtype | None = None,
+) -> Footprint:
+    """What a rule keeps and moves for the elements of a matrix.
+
+    Args:
+        rule: the rule.
+        hyperparameters: those that are not the defaults.
+        dtype: of the parameters.
+        master_weights: as for `Optimizer`.
+        grad_sync_dtype: as for `shard`.
+
+    Raises:
+        RuleError: if the rule cannot be translated.
+
+    Example:
+        >>> from tilestep.rules import registry
+        >>> found = footprint(registry["AdamW"], master_weights=True)
+        >>> found.state, found.moved
+        (12.0, 28.0)
+    """
+    spec = spec_for(rule, hyperparameters, dtype=dtype, master_weights=master_weights)
+    graph, notes, state = spec.program.graph, [], 0.0
+    for name, storage in spec.storages.items():
+        if name in ("grad", *spec.program.library.scratch):
+            continue
+        arrays = [array for array in storage.arrays(name) if array.name != "param"]
+        if name == "param" or rule.states[name].shape == "param":
+            state += sum(array.dtype.itemsize for array in arrays)
+        else:
+            notes.append(f"{name}, one number for each {rule.states[name].shape}")
+    squares = len(graph.matrix_states)
+    if squares:
+        like = torch.empty(0, dtype=dtype, device="meta")
+        state += squares * compute_dtype(like).itemsize
+        notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
+    if spec.program.library.passes:
+        notes.append("the time of matrix products")
+    described = describe(rule, hyperparameters, backend="cpp", dtype=dtype, master_weights=master_weights)
+    gradient = (grad_sync_dtype or dtype).itemsize
+    moved = described.bytes_read + described.bytes_written + gradient - dtype.itemsize
+    return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))

@@ -1,0 +1,67 @@
+"""`tilestep plan`: its tables say what the plan says, and wrong words are usage errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tilestep import cli
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *arguments])
+    out, err = capfd.readouterr()
+    return int(stopped.value.code or 0), out, err
+
+
+def cells(out: str, name: str) -> list[str]:
+    line = next(line for line in out.splitlines() if line.startswith(f"│ {name} "))
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_it_prints_memory_traffic_time_and_meshes(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capfd, "1.2B", "--mesh", "8x4")
+    assert code == 0, err
+    assert out.startswith("1.2 B elements, AdamW, 8 x 4 ranks, ")
+    assert cells(out, "parameters")[1] == "2.40" and cells(out, "state")[1] == "1.80"
+    assert cells(out, "the state if it were not split")[1] == "14.40"
+    assert cells(out, "reduce-scatter")[1] == cells(out, "all-gather")[1] == "2.10"
+    assert float(cells(out, "sum gradients")[1]) > float(cells(out, "sum gradients")[2])
+    assert [line.split("│")[1].strip() for line in out.splitlines() if " x " in line and "│" in line] == [
+        "2 x 16",
+        "4 x 8",
+        "8 x 4 *",
+        "16 x 2",
+        "32 x 1",
+    ]
+    assert "assumed, not measured: " in out
+
+
+def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capfd, "100M", "--rule", "lion", "--dtype", "fp32", "--no-master-weights", "--bucket-mb", "10")
+    assert code == 0 and "Lion, 8 x 1 ranks, 39 buckets of 10 MiB" in out and cells(out, "state")[1] == "0.05"
+    code, out, _ = run(capfd, "100M", "--rule", "muon", "--grad-dtype", "fp32", "--grad-buffer", "bucket", "--no-clip")
+    assert code == 0 and "not in it: the time of matrix products" in out and cells(out, "clip")[2] == "0.00"
+    code, out, _ = run(capfd, "70B", "--mesh", "2")
+    assert code == 0 and "too much" in out
+
+
+def test_constants_of_a_machine(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"compute": {"value": 1e15, "source": "measured"}}))
+    _, before, _ = run(capfd, "1B")
+    code, after, _ = run(capfd, "1B", "--constants", str(path))
+    assert code == 0 and float(cells(after, "forward")[1]) < float(cells(before, "forward")[1])
+    assert "compute" in before and "compute 3.5" not in after
+    path.write_text(json.dumps({"computing": {"value": 1}}))
+    code, _, err = run(capfd, "1B", "--constants", str(path))
+    assert code == 1 and "no constant is called" in err
+
+
+@pytest.mark.parametrize("words", [("many",), ("1B", "--mesh", "0x2"), ("1B", "--mesh", "a"), ("1B", "--rule", "none")])
+def test_wrong_words_are_usage_errors(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    code, _, err = run(capfd, *words)
+    assert code == 2 and "rror" in err
