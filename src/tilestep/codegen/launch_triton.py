@@ -75,7 +75,7 @@ class Launcher:
         if self._run is None:
             self._run = self._compiled_runner(arguments)
         if self._proven:
-            if self._direct is None or not self._direct(arguments):
+            if not self._launched_directly(arguments):
                 self._run(*arguments, *self._constant_values)
             return
         try:
@@ -85,6 +85,16 @@ class Launcher:
             self._compiles = False
             self._ordinary(arguments)
         self._proven = True
+
+    def _launched_directly(self, arguments: tuple[torch.Tensor | float, ...]) -> bool:
+        if self._direct is None:
+            return False
+        try:
+            return self._direct(arguments)
+        except TypeError:
+            # A launcher that takes other arguments refuses these before anything ran.
+            self._direct = None
+            return False
 
     def _ordinary(self, arguments: tuple[torch.Tensor | float, ...]) -> None:
         self._kernel[self._grid](*arguments, **self._constants, **self._options)
@@ -143,7 +153,7 @@ def _direct_launch(
     from triton import knobs
     from triton.runtime import driver
 
-    launcher = getattr(compiled, "run", None)
+    launcher: Any = getattr(compiled, "run", None)
     sizes = [getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
     if not triton.__version__.startswith(_KNOWN_TRITON) or any(sizes):
         return None

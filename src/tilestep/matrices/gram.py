@@ -7,27 +7,31 @@ from typing import Any
 
 import torch
 
-from .symmetric import can_multiply, symmetric_product
+from .symmetric import pays, symmetric_product
 
 __all__ = ["gram_newton_schulz", "takes"]
 
 STEPS_OF_A_GRAM = 3
 """Steps until the Gram matrix is made anew: by then rounding has grown to about what a step in bfloat16 makes."""
 
-_SMALLEST = 256
+_ELONGATED = 1.4
+"""With sides nearer each other, the products that are saved are fewer than those that Gram matrices take."""
+
 _STEEPEST = 4.0
 
 
 def takes(batch: torch.Tensor, numbers: Sequence[float]) -> bool:
-    """Whether a batch is worked on faster this way: on a GPU, not too small, with coefficients that let rounding be.
+    """Whether a batch is worked on faster this way: on a GPU, large, one side longer, with coefficients that allow it.
+
+    Steep coefficients make what rounding leaves grow too fast.
 
     Args:
         batch: bfloat16[B, R, C].
         numbers: steps, a, b, c, eps.
     """
     steps, a, _, c, _ = numbers
-    is_large = min(batch.shape[-2:]) >= _SMALLEST
-    return batch.is_cuda and is_large and steps >= 1 and abs(a) <= _STEEPEST and c != 0 and can_multiply(batch)
+    short, long = sorted(batch.shape[-2:])
+    return long >= _ELONGATED * short and steps >= 1 and abs(a) <= _STEEPEST and c != 0 and pays(batch)
 
 
 def gram_newton_schulz(

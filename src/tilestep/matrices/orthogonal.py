@@ -10,6 +10,7 @@ import torch
 from ..errors import MatrixError, RuleError
 from .gram import gram_newton_schulz, takes
 from .operations import MatrixOperation, register
+from .symmetric import pays, symmetric_product
 
 __all__ = ["COEFFICIENTS", "orthogonalize"]
 
@@ -89,12 +90,21 @@ def newton_schulz(operands: Sequence[torch.Tensor], numbers: Sequence[float], ou
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     batch = torch.div(batch, norm, out=out if steps == 0 else None)
     for step in range(steps):
-        gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
-        # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
-        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
+        update = _update(batch, is_tall, b, c)
         factors = (batch, update) if is_tall else (update, batch)
         batch = _baddbmm(batch, *factors, beta=a, out=out if step == steps - 1 else None)
     return batch
+
+
+def _update(batch: torch.Tensor, is_tall: bool, b: float, c: float) -> torch.Tensor:
+    """b G + c G^2 with G the Gram matrix of the short side."""
+    if c and pays(batch):
+        short = min(batch.shape[-2:])
+        gram = symmetric_product(batch, batch, batch.new_empty(batch.size(0), short, short))
+        return symmetric_product(gram, gram, torch.empty_like(gram), base=gram, alpha=c, beta=b)
+    gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
+    # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
+    return torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
 
 
 def _baddbmm(

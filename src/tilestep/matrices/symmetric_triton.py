@@ -18,6 +18,18 @@ def aligned(pointer):
     return tl.multiple_of(pointer.to(tl.int64, bitcast=True).to(pointer.dtype, bitcast=True), 16)
 
 
+@triton.jit
+def write_tile(value, out, at, mirrored, here, there, WHOLE: tl.constexpr):
+    """Write a tile and its mirror image; without masks, which would take the stores apart, where none are needed."""
+    value = value.to(out.dtype.element_ty)
+    if WHOLE:
+        tl.store(out + at, value)
+        tl.store(out + mirrored, tl.trans(value))
+    else:
+        tl.store(out + at, value, mask=here)
+        tl.store(out + mirrored, tl.trans(value), mask=there)
+
+
 @triton.jit(do_not_specialize_on_alignment=["left", "right", "base", "scale", "out", "shifted", "sizes"])
 def symmetric_tiles(
     left,
@@ -36,11 +48,12 @@ def symmetric_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """`out = scale * (alpha * left @ right.mT + beta * base)`, and `shifted = out + shift * identity`.
 
     `sizes`: rows of the result, inner size, tiles of a matrix. Operands are [matrices, rows, inner], or
-    [matrices, inner, rows] where TALL. Inner sizes are multiples of BLOCK_K, rows of 16.
+    [matrices, inner, rows] where TALL. Inner sizes are multiples of BLOCK_K, rows of 16, and of BLOCK_M where EVEN.
     """
     # A matrix has less than 2^31 elements, so offsets inside one take 32 bits.
     rows = tl.multiple_of(tl.load(sizes).to(tl.int32), 16)
@@ -58,9 +71,13 @@ def symmetric_tiles(
     row = i * BLOCK_M + tl.arange(0, BLOCK_M)
     column = j * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    # Rows past the end read the first ones; they are not written.
-    m = tl.max_contiguous(tl.multiple_of(row % rows, 16), 16)
-    n = tl.max_contiguous(tl.multiple_of(column % rows, 16), 16)
+    if EVEN:
+        m = row
+        n = column
+    else:
+        # Rows past the end read the first ones; they are not written.
+        m = tl.max_contiguous(tl.multiple_of(row % rows, 16), 16)
+        n = tl.max_contiguous(tl.multiple_of(column % rows, 16), 16)
     first = tl.multiple_of(matrix * rows * inner, 16)
     left = aligned(left) + first
     right = aligned(right) + first
@@ -79,17 +96,26 @@ def symmetric_tiles(
         right_at += stride
     total *= alpha
     square = tl.multiple_of(matrix * rows * rows, 16)
-    at = row[:, None] * rows + column[None, :]
-    inside = (row[:, None] < rows) & (column[None, :] < rows) & (row[:, None] >= column[None, :])
+    at = square + row[:, None] * rows + column[None, :]
+    mirrored = square + column[:, None] * rows + row[None, :]
+    here = (row[:, None] < rows) & (column[None, :] < rows)
+    there = (column[:, None] < rows) & (row[None, :] < rows)
+    base, out, shifted = aligned(base), aligned(out), aligned(shifted)
     if HAS_BASE:
-        total += beta * tl.load(aligned(base) + square + at, mask=inside, other=0.0).to(tl.float32)
+        if EVEN:
+            total += beta * tl.load(base + at).to(tl.float32)
+        else:
+            total += beta * tl.load(base + at, mask=here, other=0.0).to(tl.float32)
     total *= tl.load(scale + matrix)
-    mirrored = column[:, None] * rows + row[None, :]
-    below = (column[:, None] < rows) & (row[None, :] < rows) & (row[None, :] > column[:, None])
-    value = total.to(out.dtype.element_ty)
-    tl.store(aligned(out) + square + at, value, mask=inside)
-    tl.store(aligned(out) + square + mirrored, tl.trans(value), mask=below)
-    if HAS_SHIFTED:
-        value = tl.where(row[:, None] == column[None, :], total + shift, total).to(shifted.dtype.element_ty)
-        tl.store(aligned(shifted) + square + at, value, mask=inside)
-        tl.store(aligned(shifted) + square + mirrored, tl.trans(value), mask=below)
+    if (j + 1) * BLOCK_N <= i * BLOCK_M:
+        write_tile(total, out, at, mirrored, here, there, EVEN)
+        if HAS_SHIFTED:
+            write_tile(total, shifted, at, mirrored, here, there, EVEN)
+    else:
+        # On the diagonal each element has one of two roundings; the lower one counts for both.
+        here = here & (row[:, None] >= column[None, :])
+        there = there & (row[None, :] > column[:, None])
+        write_tile(total, out, at, mirrored, here, there, False)
+        if HAS_SHIFTED:
+            total = tl.where(row[:, None] == column[None, :], total + shift, total)
+            write_tile(total, shifted, at, mirrored, here, there, False)
