@@ -26,6 +26,7 @@ from .errors import (
 from .matrices import limit_workspace, orthogonalize
 from .norm import clip_grad_norm_, total_norm
 from .optimizer import Optimizer, TimesMean, muon_groups, named_optimizers, param_groups
+from .overlapping import OverlappedOptimizer, overlap
 from .rules import Interval, Rule, State, at_least, between, registry, rule, where
 from .rules.compose import (
     cautious,
@@ -55,6 +56,7 @@ __all__ = [
     "Interval",
     "MatrixError",
     "Optimizer",
+    "OverlappedOptimizer",
     "Profile",
     "RankError",
     "Rule",
@@ -81,6 +83,7 @@ __all__ = [
     "max_over_tensors",
     "muon_groups",
     "orthogonalize",
+    "overlap",
     "param_groups",
     "profile",
     "registry",

@@ -187,6 +187,11 @@ class DeviceEngine:
             self._moved()
         self.push_hypers()
 
+    @property
+    def hypers_changed(self) -> bool:
+        """Whether hyperparameters that the host knows are others than those on the device."""
+        return any(watch.changed() for watch in self._group_watches)
+
     def push_hypers(self) -> None:
         """`push` for hyperparameters alone; those that live on a device are read there by each step."""
         changed = [watch for watch in self._group_watches if watch.changed()]

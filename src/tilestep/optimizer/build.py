@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -172,10 +172,17 @@ class Tables:
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
         """For each engine the gradients of its entries; of DTensors what lies on this rank."""
-        gradients = [list(map(_GRAD, params)) for params in self.members]
-        if self.agreement is None:
-            return gradients
-        return [local.parts(own) for local, own in zip(self.local_gradients, gradients)]
+        return [self.gradients_at(place) for place in range(len(self.engines))]
+
+    def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
+        """The gradients of one engine's entries; of DTensors what lies on this rank.
+
+        Args:
+            place: the engine's.
+            find: gives a parameter's gradient, or None.
+        """
+        gradients = list(map(find, self.members[place]))
+        return gradients if self.agreement is None else self.local_gradients[place].parts(gradients)
 
     def start(self, *, norm: bool) -> list[list[torch.Tensor | None]]:
         """Look at the gradients first, so that their norm runs on a GPU while the host checks everything else.
@@ -234,6 +241,14 @@ class Tables:
         """Remember that the parameters are now as the step left them."""
         if self.masters:
             self.versions = self._versions()
+
+    @contextmanager
+    def own_writes(self) -> Iterator[None]:
+        """A block that writes parameters with their masters."""
+        before = self._versions() if self.masters else 0
+        yield
+        if self.masters and self.versions is not None:
+            self.versions += self._versions() - before
 
     def _versions(self) -> int:
         # Versions only grow: no version has changed if their sum has not. A DTensor and its part have one each.

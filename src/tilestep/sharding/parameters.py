@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..compat import TensorWatch, guard_parameters, is_compiled
+from ..compat import TensorWatch, is_compiled
+from ..guards import guard_model
 from .buckets import Bucket, Options
 from .streams import Channel
 
@@ -89,20 +90,7 @@ class ParameterSync:
         self.compiled = any(map(is_compiled, model.modules()))
         """Whether compiled code uses the model: it takes parameters without looking them up."""
         if self._overlaps:
-            self._guard(model)
-
-    def _guard(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if not any(id(param) in self._of for param in module.parameters(recurse=False)):
-                continue
-            is_guarded = guard_parameters(module, lambda entries: GuardedParameters(entries, self))
-            if not is_guarded or _holds_parameters_elsewhere(module):
-                self._handles.append(module.register_forward_pre_hook(self._before_forward))
-
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        if self._pending:
-            for param in module.parameters(recurse=False):
-                self.wait(param)
+            self._handles = guard_model(model, self, lambda param: id(param) in self._of)
 
     @property
     def is_pending(self) -> bool:
@@ -168,66 +156,3 @@ class ParameterSync:
         self.wait_all()
         for handle in self._handles:
             handle.remove()
-
-
-def _holds_parameters_elsewhere(module: nn.Module) -> bool:
-    """Whether a module keeps its parameters in a list of its own too, as recurrent ones do for their kernels."""
-    lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
-    return any(isinstance(each, nn.Parameter) for value in lists for each in value)
-
-
-class GuardedParameters(dict[str, Any]):
-    """A module's parameters; looking one up waits until the last step's update of it has arrived.
-
-    Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
-    embeddings, the output projection of `nn.MultiheadAttention`).
-
-    Args:
-        entries: the parameters by name.
-        sync: knows which are on their way.
-    """
-
-    def __init__(self, entries: dict[str, Any], sync: ParameterSync) -> None:
-        super().__init__(entries)
-        self._sync = sync
-
-    def __getitem__(self, key: str) -> Any:
-        param = super().__getitem__(key)
-        if torch.compiler.is_dynamo_compiling():
-            self._sync.compiled = True
-        elif self._sync.is_pending:
-            self._sync.wait(param)
-        return param
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401
-
-    def __iter__(self) -> Iterator[str]:
-        # Without it, dict() would copy the entries without asking.
-        return super().__iter__()
-
-    def items(self) -> Any:
-        self._wait(super().values())
-        return super().items()
-
-    def values(self) -> Any:
-        self._wait(super().values())
-        return super().values()
-
-    def pop(self, key: str, *default: Any) -> Any:
-        self._wait(super().values())
-        return super().pop(key, *default)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-    __copy__ = copy
-
-    def _wait(self, params: Iterable[Any]) -> None:
-        if self._sync.is_pending:
-            for param in params:
-                self._sync.wait(param)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles of the model are ordinary modules.
-        return dict, (), None, None, iter(self.items())

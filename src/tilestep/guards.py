@@ -1,0 +1,153 @@
+"""Modules whose parameters are still on their way somewhere: whoever looks one up waits for it, and for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .compat import guard_parameters
+
+__all__ = ["GuardedParameters", "Waits", "guard_model"]
+
+
+class Waits(Protocol):
+    """What knows which parameters are on their way."""
+
+    compiled: bool
+    """Whether compiled code uses the model: it takes parameters without looking them up."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether any parameter may still be on its way."""
+
+    def wait(self, param: Any) -> None:
+        """Let whoever comes next use a parameter."""
+
+
+def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor], bool]) -> list[Any]:
+    """Let whoever looks a parameter up in its module wait for it.
+
+    Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
+    embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
+    somewhere else too.
+
+    Args:
+        model: the model.
+        waits: knows which are on their way; it is asked beside others that guard the same module.
+        concerns: whether it may have to do with a parameter.
+
+    Returns:
+        Handles of hooks on modules.
+    """
+    handles: list[Any] = []
+    for module in model.modules():
+        if not any(map(concerns, module.parameters(recurse=False))):
+            continue
+        is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, waits))
+        if not is_guarded or _holds_parameters_elsewhere(module):
+            handles.append(module.register_forward_pre_hook(_waiting_before_forward(waits)))
+    return handles
+
+
+def _waiting_before_forward(waits: Waits) -> Callable[[nn.Module, Any], None]:
+    def before_forward(module: nn.Module, _: Any) -> None:
+        if waits.is_pending:
+            for param in module.parameters(recurse=False):
+                waits.wait(param)
+
+    return before_forward
+
+
+def _holds_parameters_elsewhere(module: nn.Module) -> bool:
+    """Whether a module keeps its parameters in a list of its own too, as recurrent ones do for their kernels."""
+    lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
+    return any(isinstance(each, nn.Parameter) for value in lists for each in value)
+
+
+class _Both:
+    """Two that know of parameters on their way."""
+
+    def __init__(self, first: Waits, second: Waits) -> None:
+        self._all = (first, second)
+
+    @property
+    def is_pending(self) -> bool:
+        return any(each.is_pending for each in self._all)
+
+    @property
+    def compiled(self) -> bool:
+        return any(each.compiled for each in self._all)
+
+    @compiled.setter
+    def compiled(self, value: bool) -> None:
+        for each in self._all:
+            each.compiled = value
+
+    def wait(self, param: Any) -> None:
+        for each in self._all:
+            each.wait(param)
+
+
+class GuardedParameters(dict[str, Any]):
+    """A module's parameters; looking one up waits until it is there.
+
+    Args:
+        entries: the parameters by name.
+        waits: knows which are on their way.
+    """
+
+    def __init__(self, entries: dict[str, Any], waits: Waits) -> None:
+        super().__init__(entries)
+        self._waits = waits
+
+    @classmethod
+    def of(cls, entries: dict[str, Any], waits: Waits) -> GuardedParameters:
+        """A module's parameters, guarded by one more."""
+        if isinstance(entries, cls):
+            entries._waits = _Both(entries._waits, waits)
+            return entries
+        return cls(entries, waits)
+
+    def __getitem__(self, key: str) -> Any:
+        param = super().__getitem__(key)
+        if torch.compiler.is_dynamo_compiling():
+            self._waits.compiled = True
+        elif self._waits.is_pending:
+            self._waits.wait(param)
+        return param
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def __iter__(self) -> Iterator[str]:
+        # Without it, dict() would copy the entries without asking.
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._wait(super().values())
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait(super().values())
+        return super().values()
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._wait(super().values())
+        return super().pop(key, *default)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    __copy__ = copy
+
+    def _wait(self, params: Iterable[Any]) -> None:
+        if self._waits.is_pending:
+            for param in params:
+                self._waits.wait(param)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles of the model are ordinary modules.
+        return dict, (), None, None, iter(self.items())

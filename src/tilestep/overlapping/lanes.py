@@ -1,0 +1,86 @@
+"""Where updates run beside other work: on a GPU in a stream of their own; on a CPU where somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """A line of updates beside the computation of one device.
+
+    Args:
+        device: where the parameters are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._entered_from: torch.cuda.Stream | None = None
+
+    def current(self) -> torch.cuda.Stream | None:
+        """The stream that work goes to now; None on a CPU."""
+        return None if self.stream is None else torch.cuda.current_stream(self._device)
+
+    @contextmanager
+    def after(self, *streams: torch.cuda.Stream) -> Iterator[None]:
+        """A block of updates that begin when what these streams have been given so far is done.
+
+        Args:
+            streams: none for the current one.
+        """
+        home = self.current()
+        if self.stream is None or home is None or home == self.stream:
+            yield
+            return
+        for stream in streams or (home,):
+            self.stream.wait_stream(stream)
+        before, self._entered_from = self._entered_from, home
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            self._entered_from = before
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """A block of work that no update runs beside, on the stream from which the lane was entered.
+
+        What it allocates is that stream's memory, as if there were no lane.
+        """
+        current = self.current()
+        if self.stream is None or current is None:
+            yield
+            return
+        home = self._entered_from if current == self.stream else current
+        if home is None:
+            yield
+            return
+        home.wait_stream(self.stream)
+        with torch.cuda.stream(home):
+            yield
+        self.stream.wait_stream(home)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after all updates so far; None on a CPU."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def join(self) -> None:
+        """Let the current stream wait for all updates so far."""
+        current = self.current()
+        if current is not None and self.stream is not None:
+            current.wait_stream(self.stream)
+
+    def keep(self, tensors: list[torch.Tensor]) -> None:
+        """Let memory of these tensors be given to nobody else before the updates so far have run.
+
+        Args:
+            tensors: that are about to be let go; those that share memory cost once.
+        """
+        if self.stream is not None:
+            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
+                tensor.record_stream(self.stream)

@@ -1,0 +1,147 @@
+"""Updates that are decided and not yet waited for: each group's parameters are there when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import before_gathering, is_compiled, watch_all_forwards
+from ..guards import guard_model
+from .groups import Group, Grouping
+from .lanes import Lane
+
+__all__ = ["Pending"]
+
+
+class _Update:
+    """One group's update."""
+
+    def __init__(self, group: Group, work: Callable[[], None]) -> None:
+        self.group = group
+        self._work: Callable[[], None] | None = work
+        self._event: torch.cuda.Event | None = None
+        self._waited: set[int] = set()
+
+    def launch(self, lane: Lane) -> None:
+        """Run it, or on a GPU have it run in the lane; only the first call does anything."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work()
+            self._event = lane.mark()
+
+    def wait(self, streams: Sequence[torch.cuda.Stream]) -> bool:
+        """Let streams wait for it; whether nobody else has to any more."""
+        if self._event is None:
+            return True
+        for stream in streams:
+            if stream.cuda_stream not in self._waited:
+                stream.wait_event(self._event)
+                self._waited.add(stream.cuda_stream)
+        return self._event.query()
+
+
+class Pending:
+    """The updates of the last step.
+
+    On a GPU they have been launched on the lane, in the order in which forward needs them, and who needs one waits for
+    its event. On a CPU nothing runs beside the host: an update is run when its parameters are asked for.
+
+    Args:
+        model: whose forward waits, module by module.
+        grouping: gives the groups as they are now.
+        lane: where updates run.
+    """
+
+    def __init__(self, model: nn.Module, grouping: Callable[[], Grouping], lane: Lane) -> None:
+        self._grouping = grouping
+        self._lane = lane
+        self._updates: dict[int, _Update] = {}
+        self._needed: list[int] = []
+        """Groups in the order in which they were asked for since the last step."""
+        self._forwards: Any = None
+        self.compiled = any(map(is_compiled, model.modules()))
+        """Whether compiled code uses the model: it takes parameters without looking them up."""
+        guard_model(model, self, lambda param: True)
+        for group in grouping().groups:
+            if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
+                group.module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an update may still have to be waited for."""
+        return bool(self._updates)
+
+    def order(self, groups: Sequence[Group]) -> list[Group]:
+        """Groups in the order in which the last forward needed them; at first from the last to the first.
+
+        Args:
+            groups: in the order in which backward completes them.
+        """
+        places = {index: place for place, index in enumerate(self._needed)}
+        unknown = len(places)
+        return sorted(reversed(groups), key=lambda group: places.get(group.index, unknown))
+
+    def put(self, works: Sequence[tuple[Group, Callable[[], None]]]) -> None:
+        """Take over updates; those before are complete.
+
+        Args:
+            works: groups in the order in which they are needed, and what updates each.
+        """
+        self._updates = {group.index: _Update(group, work) for group, work in works}
+        self._needed = []
+        if self._lane.stream is not None:
+            for update in self._updates.values():
+                update.launch(self._lane)
+        if self._updates and self._forwards is None:
+            self._forwards = watch_all_forwards(self._before_forward)
+
+    def settle(self) -> None:
+        """Wait for what nobody could be made to wait for later."""
+        if self.compiled:
+            self.complete()
+            return
+        for update in list(self._updates.values()):
+            if not update.group.is_guarded:
+                self._wait(update.group)
+
+    def wait(self, param: Any) -> None:
+        """Let the current stream wait for the update of a parameter; others are there already.
+
+        Args:
+            param: a parameter, or None.
+        """
+        group = self._grouping().of.get(id(param))
+        if group is not None and group.index in self._updates:
+            self._wait(group)
+
+    def complete(self) -> None:
+        """Wait for all of them."""
+        for update in list(self._updates.values()):
+            self._wait(update.group)
+
+    def _gather(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> None:
+        if group.index in self._updates:
+            self._wait(group, streams)
+
+    def _wait(self, group: Group, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
+        update = self._updates[group.index]
+        if group.index not in self._needed:
+            self._needed.append(group.index)
+        update.launch(self._lane)
+        current = self._lane.current()
+        if streams is None:
+            streams = [] if current is None else [current]
+        if update.wait(streams):
+            self._updates.pop(group.index, None)
+            if not self._updates and self._forwards is not None:
+                self._forwards.remove()
+                self._forwards = None
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        """Another model may have the same parameters, without looking them up where this one does."""
+        for param in dict.values(module._parameters):
+            self.wait(param)

@@ -1,0 +1,297 @@
+"""Gradients as backward completes them, and the updates that are made right then."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compat import after_backward, backward_pass, local_parts
+from ..engine import Stale
+from ..errors import GradientError
+from ..optimizer.decide import decide, needs_norm
+from .groups import Group
+from .lanes import Lane
+
+if TYPE_CHECKING:
+    from ..optimizer.build import Tables
+    from .optimizer import OverlappedOptimizer
+
+__all__ = ["Round", "scale_error"]
+
+
+class Round:
+    """What has happened to gradients since the last step.
+
+    A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
+    a clip, a loss scale and a skipped step are decided by the step.
+
+    Args:
+        optimizer: whose gradients they are.
+        lane: where updates run.
+        updates: whether to update in backward at all.
+    """
+
+    def __init__(self, optimizer: OverlappedOptimizer, lane: Lane, *, updates: bool) -> None:
+        self._optimizer = optimizer
+        self._lane = lane
+        self._updates = updates
+        self.syncing = True
+        self._hooked: dict[int, Any] = {}
+        self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None]] = deque()
+        """Gradients that are used up, until the stream whose memory they are has waited for their update."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.is_open = False
+        self.applies = False
+        self.applied: list[Group] = []
+        self._updated: set[int] = set()
+        """Parameters of the applied groups, by id."""
+        self._missing: dict[int, set[int]] = {}
+        self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
+        self._reduced: dict[int, torch.Tensor] = {}
+        """Gradients that are somewhere else than in their parameter's `grad`."""
+        self._running: set[int] = set()
+        """Backward passes that have begun and not ended."""
+        self._awaited: deque[tuple[Any, Callable[[], None]]] = deque()
+        """Reductions that a CPU's threads are busy with, and what to do once they are done."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward pass has not come to its end."""
+        return bool(self._running)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether some group's update is made."""
+        return bool(self.applied)
+
+    def watch(self, elsewhere: set[int]) -> None:
+        """Look at the gradients of every parameter that trains.
+
+        Args:
+            elsewhere: parameters whose complete gradients somebody else announces, by `id`.
+        """
+        for param in self._optimizer._all_params():
+            if param.requires_grad and id(param) not in self._hooked and id(param) not in elsewhere:
+                self._hooked[id(param)] = param.register_post_accumulate_grad_hook(self.arrived)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward only accumulates."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def arrived(self, param: torch.Tensor) -> None:
+        """Note that a parameter's gradient is complete."""
+        self._optimizer._pending.complete()
+        if self.syncing and self._updates:
+            self._note_pass()
+            self._arrived(param)
+
+    def reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
+        """Note gradients that are complete when a collective has run.
+
+        Args:
+            params: the parameters.
+            gradients: their gradients.
+            future: that of the collective.
+        """
+        self._optimizer._pending.complete()
+        if not self.syncing or not self._updates:
+            return
+        self._note_pass()
+
+        def take() -> None:
+            with self._lane.after():
+                future.wait()
+            for param, gradient in zip(params, gradients):
+                self._reduced[id(param)] = gradient
+                self._arrived(param)
+
+        self._awaited.append((future, take))
+        while self._awaited and (self._lane.stream is not None or self._awaited[0][0].done()):
+            self._awaited.popleft()[1]()
+
+    def _note_pass(self) -> None:
+        if not self.is_open:
+            self._open()
+        current = backward_pass()
+        if current is None or current in self._running:
+            return
+        if after_backward(lambda: self._running.discard(current)):
+            self._running.add(current)
+
+    def _open(self) -> None:
+        optimizer = self._optimizer
+        if optimizer._evaluating:
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
+        tables = optimizer._fitting_tables()
+        self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
+        self.is_open = True
+        if not self.applies:
+            return
+        self.watch(optimizer._elsewhere)
+        self._missing = {
+            group.index: {id(param) for param in group.params if param.requires_grad}
+            for group in optimizer._grouping.groups
+        }
+        with self._lane.after():
+            decide(optimizer, tables.engines)
+            tables.follow_parameters()
+            tables.note_versions()
+
+    def _arrived(self, param: torch.Tensor) -> None:
+        group = self._optimizer._grouping.of.get(id(param))
+        if group is None or not self.applies:
+            return
+        if id(param) in self._updated:
+            raise RuntimeError(
+                f"a gradient of {self._optimizer._label(param)} came after {group.name} was updated in backward: run "
+                "all but the last backward before a step inside optimizer.no_sync(); after a backward that was broken "
+                'off call zero_grad() first; for parameters that reentrant checkpoints share use during="forward"'
+            )
+        stream = self._lane.current()
+        if stream is not None:
+            self._streams.setdefault(group.index, {})[stream.cuda_stream] = stream
+        missing = self._missing[group.index]
+        missing.discard(id(param))
+        if not missing:
+            self._update(group)
+
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        return self._reduced.get(id(param), param.grad)
+
+    def _update(self, group: Group) -> None:
+        """Update a group from the gradients that it has, and let these go."""
+        lane = self._lane
+        current = lane.current()
+        streams = list(self._streams.pop(group.index, {}).values()) or ([] if current is None else [current])
+        _await_copies(group)
+        with lane.after(*streams):
+            self._run(group)
+            event = lane.mark()
+        own = [param for param in group.params if id(param) not in self._reduced]
+        gradients = [param.grad for param in own if param.grad is not None]
+        self.applied.append(group)
+        self._updated.update(id(param) for param in group.params if self._gradient(param) is not None)
+        for param in own:
+            param.grad = None
+        if self._on_two_streams(group, streams):
+            lane.keep(local_parts(gradients))
+            gradients = []
+        self._let_go(streams)
+        self._held.append((gradients, event))
+
+    @torch.no_grad()
+    def _run(self, group: Group) -> None:
+        optimizer = self._optimizer
+        tables = optimizer._tables
+        assert tables is not None
+        try:
+            gradients = self._prepared(tables, group)
+        except Stale:
+            tables = optimizer._rebuild()
+            gradients = self._prepared(tables, group)
+        with tables.own_writes():
+            tables.run(gradients, tables.places.get(group.index, []), counts_versions=True)
+
+    def _prepared(self, tables: Tables, group: Group) -> list[list[torch.Tensor | None]]:
+        """Bring the engines of a group up to date; the gradients of their entries, and none for other engines."""
+        gradients: list[list[torch.Tensor | None]] = [[] for _ in tables.engines]
+        for place in tables.places.get(group.index, []):
+            gradients[place] = tables.gradients_at(place, self._gradient)
+            tables.engines[place].prepare(gradients[place])
+        return gradients
+
+    def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
+        """Whether gradients may be memory of other streams than the one that completes them."""
+        if len(streams) > 1:
+            return True
+        meshes = (getattr(param, "device_mesh", None) for param in group.params)
+        return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
+
+    def _let_go(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """Let the stream that gradients come from wait for updates before the last one, and have their memory back.
+
+        So memory is free at a point of that stream, however far the host is ahead of it.
+        """
+        while self._held:
+            _, event = self._held[0]
+            if event is not None:
+                for stream in streams:
+                    stream.wait_event(event)
+            self._held.popleft()
+
+    def finish(self) -> None:
+        """Update what is left, and let the current stream wait for all updates; the next round may begin.
+
+        Raises:
+            RuntimeError: if hyperparameters are others than those that updates in backward were made with.
+        """
+        optimizer = self._optimizer
+        while self._awaited:
+            self._awaited.popleft()[1]()
+        for param in optimizer._all_params():
+            if id(param) in self._updated:
+                param.grad = None
+        tables = optimizer._fitting_tables()
+        changed = [
+            group.name
+            for group in self.applied
+            if any(tables.engines[place].hypers_changed for place in tables.places.get(group.index, []))
+        ]
+        # What was reduced has been given to the parameters at the end of backward.
+        self._reduced.clear()
+        for group in optimizer._grouping.groups:
+            if any(param.grad is not None for param in group.params):
+                self._update(group)
+        self.close()
+        if changed:
+            raise RuntimeError(
+                f"hyperparameters have changed since backward, which has updated {_listed(changed)} with those before: "
+                "set them before backward, or after step()"
+            )
+
+    def close(self) -> None:
+        """Let the current stream wait for all updates, and forget this round."""
+        self._lane.join()
+        self._held.clear()
+        self._begin()
+
+    def require_whole(self) -> None:
+        """Raise if a backward pass was broken off."""
+        if self.is_broken and self.applied:
+            raise RuntimeError(
+                f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
+                "call zero_grad() to drop the other gradients and go on"
+            )
+
+
+def _await_copies(group: Group) -> None:
+    """Wait for gradients that are still on their way from a GPU to the host, as FSDP2's CPU offloading leaves them."""
+    for param in group.params:
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is not None and mesh.device_type == "cuda" and param.device.type == "cpu":
+            torch.cuda.current_stream().synchronize()
+            return
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more groups" if len(names) > 3 else "")
+    return shown or "nothing"
+
+
+def scale_error() -> GradientError:
+    """For a loss scale that is taken away after updates were made with it."""
+    return GradientError(
+        "backward has updated parameters already, with gradients that carry a loss scale: tell overlap() of the "
+        "scaler, overlap(optimizer, model, scaler=scaler), and updates wait for its decision"
+    )

@@ -1,0 +1,103 @@
+"""Small models trained twice: by an optimizer as it is, and by one whose updates overlap other work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import tilestep
+
+TINY = 300 / 2**20
+"""Buckets of about 300 bytes: several groups even of small models."""
+
+Make = Callable[[Any], tilestep.Optimizer]
+
+
+class Small(nn.Module):
+    """Two matrices that are used where they are not owned, a norm, a parameter that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 9)
+        self.norm = nn.LayerNorm(9)
+        self.attention = nn.MultiheadAttention(9, 3, batch_first=True)
+        self.second = nn.Linear(9, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.unused = nn.Linear(6, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(self.embedding(tokens) * self.scale))
+        hidden = self.norm(hidden)
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        out = self.second(hidden) * self.scale
+        return nn.functional.linear(out, self.embedding.weight)
+
+
+def small(seed: int = 0) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def tokens(step: int, count: int = 2) -> torch.Tensor:
+    return torch.randint(0, 11, (count, 5), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    given = tokens(step)
+    return nn.functional.cross_entropy(model(given).flatten(0, 1), given.roll(1, 1).flatten())
+
+
+def adamw(params: Any, **options: Any) -> tilestep.Optimizer:
+    return tilestep.AdamW(params, lr=0.01, **options)  # type: ignore[attr-defined]
+
+
+def clipped(params: Any) -> tilestep.Optimizer:
+    return adamw(params, max_grad_norm=0.5)
+
+
+class Twins:
+    """A model with a serial optimizer, and the same beside it with an overlapped one."""
+
+    def __init__(self, make: Make, during: str, build: Callable[[], nn.Module] = small, **options: Any) -> None:
+        self.serial, self.overlapped = build(), build()
+        self.reference = make(self.serial.parameters())
+        options.setdefault("bucket_cap_mb", TINY)
+        self.optimizer = tilestep.overlap(make(self.overlapped.parameters()), self.overlapped, during, **options)
+
+    @property
+    def pairs(self) -> Sequence[tuple[nn.Module, tilestep.Optimizer]]:
+        return (self.serial, self.reference), (self.overlapped, self.optimizer)
+
+    def step(self, step: int, loss: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> None:
+        """One iteration of both; the losses are the same to the bit."""
+        losses = []
+        for model, optimizer in self.pairs:
+            value = loss(model, step)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        assert losses[0] == losses[1], (step, losses)
+
+    def compare(self) -> None:
+        """Parameters, state and step counts are the same to the bit."""
+        compare_models(self.serial, self.overlapped)
+        compare_states(self.reference, self.optimizer)
+
+
+def compare_models(one: nn.Module, other: nn.Module) -> None:
+    for (name, param), (_, wanted) in zip(other.named_parameters(), one.named_parameters()):
+        assert torch.equal(param, wanted), name
+
+
+def compare_states(one: tilestep.Optimizer, other: tilestep.Optimizer) -> None:
+    states, wanted = other.state_dict()["state"], one.state_dict()["state"]
+    assert states.keys() == wanted.keys()
+    for key, state in states.items():
+        assert state.keys() == wanted[key].keys()
+        for name, value in state.items():
+            assert torch.equal(value, wanted[key][name]), (key, name)
