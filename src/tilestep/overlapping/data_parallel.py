@@ -50,6 +50,8 @@ def follow_buckets(wrapper: DistributedDataParallel, gradients: Round, comm_hook
         gradients.reduced(bucket.parameters(), bucket.gradients(), future)
         return future
 
+    # Their text is not the class that is looked for.
+    reduce_and_note.__annotations__.clear()
     try:
         wrapper.register_comm_hook(None, reduce_and_note)
     except RuntimeError as error:
