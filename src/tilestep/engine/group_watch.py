@@ -38,17 +38,21 @@ class GroupWatch:
         self.keys = tuple(keys)
         # One key would come back bare, not as a tuple.
         self._get: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(self.keys[0], *self.keys)
+        self._only_numbers_differ = False
         self.remember()
 
     def remember(self) -> None:
         """Take the values as they are now as the known ones."""
         self._values = self._get(self.group)
+        if self._only_numbers_differ:
+            self._only_numbers_differ = False
+            return
         chosen = self.chosen()
         self._statics = statics_of(chosen)
-        self._numbers = _numbers(chosen)
         self._tensors = [value for _, value in flat_numbers(chosen) if isinstance(value, torch.Tensor)]
         self._device_tensors = {name: value for name, value in flat_numbers(chosen) if _on_device(value)}
         self._mutable = bool(self._tensors) or any(isinstance(value, list) for value in self._values)
+        self._seen = _numbers(chosen) if self._mutable else []
 
     @property
     def on_device(self) -> bool:
@@ -62,11 +66,15 @@ class GroupWatch:
             ValueError: for one that is NaN.
         """
         now = self._get(self.group)
-        if not self._mutable and all(map(operator.is_, now, self._values)):
-            return False
+        self._only_numbers_differ = False
+        if not self._mutable:
+            if all(map(operator.is_, now, self._values)):
+                return False
+            if all(map(_both_numbers, now, self._values)):
+                return self._other_numbers(now)
         chosen = self.chosen()
         numbers = _numbers(chosen)
-        if numbers == self._numbers and statics_of(chosen) == self._statics:
+        if numbers == self._known_numbers() and statics_of(chosen) == self._statics:
             if not self._mutable:
                 self._values = now
             return False
@@ -75,12 +83,28 @@ class GroupWatch:
                 raise ValueError(f"Invalid {name} of group {self.index}: nan")
         return True
 
+    def _other_numbers(self, now: tuple[Any, ...]) -> bool:
+        """`changed` where a schedule has put plain numbers in the place of others: at every step of a training."""
+        if now == self._values:
+            self._values = now
+            return False
+        for key, value in zip(self.keys, now):
+            if value != value or (isinstance(value, tuple) and any(entry != entry for entry in value)):
+                raise ValueError(f"Invalid {key} of group {self.index}: nan")
+        self._only_numbers_differ = True
+        return True
+
+    def _known_numbers(self) -> list[tuple[str, Any]]:
+        return self._seen if self._mutable else _numbers(dict(zip(self.keys, self._values)))
+
     def same_statics(self) -> bool:
         """Whether flags, strings, None and the kinds of all values are the known ones."""
-        return statics_of(self.chosen()) == self._statics
+        return self._only_numbers_differ or statics_of(self.chosen()) == self._statics
 
     def same_tensors(self) -> bool:
         """Whether the same hyperparameters live on a device, in the same tensors."""
+        if self._only_numbers_differ:
+            return True
         now = {name: value for name, value in flat_numbers(self.chosen()) if _on_device(value)}
         known = self._device_tensors
         return now.keys() == known.keys() and all(now[name] is known[name] for name in now)
@@ -88,6 +112,18 @@ class GroupWatch:
     def chosen(self) -> dict[str, Any]:
         """The watched entries of the group as they are now."""
         return {key: self.group[key] for key in self.keys}
+
+
+_NUMBERS = (float, int)
+
+
+def _both_numbers(left: Any, right: Any) -> bool:
+    """Whether two values are the same object, or plain numbers both, or tuples of such; a bool is a flag."""
+    if left is right:
+        return True
+    if type(left) is tuple and type(right) is tuple and len(left) == len(right):
+        return all(map(_both_numbers, left, right))
+    return type(left) in _NUMBERS and type(right) in _NUMBERS
 
 
 def _on_device(value: Any) -> bool:
