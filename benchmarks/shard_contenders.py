@@ -1,0 +1,193 @@
+"""What is trained in benchmarks/shard_figures.py, and the ways to train it on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tilestep
+
+__all__ = ["CLIP", "Llama", "Shape", "Trained", "CONTENDERS"]
+
+CLIP = 1.0
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and of the sequences that it is trained on."""
+
+    layers: int = 24
+    width: int = 2048
+    heads: int = 32
+    key_values: int = 8
+    inner: int = 5504
+    vocabulary: int = 32000
+    length: int = 2048
+
+
+TINY = Shape(2, 64, 4, 2, 172, 500, 32)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, small = shape, shape.width // shape.heads * shape.key_values
+        self.before, self.between = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.query, self.out = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(shape.width, small, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(shape.width, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+
+    def forward(self, hidden: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        batch, length, width = hidden.shape
+        normed, size = self.before(hidden), self.shape.width // self.shape.heads
+        query, key, value = (
+            part(normed).view(batch, length, -1, size).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        repeat = self.shape.heads // self.shape.key_values
+        key, value = (part.repeat_interleave(repeat, 1) for part in (turned(key, turns), value))
+        mixed = functional.scaled_dot_product_attention(turned(query, turns), key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        normed = self.between(hidden)
+        return hidden + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+
+
+def turned(states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions."""
+    left, right = states.chunk(2, -1)
+    return states * turns[0] + torch.cat([-right, left], -1) * turns[1]
+
+
+class Llama(nn.Module):
+    """A language model of Llama's shape; the default is 1.19 B elements in 219 tensors."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.words = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden = self.words(text[:, :-1])
+        size = self.shape.width // self.shape.heads
+        places = torch.arange(hidden.shape[1], device=text.device, dtype=torch.float32)
+        rates = 10_000.0 ** (-torch.arange(0, size, 2, device=text.device) / size)
+        angles = (places[:, None] * rates).repeat(1, 2)
+        turns = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, turns)
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+
+
+def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Llama:
+    torch.manual_seed(0)
+    with device:
+        model = Llama(shape)
+    for param in model.parameters():
+        if param.dim() == 2:
+            nn.init.normal_(param, std=0.02)
+    return model.to(dtype)
+
+
+@dataclass
+class Trained:
+    """A model that is trained in one way.
+
+    Args:
+        model: called with text, gives the loss.
+        optimizer: its optimizer.
+        step: clip, step, and what ends an iteration; gradients are gone after it.
+        drop: drop the gradients instead.
+        alone: a block in which backward does not communicate.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    step: Callable[[], Any]
+    drop: Callable[[], Any]
+    alone: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def sharded(shape: Shape, device: torch.device) -> Trained:
+    """tilestep: bfloat16 parameters, float32 master and moments, split."""
+    model = make_model(shape, device, torch.bfloat16)
+    optimizer = tilestep.AdamW(  # type: ignore[attr-defined]
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP, master_weights=True
+    )
+    optimizer = tilestep.shard(optimizer, model)
+    return Trained(model, optimizer, optimizer.step, optimizer.zero_grad, optimizer.no_sync)
+
+
+def _torchs(model: nn.Module, optimizer: Any, params: list[Any], alone: Any) -> Trained:
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trained(model, optimizer, step, optimizer.zero_grad, alone)
+
+
+def _options(device: torch.device) -> dict[str, Any]:
+    return {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
+
+
+def _parallel(shape: Shape, device: torch.device) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = make_model(shape, device, torch.bfloat16)
+    places = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=places, gradient_as_bucket_view=True)
+
+
+def data_parallel(shape: Shape, device: torch.device) -> Trained:
+    """DDP and torch's fused AdamW: everything in bfloat16, moments too, which is less work than a float32 master."""
+    model = _parallel(shape, device)
+    params = list(model.parameters())
+    return _torchs(model, torch.optim.AdamW(params, **_options(device)), params, model.no_sync)
+
+
+def zero_redundancy(shape: Shape, device: torch.device) -> Trained:
+    """DDP and torch's ZeroRedundancyOptimizer of fused AdamW, everything in bfloat16."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = _parallel(shape, device)
+    params = list(model.parameters())
+    optimizer = ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.AdamW, **_options(device))
+    return _torchs(model, optimizer, params, model.no_sync)
+
+
+def fully_sharded(shape: Shape, device: torch.device) -> Trained:
+    """FSDP2 without reshard_after_forward and torch's fused AdamW: float32 shards, bfloat16 in use and on the way."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = make_model(shape, device, torch.float32)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "reshard_after_forward": False,
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    params = list(model.parameters())
+    return _torchs(model, torch.optim.AdamW(params, **_options(device)), params, nullcontext)
+
+
+CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
+    "sharded": sharded,
+    "data_parallel": data_parallel,
+    "fully_sharded": fully_sharded,
+    "zero_redundancy": zero_redundancy,
+}

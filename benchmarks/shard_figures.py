@@ -1,0 +1,258 @@
+"""Measure sharded optimizers on the GPUs of this machine, beside DDP, FSDP2 and ZeroRedundancyOptimizer.
+
+    python benchmarks/shard_figures.py                    # all GPUs; about two minutes
+    python benchmarks/shard_figures.py --ranks 2 --constants src/tilestep/planning/constants.json
+
+Prints what it found and writes it to benchmarks/results/. A part that fails or takes too long is reported, and the
+others still run, in new processes. `--quick` runs tiny sizes, on CPUs too: it checks the harness.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from shard_parts import PARTS, Bench
+
+from tilestep import native
+from tilestep.bench.environment import environment
+from tilestep.planning import Constants, default_constants
+
+RESULTS = Path(__file__).parent / "results"
+PART_SECONDS, ALL_SECONDS = 75.0, 140.0
+SETTLE_SECONDS = 10.0
+"""How long ranks wait for each other at the end of a part."""
+
+
+def work(rank: int, ranks: int, folder: str, names: list[str], quick: bool) -> None:
+    """What a rank does: one part after the other, as long as all ranks get on with them in the same way."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    options: dict[str, Any] = {"device_id": device} if cuda else {}
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    own = dist.PrefixStore("figures", store)
+    timeout = timedelta(seconds=PART_SECONDS)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout, **options
+    )
+    for name in names:
+        (Path(folder) / f"{name}.begun").touch()
+        error, found, start = "", {}, time.monotonic()
+        try:
+            found = PARTS[name](Bench(device, quick))
+        except Exception:
+            error = traceback.format_exc()
+        if rank == 0 and not error:
+            found["seconds"] = round(time.monotonic() - start, 1)
+            _write(Path(folder) / f"{name}.json", found)
+        if error:
+            (Path(folder) / f"{name}.error{rank}").write_text(error)
+        own.set(f"{name}/{rank}", "failed" if error else "passed")
+        keys = [f"{name}/{each}" for each in range(ranks)]
+        try:
+            own.wait(keys, timedelta(seconds=SETTLE_SECONDS))
+        except Exception:
+            os._exit(1)
+        if len({own.get(key) for key in keys}) > 1:
+            # The others are not where this one is: what comes next needs processes of its own.
+            os._exit(1)
+    os._exit(0)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.with_suffix(".tmp").write_text(json.dumps(found))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def run(names: list[str], ranks: int, quick: bool, until: float) -> dict[str, Any]:
+    """Every part's figures, or why there are none."""
+    found: dict[str, Any] = {}
+    while remaining := [name for name in names if name not in found]:
+        if time.monotonic() > until:
+            found.update({name: {"failure": "no time was left"} for name in remaining})
+            break
+        with tempfile.TemporaryDirectory() as folder:
+            found.update(_run_some(remaining, ranks, quick, until, Path(folder)))
+    return found
+
+
+def _run_some(names: list[str], ranks: int, quick: bool, until: float, folder: Path) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    arguments = (ranks, str(folder), names, quick)
+    processes = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    begun: dict[str, float] = {}
+    stopped = ""
+    while any(process.is_alive() for process in processes) and not stopped:
+        time.sleep(0.1)
+        now = time.monotonic()
+        for name in names:
+            if name not in begun and (folder / f"{name}.begun").exists():
+                begun[name] = now
+        current = list(begun)[-1] if begun else ""
+        done = not current or (folder / f"{current}.json").exists()
+        if any(process.exitcode for process in processes):
+            # The others wait for it.
+            stopped = f"a rank ended, exit codes {[process.exitcode for process in processes]}"
+        elif now > until + SETTLE_SECONDS / 4 or (not done and now - begun[current] > PART_SECONDS):
+            stopped = f"stopped after {now - begun.get(current, now):.0f} s"
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    found: dict[str, Any] = {}
+    for name in begun:
+        path = folder / f"{name}.json"
+        errors = [each.read_text() for each in sorted(folder.glob(f"{name}.error*"))]
+        if errors:
+            found[name] = {"failure": errors[0]}
+        elif path.exists():
+            found[name] = json.loads(path.read_text())
+        else:
+            codes = [process.exitcode for process in processes]
+            found[name] = {"failure": stopped or f"its processes ended, exit codes {codes}"}
+    if not begun:
+        found[names[0]] = {"failure": stopped or "the processes ended before any part began"}
+    return found
+
+
+def goals(found: dict[str, Any], ranks: int) -> dict[str, bool | None]:
+    """The figures to reach; None where something is not known."""
+    reached: dict[str, bool | None] = {}
+
+    def goal(name: str, test: Any) -> None:
+        try:
+            reached[name] = bool(test())
+        except (KeyError, TypeError):
+            reached[name] = None
+
+    mine = found.get("sharded", {})
+    goal("state of a rank is 1/N within 2%", lambda: abs(mine["memory"]["state_over_its_share"]) <= 0.02)
+    scratch = "a step takes no more scratch than one bucket"
+    goal(scratch, lambda: mine["memory"]["scratch_of_a_step_bytes"] <= mine["memory"]["bucket_bytes"])
+    for name in ("data_parallel", "fully_sharded", "zero_redundancy"):
+        for batch in mine.get("iterations", {}):
+            goal(
+                f"iteration below {name} at batch {batch}",
+                lambda name=name, batch=batch: (
+                    mine["iterations"][batch]["iteration_ms"] < found[name]["iterations"][batch]["iteration_ms"]
+                ),
+            )
+    if ranks == 4:
+        goal(
+            "exposed clip, step and gather at most 15% at batch 4",
+            lambda: mine["iterations"]["4"]["exposed_clip_step_gather"] <= 0.15,
+        )
+    goal("update at 95% of a copy or more", lambda: mine["parts of a step"]["update_of_copy"] >= 0.95)
+    goal("host of a step at most 1 ms for 219 tensors", lambda: mine["host"]["step"]["median"] <= 1)
+    goal(
+        "host of a step at most 3 ms for 2,000 tensors",
+        lambda: found["host_of_many"]["2000"]["step"]["median"] <= 3,
+    )
+    return reached
+
+
+def constants_of(found: dict[str, Any], source: str, device: torch.device) -> Constants:
+    """The default constants, with those that were measured in their places."""
+    known = default_constants()
+    values: dict[str, float] = {}
+    try:
+        every = found["collectives"]["all ranks"]
+        rows, ranks = every["rows"], every["ranks"]
+        for name in ("reduce_scatter", "all_gather"):
+            more = rows[-1]["bytes"] - rows[-2]["bytes"]
+            seconds = (rows[-1][f"{name}_ms"] - rows[-2][f"{name}_ms"]) / 1e3
+            values[f"{name}_bandwidth"] = more * (ranks - 1) / ranks / seconds
+        latency = latency_of(rows)
+        hop = known.hop_latency
+        if "two ranks" in found["collectives"]:
+            two = latency_of(found["collectives"]["two ranks"]["rows"])
+            hop = max((latency - two) / (ranks - 2), 1e-7)
+            values["hop_latency"] = hop
+        values["launch_latency"] = max(latency - hop * (ranks - 1), 1e-6)
+    except (KeyError, IndexError, ZeroDivisionError):
+        pass
+    try:
+        parts, memory = found["sharded"]["parts of a step"], found["sharded"]["memory"]
+        values["memory_bandwidth"] = parts["copy_bytes_per_second"]
+        batch, figures = list(found["sharded"]["iterations"].items())[-1]
+        tokens = int(batch) * found["length"]
+        values["compute"] = 6 * memory["elements"] * tokens / (figures["forward_backward_ms"] / 1e3)
+    except KeyError:
+        pass
+    if device.type == "cuda":
+        values["gpu_memory"] = float(torch.cuda.get_device_properties(device).total_memory)
+    values = {name: value for name, value in values.items() if value > 0}
+    return dataclasses.replace(known, **values, sources={**known.sources, **dict.fromkeys(values, source)})
+
+
+def latency_of(rows: list[dict[str, float]]) -> float:
+    """Seconds of the smallest reduce-scatter and all-gather, in the mean."""
+    return (rows[0]["reduce_scatter_ms"] + rows[0]["all_gather_ms"]) / 2e3
+
+
+def main(
+    ranks: Annotated[int, typer.Option(min=0, help="GPUs; 0 for all.")] = 0,
+    parts: Annotated[str, typer.Option(help="Only these, by name, with commas.")] = "",
+    seconds: Annotated[float, typer.Option(help="After this no part begins.")] = ALL_SECONDS,
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+    constants: Annotated[Path | None, typer.Option(help="Write constants for `tilestep plan` there.")] = None,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
+) -> None:
+    """Measure, print, write."""
+    start = time.monotonic()
+    cuda = torch.cuda.is_available()
+    if not cuda and not quick:
+        raise SystemExit("these figures are about GPUs, and there is none here; --quick checks the harness")
+    ranks = ranks or (torch.cuda.device_count() if cuda else 2)
+    names = [name.strip() for name in parts.split(",") if name.strip()] or list(PARTS)
+    if unknown := set(names).difference(PARTS):
+        raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if not quick:
+        native.wait()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    described = environment(device)
+    found = run(names, ranks, quick, start + seconds)
+    result: dict[str, Any] = {"environment": described, "ranks": ranks, "quick": quick, **found}
+    result["length"] = Bench(device, quick).shape.length
+    result["goals"] = reached = {} if quick else goals(result, ranks)
+    result["seconds"] = round(time.monotonic() - start, 1)
+    print(json.dumps(result, indent=1))
+    slug = "".join(letter if letter.isalnum() else "-" for letter in described["device"].lower())
+    path = output or RESULTS / f"shard-figures-{slug}-x{ranks}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+    if constants is not None:
+        source = f"measured: {ranks} x {described['device']}, {described['date']}, {path.name}"
+        constants_of(result, source, device).save(constants)
+        print(f"constants written to {constants}")
+    failed = [
+        f"{name}: {part['failure'].strip().splitlines()[-1]}" for name, part in found.items() if "failure" in part
+    ]
+    missed = [name for name, held in reached.items() if held is False]
+    for title, lines in (("failed", failed), ("not reached", missed)):
+        if lines:
+            print(f"{title}: " + "; ".join(lines))
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

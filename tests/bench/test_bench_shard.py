@@ -1,0 +1,70 @@
+"""benchmarks/shard_figures.py on two CPU ranks: its parts run, a failing one is reported, constants are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tilestep
+from tilestep.planning import Constants
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(BENCHMARKS), str(Path(tilestep.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("figures")
+    options = ["--quick", "--output", str(folder / "figures.json"), "--constants", str(folder / "constants.json")]
+    done = python(str(BENCHMARKS / "shard_figures.py"), "--ranks", "2", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "figures.json").read_text()), folder / "constants.json"
+
+
+def test_every_part_reports(found: tuple[dict[str, Any], Path]) -> None:
+    figures, _ = found
+    assert figures["ranks"] == 2 and "torch" in figures["environment"]
+    assert abs(figures["sharded"]["memory"]["state_over_its_share"]) < 0.02
+    assert figures["sharded"]["parts of a step"]["update_ms"] > 0
+    for name in ("sharded", "data_parallel", "fully_sharded", "zero_redundancy"):
+        assert all(each["iteration_ms"] > 0 for each in figures[name]["iterations"].values())
+    assert [row["bytes"] for row in figures["collectives"]["all ranks"]["rows"]] == [2**12, 2**16]
+    assert set(figures["host_of_many"]["20"]) == {"step", "backward", "backward of plain tensors", "buckets"}
+
+
+def test_constants_are_for_plans(found: tuple[dict[str, Any], Path]) -> None:
+    constants = Constants.load(found[1])
+    assert "launch_latency" not in constants.assumed and "network_bandwidth" in constants.assumed
+    assert constants.sources["compute"].startswith("measured: 2 x ")
+
+
+def test_parts_that_fail_are_reported_and_the_others_run(tmp_path: Path) -> None:
+    """One that fails on all ranks, one that ends a rank: what comes after them is run, in new processes."""
+    (tmp_path / "broken.py").write_text(
+        "import json, os, time\n"
+        "import shard_figures, shard_parts\n"
+        "import torch.distributed as dist\n"
+        "def fails(bench): raise ArithmeticError('on purpose')\n"
+        "def ends(bench):\n"
+        "    os._exit(7) if dist.get_rank() else time.sleep(60)\n"
+        "def works(bench): return {'ranks': bench.ranks}\n"
+        "shard_parts.PARTS.update(fails=fails, ends=ends, works=works)\n"
+        "if __name__ == '__main__':\n"
+        "    print(json.dumps(shard_figures.run(['fails', 'ends', 'works'], 2, True, time.monotonic() + 200)))\n"
+    )
+    done = python(str(tmp_path / "broken.py"))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert "on purpose" in figures["fails"]["failure"] and "exit codes" in figures["ends"]["failure"]
+    assert figures["works"]["ranks"] == 2
