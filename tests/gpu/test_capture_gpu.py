@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))
 from captures import *  # noqa: F403
 from captures import equal, fill_gradients, make, ready, same_state
+from captures_of_matrices import *  # noqa: F403
 
 import tilestep
 from tilestep.bench.trace import trace

@@ -26,8 +26,10 @@ def test_simulated_captures() -> None:
         "-p",
         "no:cacheprovider",
         str(folder / "captures.py"),
+        str(folder / "captures_of_matrices.py"),
     ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(folder)}
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 

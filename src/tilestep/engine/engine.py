@@ -14,6 +14,7 @@ from ..norm import NormTable
 from . import capturing
 from .backends import build_segment
 from .capturing import PREPARE, WARM_UP, GraphTables, require
+from .choices import nothing_left_out, require_no_choices
 from .control import Decision
 from .decider import Decider, JointNorm, SharedNorm, norm_table
 from .gradients import Gradients, Seen
@@ -244,19 +245,17 @@ class DeviceEngine:
             segment.build()
         self.decider.build(decision)
 
-    def require_kernels(self) -> None:
-        """Raise `CaptureError` if steps are not launches of kernels alone."""
-        unable = next((segment for segment in self.segments if not segment.can_be_captured), None)
-        if unable is None:
-            return
-        if unable.matrices is not None and unable.matrices.conditions is not None:
-            rule = unable.spec.program.graph.title
-            reason = f"the host decides at each step of rule {rule} which matrix operations it needs"
-        elif self.device.type == "cpu":
-            reason = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
-        else:
-            reason = "without Triton its steps are operations that the host decides on"
-        require(False, reason)
+    def require_kernels(self, *, alone: bool = False) -> None:
+        """Raise `CaptureError` if steps are not launches of kernels alone.
+
+        Args:
+            alone: whether nothing but a step is going to be captured.
+        """
+        if not all(segment.can_be_captured for segment in self.segments):
+            on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
+            without = "without Triton its steps are operations that the host decides on"
+            require(False, on_cpu if self.device.type == "cpu" else without)
+        require_no_choices(self.segments, alone=alone)
 
     def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
         """Check that a step needs nothing that a CUDA graph cannot hold.
@@ -302,7 +301,7 @@ class DeviceEngine:
         self.captured, self._started_norm = True, None
         self._read_gradients_from(table)
         try:
-            with self.gradients.taking(seen):
+            with self.gradients.taking(seen), nothing_left_out(self.segments):
                 yield
         finally:
             self._read_gradients_from(self.grads)

@@ -90,7 +90,7 @@ class Segment:
     """Whether the device may decide to skip this step."""
 
     can_be_captured = False
-    """Whether its passes can go into a CUDA graph."""
+    """Whether its passes can go into a CUDA graph, but for what `choices` says of matrices."""
 
     batches_matrices = True
     """Whether library passes run on batches; else the segment does their work its own way."""
@@ -135,7 +135,7 @@ class Segment:
         self.matrices = MatrixBatches(self) if scratch and self.batches_matrices else None
         if self.matrices is not None and self.matrices.conditions is not None:
             # What a step needs is decided on the host, from which tensors have gradients.
-            self.reads_gradients, self.can_be_captured = True, False
+            self.reads_gradients = True
         self.array_names = [array.name for array in spec.arrays if self.matrices or array.name not in scratch]
         self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
         self.read_addresses()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .operations import MatrixOperation, Space, register
+from .operations import MatrixOperation, Run, Space, register
 
 __all__ = ["descending", "eigenbasis", "orthogonal_basis"]
 
@@ -54,9 +54,13 @@ def _callable(operation: MatrixOperation) -> Callable[..., torch.Tensor]:
     return run
 
 
-_eigenbasis_op = _callable(register(MatrixOperation("eigenbasis", 1, _first, _eigenbasis)))
-_orthogonal_basis_op = _callable(register(MatrixOperation("orthogonal_basis", 1, _first, _orthogonal_basis)))
-_descending_op = _callable(register(MatrixOperation("descending", 2, _first, _descending)))
+def _registered(name: str, operands: int, run: Run, *, waits: bool = False) -> Callable[..., torch.Tensor]:
+    return _callable(register(MatrixOperation(name, operands, _first, run, waits=waits)))
+
+
+_eigenbasis_op = _registered("eigenbasis", 1, _eigenbasis, waits=True)
+_orthogonal_basis_op = _registered("orthogonal_basis", 1, _orthogonal_basis, waits=True)
+_descending_op = _registered("descending", 2, _descending)
 
 
 def eigenbasis(square: torch.Tensor) -> torch.Tensor:

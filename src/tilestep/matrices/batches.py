@@ -10,13 +10,17 @@ import torch
 
 from ..graph import LibraryPass, evaluate
 from .conditions import Conditions, GroupNumbers
+from .operations import MATRIX_OPERATIONS
 from .running import run_chunk
 from .workspace import matrices_at_once
 
 if TYPE_CHECKING:
     from ..engine.segment import Segment
 
-__all__ = ["Batch", "MatrixBatches"]
+__all__ = ["Batch", "MatrixBatches", "Spared"]
+
+Spared = dict[tuple[int, int], frozenset[int]]
+"""Values that are not computed, by identity, for each library pass and batch by their places."""
 
 
 @dataclass
@@ -57,9 +61,16 @@ class MatrixBatches:
         self.numbers = self.library.numbers()
         self.keys = self._keys()
         self.batches = [self._batch(key, members) for key, members in self._sorted().items()]
+        operations = [MATRIX_OPERATIONS.get(value.operation) for here in self._work() for value in here.values]
+        self.waits = any(operation is not None and operation.waits for operation in operations)
+        """Whether the host waits for the device in steps that need all."""
         conditional = any(here.needed for here in self._work())
         self.conditions = Conditions(self.groups) if conditional else None
         """What decides on the host which work a step does not need; None if all is needed always."""
+        self.leaves_out: Spared | None = None
+        """What steps leave out, whatever they need: set while a step is captured. None lets the host decide."""
+        self.active = np.ones(0, dtype=bool)
+        """Which tensors took part in the last step, where it matters."""
         self.is_built = False
         """Whether all passes have run, so that nothing is left to compile."""
 
@@ -134,36 +145,88 @@ class MatrixBatches:
             for place, index in enumerate(batch.members):
                 self.entries[index].matrices[name] = batch.states[name][place]
 
+    def plain(self) -> Spared | None:
+        """What is left out of a step that the host need not wait in; None if there is no such step."""
+        if not self.waits:
+            return {}
+        if self.conditions is None:
+            return None
+        self.conditions.look(self.segment.step, self._active())
+        work = [(index, here) for index, here in enumerate(self.library.passes) if here]
+        found: Spared = {}
+        for place, batch in enumerate(self.batches):
+            spared = self.conditions.later([here for _, here in work], self._groups(batch))
+            if spared is None:
+                return None
+            found.update({(index, place): values for (index, _), values in zip(work, spared)})
+        return found
+
+    def suffices(self, spared: Spared, active: np.ndarray) -> bool:
+        """Whether a step that leaves this out is what the next step should be.
+
+        Args:
+            spared: as `plain` has given it.
+            active: bool[tensors], which take part.
+        """
+        assert self.conditions is not None
+        self.conditions.look(self.segment.step, active)
+        for (index, place), values in spared.items():
+            here, batch = self.library.passes[index], self.batches[place]
+            taking_part = active[batch.members].any()
+            if here and taking_part and not values <= self.conditions.spared(here, batch.members, self._groups(batch)):
+                return False
+        return True
+
+    def replayed(self, active: np.ndarray, may_skip: bool) -> None:
+        """A captured step was launched.
+
+        Args:
+            active: bool[tensors], which take part.
+            may_skip: whether the device may decide to skip it.
+        """
+        assert self.conditions is not None
+        self.conditions.launched(active, may_skip)
+
     def build(self) -> None:
         """Build every kernel of the library passes, and let the matrix library set itself up; only scratch changes."""
-        if not self.is_built:
+        spared = self.plain()
+        if not self.is_built and spared is not None:
             for index in range(len(self.library.passes)):
-                self._run(index, stores=False)
+                self._run(index, spared, stores=False)
             self.is_built = True
 
     def run(self, index: int) -> None:
         """Run the library pass after tile pass `index`, if there is one; nothing is waited for."""
-        self._run(index, stores=True)
+        self._run(index, self.leaves_out, stores=True)
 
-    def _run(self, index: int, stores: bool) -> None:
+    def _active(self) -> np.ndarray:
+        """Which tensors take part in this step."""
+        gradients = self.segment.gradients or self.entries
+        return np.asarray([gradient is not None for gradient in gradients], dtype=bool)
+
+    def _groups(self, batch: Batch) -> list[int]:
+        return sorted({self.entries[member].group for member in batch.members})
+
+    def _run(self, index: int, leaves_out: Spared | None, stores: bool) -> None:
         here = self.library.passes[index]
         if here is None:
             return
-        segment = self.segment
         is_last = here is self._work()[-1]
-        active = np.ones(0, dtype=bool)
+        decides = self.conditions is not None and leaves_out is None
         if self.conditions is not None:
-            active = np.asarray([gradient is not None for gradient in segment.gradients], dtype=bool)
-            self.conditions.look(segment.step, active)
-        for batch in self.batches:
+            self.active = self._active()
+        if self.conditions is not None and decides:
+            self.conditions.look(self.segment.step, self.active)
+        for place, batch in enumerate(self.batches):
             if not batch.shape[0] or not batch.shape[1]:
                 continue
-            if self.conditions is not None and not active[batch.members].any():
+            if self.conditions is not None and not self.active[batch.members].any():
                 continue  # nothing of it takes part in this step
-            groups = sorted({self.entries[member].group for member in batch.members})
-            spared = self.conditions.spared(here, batch.members, groups) if self.conditions else frozenset()
+            spared = (leaves_out or {}).get((index, place), frozenset())
+            if self.conditions is not None and decides:
+                spared = self.conditions.spared(here, batch.members, self._groups(batch))
             for start in range(0, len(batch.members), batch.chunk):
-                run_chunk(segment, here, batch, slice(start, start + batch.chunk), spared, stores)
-        if self.conditions is not None and is_last and stores:
-            self.conditions.launched(active, segment.may_skip)
+                run_chunk(self.segment, here, batch, slice(start, start + batch.chunk), spared, stores)
+        if self.conditions is not None and decides and is_last:
+            self.conditions.launched(self.active, self.segment.may_skip)
         self.is_built = self.is_built or is_last

@@ -9,13 +9,17 @@ import numpy as np
 import torch
 
 from ..errors import RuleError
-from ..graph import LibraryPass, evaluate
+from ..graph import LibraryPass, Value, evaluate
+from .operations import MATRIX_OPERATIONS
 from .step_bounds import StepBounds
 
 if TYPE_CHECKING:
     from ..graph.library import Condition
 
 __all__ = ["Conditions", "GroupNumbers"]
+
+_LOOKED_AHEAD = 1000
+"""Steps among which one is looked for that needs nothing of what the host waits for."""
 
 
 class GroupNumbers(Mapping[str, float]):
@@ -60,6 +64,7 @@ class Conditions:
         self._bounds: StepBounds | None = None
         self._low = self._high = np.zeros(0, dtype=np.int64)
         self._active = np.zeros(0, dtype=bool)
+        self._known: dict[tuple[int, tuple[int, ...], frozenset[int]], frozenset[int]] = {}
 
     def look(self, steps: torch.Tensor, active: np.ndarray) -> None:
         """Take in what is known of the step counts now.
@@ -72,6 +77,7 @@ class Conditions:
             self._bounds = StepBounds(steps)
         self._low, self._high = self._bounds.read()
         self._active = active
+        self._known.clear()  # hyperparameters may have changed
 
     def launched(self, active: np.ndarray, may_skip: bool) -> None:
         """A step was launched; arguments as for `StepBounds.launched`."""
@@ -87,16 +93,44 @@ class Conditions:
             groups: indices of their param groups.
         """
         taking_part = [member for member in members if self._active[member]]
-        following = {
-            step + 1 for member in taking_part for step in range(int(self._low[member]), int(self._high[member]) + 1)
-        }
-        numbers = [GroupNumbers(self.groups[group], float(step)) for group in groups for step in sorted(following)]
-        known: dict[tuple[int, bool], bool] = {}
-        return frozenset(
-            identity
-            for identity, alternatives in here.needed.items()
-            if not any(_possible(condition, numbers, known) for condition in alternatives)
-        )
+        counts = {(int(self._low[member]), int(self._high[member])) for member in taking_part}
+        following = {step + 1 for low, high in counts for step in range(low, high + 1)}
+        return self._spared_in(here, groups, frozenset(following))
+
+    def later(self, passes: Sequence[LibraryPass], groups: Sequence[int]) -> list[frozenset[int]] | None:
+        """What a later step, that needs nothing of what the host waits for, can be spared.
+
+        Args:
+            passes: all of them.
+            groups: indices of param groups.
+
+        Returns:
+            For each pass the values, by identity; None if none of the steps that the host can look ahead to is such.
+        """
+        waiting = [{id(value) for value in here.values if _waits(value)} for here in passes]
+        highest = int(self._high.max(initial=0))
+        for step in range(highest + 1, highest + 1 + _LOOKED_AHEAD):
+            spared = [self._spared_in(here, groups, frozenset((step,))) for here in passes]
+            if all(needed <= found for needed, found in zip(waiting, spared)):
+                return spared
+        return None
+
+    def _spared_in(self, here: LibraryPass, groups: Sequence[int], following: frozenset[int]) -> frozenset[int]:
+        key = id(here), tuple(groups), following
+        if key not in self._known:
+            numbers = [GroupNumbers(self.groups[group], float(step)) for group in groups for step in sorted(following)]
+            known: dict[tuple[int, bool], bool] = {}
+            self._known[key] = frozenset(
+                identity
+                for identity, alternatives in here.needed.items()
+                if not any(_possible(condition, numbers, known) for condition in alternatives)
+            )
+        return self._known[key]
+
+
+def _waits(value: Value) -> bool:
+    operation = MATRIX_OPERATIONS.get(value.operation)
+    return operation is not None and operation.waits
 
 
 def _possible(

@@ -61,14 +61,19 @@ def require_current(graphs: Graphs) -> None:
         )
 
 
-def prepare_capture(optimizer: Optimizer) -> Tables:
-    """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`."""
+def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
+    """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`.
+
+    Args:
+        optimizer: whose step it is.
+        alone: whether nothing but the step is going to be captured, and some steps may run outside the graph.
+    """
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
     tables = optimizer._fitting_tables()
     devices = [str(engine.device) for engine in tables.engines]
     require(bool(devices), "no parameter of the optimizer trains")
     require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")
-    tables.engines[0].require_kernels()
+    tables.engines[0].require_kernels(alone=alone)
     require(tables.agreement is None, BY_RANKS)
     try:
         tables.prepare()

@@ -13,6 +13,7 @@ import torch
 from ..compat import addresses_equal
 from ..engine import Stale
 from ..engine.capturing import require
+from ..engine.choices import HostChoices
 from ..errors import CaptureError, GradientError
 from ..marks import REPLAY, marked
 from ..optimizer.graphs import CHANGED, prepare_capture
@@ -56,25 +57,29 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
         ...     print(str(error)[:69])
         the step cannot be captured: its parameters are on the CPU, which has
     """
-    tables = prepare_capture(optimizer)
+    tables = prepare_capture(optimizer, alone=work is None)
     engine = tables.engines[0]
+    choices = HostChoices(engine.segments)
     table = None
     if work is None:
         _require_unscaled(optimizer)
-        table = engine.graph_tables.prepare(engine.check_capture(tables.gradients()[0]).addresses(len(engine.entries)))
+        with choices.left_out():
+            seen = engine.check_capture(tables.gradients()[0])
+        table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
     before = [param.grad for param in engine.params]
     known = optimizer._graphs.captured
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads, of data loaders say, may go on allocating.
-        with torch.cuda.device(engine.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with choices.left_out(), torch.cuda.device(engine.device), torch.cuda.graph(graph, capture_error_mode=mode):
             output = (work or optimizer.step)()
     finally:
         engine.graph_tables.forget()
     require(optimizer._graphs.captured > known, "work() did not step the optimizer")
     # Those that were made inside are memory of the graph.
     kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]
-    return CapturedStep(optimizer, graph, output, table, kept)
+    return CapturedStep(optimizer, graph, output, table, kept, choices)
 
 
 class CapturedStep:
@@ -86,6 +91,7 @@ class CapturedStep:
         output: what the captured function has returned: tensors that each replay writes anew.
         table: the table of addresses that the graph reads, to be kept.
         gradients: the gradients that must stay where they are, by the place of their parameter.
+        choices: what the graph leaves out.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class CapturedStep:
         output: Any,
         table: torch.Tensor | None,
         gradients: Sequence[torch.Tensor | None],
+        choices: HostChoices,
     ) -> None:
         assert optimizer._tables is not None
         self.output = output
@@ -102,13 +109,15 @@ class CapturedStep:
         self._tables = weakref.ref(optimizer._tables)
         self._graph = graph
         self._table = table
+        self._choices = choices
         self._is_alone = table is not None
         self._memory = _Memory(optimizer._tables, gradients)
 
     def replay(self) -> Any:
         """Run the captured step on the current stream, with the hyperparameters that the param groups have now.
 
-        Costs the host no wait and no look at the device.
+        Costs the host no wait and no look at the device. Steps in which a rule decomposes matrices (SOAP's) run outside
+        the graph.
 
         Returns:
             `output`.
@@ -126,11 +135,15 @@ class CapturedStep:
             tables.engines[0].push_hypers()
         except Stale as stale:
             raise _stale(str(stale)) from None
-        if tables.masters:
-            tables.follow_parameters()
-            tables.note_versions()
         with marked(REPLAY) if self._is_alone else nullcontext():
+            if not self._choices.suffices():
+                optimizer._step()
+                return self.output
+            if tables.masters:
+                tables.follow_parameters()
+                tables.note_versions()
             self._graph.replay()
+            self._choices.replayed()
         return self.output
 
     @property
