@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import threading
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "norm"))
 from norm_referee import DTYPES, ORDERS, drawn, referee, tolerance
 
 from tilestep.bench.trace import trace
-from tilestep.norm import NormTable, clip_grad_norm_, total_norm
+from tilestep.norm import NormTable, clip_grad_norm_, tiles, total_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -220,6 +221,47 @@ def test_captured_in_a_graph(warm: bool) -> None:
         count = sum(gradient.numel() for gradient in gradients)
         assert norm.item() == pytest.approx(scale * math.sqrt(count), rel=1e-6)
         assert referee(gradients, 2.0) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_captures_share_nothing_with_each_other_and_with_calls_outside() -> None:
+    """The first of two captures on one stream is never replayed; what it was to upload is nowhere."""
+    parameters = with_gradients(drawn([5000, 77, 9003], torch.float32, device="cuda"))
+    clip_grad_norm_(with_gradients(drawn([3], torch.float32, device="cuda")), 1e9)  # loads the kernels
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    graphs, norms = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    with torch.cuda.stream(stream):
+        for graph in graphs:
+            with torch.cuda.graph(graph, stream=stream):
+                norms.append(clip_grad_norm_(parameters, 1e9))
+        outside = clip_grad_norm_(parameters, 1e9)
+        graphs[1].replay()
+    torch.cuda.synchronize()
+    wanted = referee([parameter.grad for parameter in parameters if parameter.grad is not None], 2.0)
+    assert outside.item() == pytest.approx(wanted, rel=1e-6)
+    assert norms[1].item() == pytest.approx(wanted, rel=1e-6)
+    graphs[0].replay()
+    torch.cuda.synchronize()
+    assert norms[0].item() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_many_captures_hold_no_more_than_one() -> None:
+    parameters = with_gradients(drawn([5000, 77, 9004], torch.float32, device="cuda"))
+    clip_grad_norm_(with_gradients(drawn([3], torch.float32, device="cuda")), 1e9)
+
+    def capture() -> tuple[int, int]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            clip_grad_norm_(parameters, 1e9)
+        graph.replay()
+        torch.cuda.synchronize()
+        del graph
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), len(tiles._sources)
+
+    capture()
+    assert capture() == capture() == capture()
 
 
 def test_norm_of_tensors_on_cpu_and_gpu() -> None:

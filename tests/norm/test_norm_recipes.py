@@ -12,7 +12,7 @@ from norm_referee import drawn, referee
 
 from tilestep.codegen import compile_cpp
 from tilestep.errors import BuildError, GradientError
-from tilestep.norm import NormTable, clip_grad_norm_, cpu_backend, forget_recipes, recipes, total_norm
+from tilestep.norm import NormTable, clip_grad_norm_, cpu_backend, forget_recipes, recipes, tiles, total_norm
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +169,37 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         cpu_backend._library.cache_clear()
         assert compile_cpp.load_library is cpu_backend.load_library
+
+
+def test_what_graphs_copy_from_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory needs a GPU: a copy stands for it."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(tiles, "_sources", {})
+    values = torch.tensor([7, 8], dtype=torch.int64)
+    first = tiles.source_of_graphs(values)
+    again = tiles.source_of_graphs(values.clone())
+    assert first is again and first is not values and torch.equal(first, values)
+    values[1] = 9
+    assert tiles.source_of_graphs(values).tolist() == [7, 9] and first.tolist() == [7, 8]
+    assert tiles.source_of_graphs(first.view(torch.float64)).dtype is torch.float64
+    assert len(tiles._sources) == 3
+
+
+class _OnGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_capture_neither_takes_nor_leaves_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = drawn([40, 50], torch.float32)
+    seen = [each.as_subclass(_OnGpu) for each in tensors]
+    monkeypatch.setattr(recipes, "_plain", lambda tensors: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    outside = recipes.find_recipe(seen)
+    assert recipes.find_recipe(seen) is outside
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    inside = [recipes.find_recipe(seen) for _ in range(2)]
+    assert inside[0] is not outside and inside[1] is not outside and inside[0] is not inside[1]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert recipes.find_recipe(seen) is outside

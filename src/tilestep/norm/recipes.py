@@ -115,8 +115,6 @@ class Recipe:
                 part.addresses = upload(addresses if part.indices is None else addresses[part.indices], part.device)
             self._overlap = None
             self._uploaded = True
-        if self._streams and torch.cuda.is_current_stream_capturing():
-            _captured.append((self, [part.addresses for part in self._parts]))
 
 
 class _Part:
@@ -155,9 +153,6 @@ def _overlapping(addresses: np.ndarray, lengths: np.ndarray) -> bool:
     return bool(np.any(begin[:-1] + size[:-1] > begin[1:]))
 
 
-_captured: list[tuple[Recipe, list[torch.Tensor]]] = []
-"""What captured CUDA graphs read at each replay; nothing says when a graph is gone."""
-
 _recipes: list[tuple[Hashable, Recipe]] = []
 _lock = threading.Lock()
 
@@ -177,8 +172,11 @@ def find_recipe(tensors: Sequence[torch.Tensor], positions: Callable[[], Sequenc
     """
     first, last = tensors[0], tensors[-1]
     key = (len(tensors), first.shape, last.shape, first.device)
+    # What a capture uploads is there when its graph is replayed, not before: nobody else can use it, nor can it use
+    # what others have and may change. It is memory of the graph, as any tensor made inside.
+    captures = first.is_cuda and torch.cuda.is_current_stream_capturing()
     with _lock:
-        for place, (known, recipe) in enumerate(_recipes):
+        for place, (known, recipe) in enumerate(() if captures else _recipes):
             if known == key and recipe.fits(tensors):
                 if place:
                     _recipes.insert(0, _recipes.pop(place))
@@ -187,7 +185,7 @@ def find_recipe(tensors: Sequence[torch.Tensor], positions: Callable[[], Sequenc
             return None
         _require_supported(tensors, positions)
         recipe = Recipe(tensors)
-        if recipe.reusable:
+        if recipe.reusable and not captures:
             _recipes.insert(0, (key, recipe))
             del _recipes[KEPT:]
         return recipe
