@@ -218,7 +218,7 @@ def refuses_gradients_of_another_kind() -> None:
 
 def refuses_what_needs_more_than_a_shard() -> None:
     net = LAYOUTS["fsdp"][0]()
-    for name, what in [("Adafactor", "slices"), ("Muon", "matrices")]:
+    for name, what in [("Muon", "matrices")]:
         params = [(label, param) for label, param in net.named_parameters() if param.dim() == 2]
         with pytest.raises(tilestep.GradientError, match=rf"first.weight.* is sharded.* rule {name} works on .*{what}"):
             getattr(tilestep, name)(params)

@@ -72,9 +72,11 @@ inline Cut cut_of(const View& view, int64_t t, int64_t tile) {
   cut.columns = extents[2];
   cut.row_tiles = (cut.rows + blocks[1] - 1) / blocks[1];
   cut.column_tiles = (cut.columns + blocks[2] - 1) / blocks[2];
-  cut.column_tile = tile % cut.column_tiles;
-  cut.row_tile = tile / cut.column_tiles % cut.row_tiles;
-  cut.matrix_begin = tile / (cut.column_tiles * cut.row_tiles) * blocks[0];
+  // An empty tensor has no tiles, and may have slices: the columns of no rows.
+  const int64_t across = std::max<int64_t>(cut.column_tiles, 1), down = std::max<int64_t>(cut.row_tiles, 1);
+  cut.column_tile = tile % across;
+  cut.row_tile = tile / across % down;
+  cut.matrix_begin = tile / (across * down) * blocks[0];
   cut.matrix_end = std::min(cut.matrix_begin + blocks[0], extents[0]);
   cut.row_begin = cut.row_tile * blocks[1];
   cut.row_end = std::min(cut.row_begin + blocks[1], cut.rows);

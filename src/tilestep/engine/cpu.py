@@ -115,6 +115,11 @@ class CpuSegment(Segment):
         for name in ("grads", "step", "sums", "across", "totals", "control"):
             setattr(launch, name, getattr(self, name).data_ptr())
 
+    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
+        """The slot's array, and where each tensor's slices begin."""
+        assert self.slices is not None
+        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
+
     def row_table(self) -> torch.Tensor:
         """The row table, in the memory that passes write."""
         return torch.from_numpy(self.rows)

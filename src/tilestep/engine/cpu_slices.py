@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ..codegen.cpp_slices_support import SliceLaunch, ViewTables
 from ..codegen.spec import KernelSpec
@@ -66,3 +67,7 @@ class CpuSlices:
             *(addresses.ctypes.data for addresses in self._addresses),
         )
         self.argument = ctypes.byref(self._launch)
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """The array of all slices of a slot, in the memory that passes write."""
+        return torch.from_numpy(self._slots[slot])

@@ -160,6 +160,11 @@ class CudaSegment(Segment):
             self._strided_tiles = 0
         self._launches()
 
+    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
+        """The slot's array, and where each tensor's slices begin."""
+        assert self.slices is not None
+        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
+
     def row_table(self) -> torch.Tensor:
         """The row table."""
         return self._tables["rows"]

@@ -72,7 +72,7 @@ class CudaSlices:
             reduced: SliceTables(slices, shapes, block_of(_REDUCED_ELEMENTS if reduced else _ELEMENTS))
             for reduced in (False, True)
         }
-        tables = self._cuts[True]
+        self.tables = tables = self._cuts[True]
         self.most_tiles = max(cut.most_tiles for cut in self._cuts.values())
         self._arrays = {
             "starts": self._table(tables.starts[:, :-1].T),
@@ -84,6 +84,10 @@ class CudaSlices:
                 self._arrays[f"parts_{slot}"] = torch.zeros(parts, dtype=spec.compute, device=device)
         self._views: dict[tuple[bool, int], dict[str, torch.Tensor]] = {}
         self._combines: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """The array of all slices of a slot."""
+        return self._arrays[f"slot_{slot}"]
 
     def _table(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -181,6 +181,10 @@ class Segment:
         """The row table, [tensors, columns] on the device."""
         raise NotImplementedError
 
+    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
+        """What passes have left in a slot: all slices of a kind; and where each tensor's begin, and the last one's end."""
+        raise NotImplementedError
+
     def library_pass(self, index: int) -> None:
         """Run the library pass after tile pass `index`, if there is one."""
         if self.matrices is not None:

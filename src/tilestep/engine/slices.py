@@ -107,6 +107,10 @@ class SliceTables:
         self.most_tiles = max((len(view.tile_tensor) for view in self.views), default=0)
         self._slices = slices
 
+    def starts_of(self, slot: int) -> list[int]:
+        """Where each tensor's slices begin in a slot's array, and where the last one's end."""
+        return self.starts[self._slices.kinds.index(self._slices.overs[slot])].tolist()
+
     def part_counts(self, program: Program) -> list[int]:
         """For each slot, the parts that tiles leave of it; 0 for one that is not the result of a reduction."""
         counts = [0] * len(self._slices.overs)

@@ -318,7 +318,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
         graph, spec = plans[alike]
         require_whole(label, param, rule.name, spec)
         buffers = (MASTER, *(name for name in rule.state_names if name not in graph.scalar_states))
-        known = local_state(label, optimizer.state.get(param, {}), param, buffers)
+        known = local_state(label, optimizer.state.get(param, {}), param, buffers, graph.slice_states)
         state = initial_state(label, part, group, graph, rule, known, later)
         planned.append((label, group_index, param, graph, spec, state))
     begin_missing(later)
@@ -372,7 +372,10 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
     if not is_distributed(param):
         return state
     buffers = {MASTER, *graph.states}.difference(graph.scalar_states)
-    return {name: distribute(value, param) if name in buffers else value for name, value in state.items()}
+    overs = graph.slice_states
+    return {
+        name: distribute(value, param, overs.get(name)) if name in buffers else value for name, value in state.items()
+    }
 
 
 def _as_a_whole(optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from ..placements import distribute, local_state
 from ..placements.local import copy_into, local_part
 from .build import labelled, param_states
-from .states import MASTER, TRAINING, compute_dtype
+from .states import MASTER, TRAINING, compute_dtype, slice_overs
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
@@ -30,7 +30,7 @@ def hold_averages(optimizer: Optimizer) -> None:
         if rule.evaluation is None or not state or TRAINING in state:
             continue
         compute, part = compute_dtype(param), local_part(param)
-        own = local_state(label, state, param, (MASTER, *rule.state_names))
+        own = local_state(label, state, param, (MASTER, *rule.state_names), slice_overs(rule, param))
         buffers = {name: own[name].to(compute) for name in rule.state_names if isinstance(own.get(name), torch.Tensor)}
         training = own.get(MASTER, part).detach().to(compute)
         numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}

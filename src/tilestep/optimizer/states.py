@@ -26,6 +26,7 @@ __all__ = [
     "has_master",
     "initial_state",
     "restart",
+    "slice_overs",
     "storages",
 ]
 
@@ -168,6 +169,17 @@ def _shape(start: State, param: torch.Tensor) -> tuple[int, ...]:
     if start.shape == "column":
         return (*param.shape[:-2], 1, param.shape[-1])
     return tuple(param.shape)
+
+
+def slice_overs(rule: Rule, param: torch.Tensor) -> dict[str, tuple[int, int]]:
+    """For states with one number a row or column, the dimension of the parameter that they have not, and the next.
+
+    Args:
+        rule: the rule.
+        param: the parameter.
+    """
+    ends = {"row": param.dim(), "column": param.dim() - 1}
+    return {name: (ends[each.shape] - 1, ends[each.shape]) for name, each in rule.states.items() if each.shape in ends}
 
 
 def _kept(

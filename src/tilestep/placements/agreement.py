@@ -46,21 +46,23 @@ class Agreement:
         self._group: Any = None
         self._shares: dict[Any, float] = {}
 
-    def share(self, tensor: Any) -> float:
+    def share(self, tensor: Any, over: tuple[int, int] | None = None) -> float:
         """What a rank's sums over its part of a tensor count: 1 over the number of ranks that hold the same part.
 
         Args:
             tensor: a DTensor on one of the meshes, or a plain tensor, which every rank has.
+            over: for sums over slices of it, rows say, the dimensions that these have not.
         """
         if not is_distributed(tensor):
             return 1 / len(self.ranks)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if (mesh, placements) not in self._shares:
+        mesh, placements, gone = tensor.device_mesh, tensor.placements, range(*(over or (0, 0)))
+        if (mesh, placements, gone) not in self._shares:
             copies = len(self.ranks) // mesh.size()
             for dim, placement in enumerate(placements):
-                copies *= mesh.size(dim) if placement.is_replicate() else 1
-            self._shares[mesh, placements] = 1 / copies
-        return self._shares[mesh, placements]
+                holds_same = placement.is_replicate() or placement.dim % tensor.dim() in gone
+                copies *= mesh.size(dim) if holds_same else 1
+            self._shares[mesh, placements, gone] = 1 / copies
+        return self._shares[mesh, placements, gone]
 
     def add(self, values: torch.Tensor) -> None:
         """Replace numbers by their sums over the ranks; no rank waits on the host for a GPU's.

@@ -12,6 +12,7 @@ from ..errors import GradientError, StateError
 
 if TYPE_CHECKING:
     from ..codegen.spec import KernelSpec
+    from ..graph import Value
 
 __all__ = [
     "checked_part",
@@ -23,7 +24,13 @@ __all__ = [
     "local_state",
     "ready",
     "require_whole",
+    "sharded_dims",
+    "slices_here",
+    "spans_ranks",
 ]
+
+Over = tuple[int, int]
+"""The first of some neighbouring dimensions, and the one after the last."""
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -100,7 +107,7 @@ def require_whole(label: str, param: torch.Tensor, rule: str, spec: KernelSpec) 
     program = spec.program
     if program.library.scratch:
         works_on = "whole matrices"
-    elif program.slices.views or program.graph.slice_states:
+    elif param.is_meta and (program.slices.views or program.graph.slice_states):
         works_on = "rows, columns or other slices"
     else:
         return
@@ -111,29 +118,94 @@ def require_whole(label: str, param: torch.Tensor, rule: str, spec: KernelSpec) 
         )
 
 
+def spans_ranks(reduction: Value, cut: Mapping[int, int]) -> bool:
+    """Whether a reduction goes over a dimension along which its operand is cut.
+
+    Args:
+        reduction: the reduction.
+        cut: the dimensions along which the parameter is cut, as `sharded_dims` gives them.
+    """
+    gone, over = range(*(reduction.args[0].over or (0, 0))), reduction.over
+    return any(dim not in gone and (over is None or dim in range(*over)) for dim in cut)
+
+
+def sharded_dims(tensor: torch.Tensor) -> dict[int, int]:
+    """The dimensions along which a DTensor is cut, and in how many parts.
+
+    Args:
+        tensor: a DTensor without partial sums; a plain tensor is not cut.
+    """
+    found: dict[int, int] = {}
+    if is_distributed(tensor):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        for place, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+            if not placement.is_replicate() and mesh.size(place) > 1:
+                dim = placement.dim % tensor.dim()
+                found[dim] = found.get(dim, 1) * mesh.size(place)
+    return found
+
+
 def _placed(tensor: Any) -> str:
     return f"a DTensor with placements {tuple(tensor.placements)}"
 
 
-def distribute(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None) -> torch.Tensor:
     """A DTensor around a local part, or the part itself where the parameter is a plain tensor.
 
     Args:
         part: this rank's part of the parameter's shape; or, for a parameter that is whole on every rank, anything.
         like: the parameter.
+        over: for a part with one number a row, column or other slice the dimensions that it has not.
     """
     kind = distributed_tensor_type()
     if kind is None or not isinstance(like, kind):
         return part
     mesh = like.device_mesh  # type: ignore[attr-defined]
     with torch.no_grad():
-        if part.shape == local_part(like).shape:
-            placements = like.placements  # type: ignore[attr-defined]
-            return kind.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())  # type: ignore[attr-defined]
-        return _replicated(part, mesh)
+        if over is None and part.shape != local_part(like).shape:
+            return _replicated(part, mesh)
+        shape, stride = like.shape, like.stride()
+        if over is not None:
+            shape = _without(shape, over)
+            stride = torch.empty(shape, device="meta").stride()
+        return kind.from_local(part, mesh, _placements(like, over), run_check=False, shape=shape, stride=stride)  # type: ignore[attr-defined]
 
 
-def local_state(label: str, known: Mapping[str, Any], param: torch.Tensor, buffers: Iterable[str]) -> dict[str, Any]:
+def _without(shape: torch.Size, over: Over) -> torch.Size:
+    return torch.Size([1 if dim in range(*over) else size for dim, size in enumerate(shape)])
+
+
+def _placements(like: Any, over: Over | None) -> tuple[Any, ...]:
+    """The placements of a parameter, replicated where they cut it along a dimension that slices have not."""
+    if over is None:
+        return tuple(like.placements)
+    from torch.distributed.tensor import Replicate
+
+    gone = range(*over)
+    return tuple(
+        Replicate() if not each.is_replicate() and each.dim % like.dim() in gone else each for each in like.placements
+    )
+
+
+def slices_here(like: Any, over: Over) -> torch.Tensor:
+    """Which of a DTensor's slices are of this rank's part, int64 numbers in the order in which the part has them.
+
+    Args:
+        like: the DTensor.
+        over: the dimensions that slices have not.
+    """
+    shape = _without(like.shape, over)
+    numbers = _replicated(torch.arange(shape.numel()).view(shape), like.device_mesh)
+    return local_part(numbers.redistribute(placements=_placements(like, over))).reshape(-1)
+
+
+def local_state(
+    label: str,
+    known: Mapping[str, Any],
+    param: torch.Tensor,
+    buffers: Iterable[str],
+    overs: Mapping[str, Over] | None = None,
+) -> dict[str, Any]:
     """A parameter's state with the local parts of its buffers.
 
     Args:
@@ -141,6 +213,7 @@ def local_state(label: str, known: Mapping[str, Any], param: torch.Tensor, buffe
         known: its state; buffers may be DTensors of any placements, or plain tensors of the parameter's whole shape.
         param: the parameter.
         buffers: the names of the buffers; everything else stays as it is.
+        overs: for buffers with one number a row, column or other slice the dimensions that they have not.
 
     Raises:
         StateError: for a DTensor that belongs to a plain parameter.
@@ -154,21 +227,23 @@ def local_state(label: str, known: Mapping[str, Any], param: torch.Tensor, buffe
     for name in buffers:
         value = found.get(name)
         if isinstance(value, torch.Tensor):
-            found[name] = _part_like(value, param)
+            found[name] = _part_like(value, param, (overs or {}).get(name))
     return found
 
 
-def _part_like(value: Any, like: Any) -> torch.Tensor:
+def _part_like(value: Any, like: Any, over: Over | None = None) -> torch.Tensor:
     """This rank's part of a tensor once it is distributed as a DTensor of its shape is; all of it for other shapes."""
+    shape = like.shape if over is None else _without(like.shape, over)
+    placements = _placements(like, over)
     if is_distributed(value) and value.device_mesh == like.device_mesh:
-        if value.shape == like.shape:
-            alike = value.placements == like.placements
-            return local_part(value if alike else value.redistribute(placements=like.placements))
+        if value.shape == shape:
+            alike = value.placements == placements
+            return local_part(value if alike else value.redistribute(placements=placements))
         return local_part(value) if is_whole(value) else value.full_tensor()
     value = value.full_tensor() if is_distributed(value) else value.detach()
-    if value.shape != like.shape:
+    if value.shape != shape:
         return value
-    return local_part(_replicated(value, like.device_mesh).redistribute(placements=like.placements))
+    return local_part(_replicated(value, like.device_mesh).redistribute(placements=placements))
 
 
 def _replicated(value: torch.Tensor, mesh: Any) -> Any:

@@ -1,0 +1,203 @@
+"""Rules over rows, columns and other slices of DTensors: the ranks' steps are those of one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_on_ranks
+from sharded_models import LAYOUTS, assert_same, backward, batch, device, full, plain
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import tilestep
+from tilestep.rules.compose import ema
+
+EXACT = {"atol": 1e-11, "rtol": 1e-10}
+
+
+@tilestep.rule
+def slices_of_every_kind(param: Any, grad: Any, *, lr: float = 0.1) -> Any:
+    """Sums and extremes over each dimension and over both, and sums of those."""
+    rows, columns = grad.amax(dim=-1, keepdim=True), grad.amin(dim=-2, keepdim=True)
+    sizes = (grad * grad).mean(dim=-2, keepdim=True)
+    whole = sizes.sum() + rows.sum() + columns.amax() + rows.amin(dim=-2, keepdim=True)
+    return param - lr * (rows + columns + whole + grad.sum(dim=-1, keepdim=True) * sizes)
+
+
+def _matrices(net: torch.nn.Module) -> list[Any]:
+    return [param for param in net.parameters() if param.dim() == 2]
+
+
+def _train(layout: str, make: Any, expect: Any, steps: int = 3) -> tuple[Any, Any]:
+    net, reference = LAYOUTS[layout][0]().double(), plain().double()
+    optimizer, expected = make(net), expect(reference)
+    for step in range(steps):
+        backward(net, batch(step, layout).double())
+        backward(reference, batch(step).double())
+        optimizer.step()
+        expected.step()
+        assert_same(net, reference, **EXACT)
+        optimizer.zero_grad()
+        expected.zero_grad()
+    return (net, optimizer), (reference, expected)
+
+
+def adafactor_is_torch_s() -> None:
+    """With parts of no rows: 5 rows and 1 row do not divide by 4 ranks."""
+    for layout in LAYOUTS:
+        (net, optimizer), (reference, expected) = _train(
+            layout,
+            lambda net: tilestep.Adafactor(net.parameters(), lr=0.05, weight_decay=0.01),
+            lambda net: torch.optim.Adafactor(net.parameters(), lr=0.05, weight_decay=0.01),
+        )
+        for param, other in zip(net.parameters(), reference.parameters()):
+            for name, wanted in expected.state[other].items():
+                mine = optimizer.state[param][name]
+                assert not isinstance(param, DTensor) or name == "step" or mine.shape == wanted.shape
+                torch.testing.assert_close(full(mine).double(), wanted.double(), **EXACT)
+
+
+def every_kind_of_slice() -> None:
+    """Tensors cut along two dimensions too where nothing has to be combined over the one and differs over the other."""
+    for layout in LAYOUTS:
+        _train(
+            layout,
+            lambda net: tilestep.Optimizer(_matrices(net), slices_of_every_kind, lr=1e-3),
+            lambda net: tilestep.Optimizer(_matrices(net), slices_of_every_kind, lr=1e-3),
+        )
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        mesh = init_device_mesh(device(), (dist.get_world_size(),))
+        torch.manual_seed(3)
+        whole, grad = torch.randn(2, 5, 3, 7, dtype=torch.float64).to(device())
+        weight, other = torch.nn.Parameter(distribute_tensor(whole, mesh, [placement])), torch.nn.Parameter(whole)
+        weight.grad, other.grad = distribute_tensor(grad, mesh, [placement]), grad
+        for params in ([weight], [other]):
+            tilestep.Optimizer(params, slices_of_every_kind).step()
+        torch.testing.assert_close(full(weight), other.detach(), **EXACT)
+
+
+def state_is_distributed_as_its_parameter() -> None:
+    net = LAYOUTS["fsdp"][0]()
+    optimizer = tilestep.Adafactor(net.parameters())
+    weight = net.odd.weight
+    state = optimizer.state[weight]
+    assert state["row_var"].placements == weight.placements and state["row_var"].shape == (5, 1)
+    assert state["col_var"].placements == (Replicate(),) and state["col_var"].shape == (1, 8)
+
+
+def state_goes_round() -> None:
+    """Through state_dict, from whole tensors, from another placement, and to torch's optimizer and back."""
+    for layout in LAYOUTS:
+        (net, optimizer), (reference, expected) = _train(
+            layout,
+            lambda net: tilestep.Adafactor(net.parameters(), lr=0.05),
+            lambda net: torch.optim.Adafactor(net.parameters(), lr=0.05),
+        )
+        saved = copy.deepcopy(optimizer.state_dict())
+        loaded = tilestep.Adafactor(net.parameters(), lr=0.01)
+        loaded.load_state_dict(saved)
+        plain_state = copy.deepcopy(expected.state_dict())
+        from_plain = tilestep.Adafactor(net.parameters(), lr=0.01)
+        from_plain.load_state_dict(plain_state)
+        state = from_plain.state[net.odd.weight]
+        from_plain.state[net.odd.weight] = {**state, "row_var": full(state["row_var"])}
+        for param in net.parameters():
+            for name in ("row_var", "col_var"):
+                if name in optimizer.state[param]:
+                    mine = full(optimizer.state[param][name])
+                    assert torch.equal(full(loaded.state[param][name]), mine)
+                    torch.testing.assert_close(full(from_plain.state[param][name]), mine, **EXACT)
+        backward(net, batch(5, layout).double())
+        backward(reference, batch(5).double())
+        from_plain.step()
+        expected.step()
+        assert_same(net, reference, **EXACT)
+
+
+def averages_of_it_are_evaluated() -> None:
+    rule = ema(tilestep.registry["Adafactor"], 0.75)
+    (net, optimizer), (reference, expected) = _train(
+        "fsdp",
+        lambda net: tilestep.Optimizer(net.parameters(), rule, lr=0.05),
+        lambda net: tilestep.Optimizer(net.parameters(), rule, lr=0.05),
+    )
+    with optimizer.averaged(), expected.averaged():
+        assert_same(net, reference, **EXACT)
+
+
+def skips_and_missing_gradients() -> None:
+    """A step that is skipped on one rank's account, and a matrix without gradient."""
+    net, reference = LAYOUTS["fsdp"][0]().double(), plain().double()
+    optimizer = tilestep.Adafactor(net.parameters(), lr=0.05, skip_nonfinite=True)
+    expected = torch.optim.Adafactor(reference.parameters(), lr=0.05)
+    for step in range(4):
+        backward(net, batch(step, "fsdp").double())
+        backward(reference, batch(step).double())
+        if step == 1:
+            net.odd.weight.grad = reference.odd.weight.grad = None
+        if step == 2 and dist.get_rank() == 0:
+            net.first.weight.grad.to_local().fill_(torch.nan)
+        optimizer.step()
+        if step != 2:
+            expected.step()
+        assert_same(net, reference, **EXACT)
+        optimizer.zero_grad()
+        expected.zero_grad()
+
+
+def cut_along_two_dimensions() -> None:
+    """Each rank has other columns and some rows; and the same rows twice cut."""
+    torch.manual_seed(3)
+    whole, *grads = torch.randn(4, 7, 9, dtype=torch.float64).to(device())
+    mesh = init_device_mesh(device(), (2, 2))
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]):
+        for make in (tilestep.Adafactor, lambda params, lr: tilestep.Optimizer(params, slices_of_every_kind, lr=lr)):
+            weight = torch.nn.Parameter(distribute_tensor(whole, mesh, placements))
+            other = torch.nn.Parameter(whole.clone())
+            optimizer, expected = make([weight], lr=0.05), make([other], lr=0.05)
+            for grad in grads:
+                weight.grad, other.grad = distribute_tensor(grad, mesh, placements), grad
+                optimizer.step()
+                expected.step()
+            torch.testing.assert_close(full(weight), other.detach(), **EXACT)
+
+
+def one_all_reduce_for_all_sums_of_a_stage() -> None:
+    """Of 3 stages with reductions; the extremes of a stage take a second one."""
+    net = LAYOUTS["fsdp"][0]()
+    optimizer = tilestep.Adafactor(_matrices(net), lr=0.05)
+    backward(net, batch(0, "fsdp"))
+    optimizer.step()
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+    calls = [event.count for event in profiler.key_averages() if event.key == "c10d::allreduce_"]
+    assert calls == [3]
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        adafactor_is_torch_s,
+        every_kind_of_slice,
+        state_is_distributed_as_its_parameter,
+        state_goes_round,
+        averages_of_it_are_evaluated,
+        skips_and_missing_gradients,
+        cut_along_two_dimensions,
+        one_all_reduce_for_all_sums_of_a_stage,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_on_ranks(CHECKS, 4)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_slices_on_four_ranks(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
