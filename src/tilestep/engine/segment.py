@@ -182,7 +182,7 @@ class Segment:
         raise NotImplementedError
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
-        """What passes have left in a slot: all slices of a kind; and where each tensor's begin, and the last one's end."""
+        """What passes have left in a slot: all slices of a kind; where each tensor's begin, and the last one's end."""
         raise NotImplementedError
 
     def library_pass(self, index: int) -> None:
