@@ -20,6 +20,7 @@ __all__ = [
     "TensorDispatch",
     "TensorWatch",
     "addresses_equal",
+    "as_list",
     "after_backward",
     "backward_pass",
     "before_gathering",
@@ -113,6 +114,11 @@ def addresses_equal(tensors: list[torch.Tensor], addresses: list[int], indices: 
     return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
 
+def as_list(tensors: Iterable[Any]) -> list[Any]:
+    """A list of what is given; itself where it is one, since copying thousands of references touches every tensor."""
+    return tensors if type(tensors) is list else list(tensors)
+
+
 class TensorWatch:
     """Remembers a list of tensors' metadata and addresses, and tells cheaply whether another list has the same.
 
@@ -134,18 +140,21 @@ class TensorWatch:
         self._indices = list(range(len(tensors)))
         self._module: Any = None
         self._known: Any = None
+        self.times_remembered = 0
+        """How often addresses were taken as the known ones."""
         self.remember_addresses(tensors)
 
     def remember_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take these tensors' addresses as the known ones."""
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self.times_remembered += 1
         if self._known is not None:
             self._module.remember(self._known, list(tensors))
 
     def same_metadata(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether dtype, device, sizes and strides of every tensor are the remembered ones."""
         if self._known is not None:
-            return self._module.compare(self._known, list(tensors)) != _CHANGED
+            return self._module.compare(self._known, as_list(tensors)) != _CHANGED
         same = len(tensors) == len(self._indices) and self._check(*tensors)
         if same and len(tensors) >= _WORTH_NATIVE:
             self._look_natively(tensors)
@@ -158,6 +167,13 @@ class TensorWatch:
         self._module = native.module(len(tensors))
         if self._module is not None and self.same_addresses(list(tensors)):
             self._known = self._module.watch(list(tensors))
+
+    def same_metadata_and_addresses(self, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
+        """Both answers by one look where it is a look in C++; elsewhere the second is False, which means unknown."""
+        if self._known is not None:
+            answer = self._module.compare(self._known, tensors)
+            return answer != _CHANGED, answer == _SAME
+        return self.same_metadata(tensors), False
 
     def same_addresses(self, tensors: list[torch.Tensor]) -> bool:
         """Whether every tensor begins where the remembered one began."""

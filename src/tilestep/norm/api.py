@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 import torch
 
+from ..compat import as_list
 from ..marks import UPDATE, marked
 from .recipes import find_recipe
 from .sharded import sharded_norm
@@ -50,7 +51,7 @@ def total_norm(
         >>> total_norm([torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)])
         tensor(5.)
     """
-    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else as_list(tensors)
     norm_type = float(norm_type)
     if not listed:
         return torch.tensor(0.0)
@@ -104,7 +105,7 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         listed = [parameters]
     else:
-        listed = list(parameters)
+        listed = as_list(parameters)
         if not listed and isinstance(parameters, types.GeneratorType):
             warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
     gradients = [gradient for parameter in listed if (gradient := parameter.grad) is not None]

@@ -34,6 +34,7 @@ class Recipe:
         self._loose = [index for index, tensor in enumerate(tensors) if not _is_dense(tensor)]
         self._bytes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
         self._uploaded = False
+        self._in_place: tuple[int, int] | None = None
         self._overlap: bool | None = None
         self._first_device = tensors[0].device
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -46,9 +47,11 @@ class Recipe:
         # torch's check refuses a list that holds the same tensor twice, and so would refuse it at every call.
         self.reusable = self._watch.same_metadata(tensors)
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these tensors have the metadata this was made for, and the current streams are the same."""
-        return self._watch.same_metadata(tensors) and _streams(part.device for part in self._parts) == self._streams
+        alike, in_place = self._watch.same_metadata_and_addresses(tensors)
+        self._in_place = (id(tensors), self._watch.times_remembered) if in_place else None
+        return alike and _streams(part.device for part in self._parts) == self._streams
 
     def norm(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm as a scalar on the first tensor's device; the caller holds the lock."""
@@ -107,7 +110,10 @@ class Recipe:
 
     def _follow(self, dense: list[torch.Tensor]) -> None:
         """Bring the addresses on the devices up to date, if any tensor moved."""
-        if not (self._uploaded and self._watch.same_addresses(dense)):
+        # What `fits` has seen just now holds once; another thread may have brought other addresses since.
+        seen, self._in_place = self._in_place, None
+        in_place = seen == (id(dense), self._watch.times_remembered) or self._watch.same_addresses(dense)
+        if not (self._uploaded and in_place):
             self._uploaded = False
             self._watch.remember_addresses(dense)
             addresses = np.array(self._watch.addresses, dtype=np.int64)
@@ -157,7 +163,7 @@ _recipes: list[tuple[Hashable, Recipe]] = []
 _lock = threading.Lock()
 
 
-def find_recipe(tensors: Sequence[torch.Tensor], positions: Callable[[], Sequence[int]] | None = None) -> Recipe | None:
+def find_recipe(tensors: list[torch.Tensor], positions: Callable[[], Sequence[int]] | None = None) -> Recipe | None:
     """The recipe for a list of tensors, made if there is none.
 
     Args:
