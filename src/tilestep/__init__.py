@@ -17,7 +17,9 @@ from .errors import (
     BuildError,
     CaptureError,
     GradientError,
+    HostMemoryError,
     MatrixError,
+    OffloadError,
     RankError,
     RuleError,
     StateError,
@@ -25,6 +27,7 @@ from .errors import (
 )
 from .matrices import limit_workspace, orthogonalize
 from .norm import clip_grad_norm_, total_norm
+from .offloading import OffloadedOptimizer, offload
 from .optimizer import Optimizer, TimesMean, muon_groups, named_optimizers, param_groups
 from .overlapping import OverlappedOptimizer, overlap
 from .rules import Interval, Rule, State, at_least, between, registry, rule, where
@@ -53,8 +56,11 @@ __all__ = [
     "CapturedStep",
     "GradScaler",
     "GradientError",
+    "HostMemoryError",
     "Interval",
     "MatrixError",
+    "OffloadError",
+    "OffloadedOptimizer",
     "Optimizer",
     "OverlappedOptimizer",
     "Profile",
@@ -82,6 +88,7 @@ __all__ = [
     "lookahead",
     "max_over_tensors",
     "muon_groups",
+    "offload",
     "orthogonalize",
     "overlap",
     "param_groups",

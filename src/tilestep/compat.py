@@ -27,6 +27,7 @@ __all__ = [
     "checkpoint_types",
     "decomposition",
     "default_store",
+    "distributed_like",
     "distributed_tensor_type",
     "dtensors_have_parts",
     "fake_tensors",
@@ -224,6 +225,32 @@ def local_parts(tensors: Iterable[Any]) -> list[Any]:
         return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     with torch.no_grad():
         return [tensor.to_local() if isinstance(tensor, kind) else tensor for tensor in tensors]
+
+
+def distributed_like(
+    part: torch.Tensor, like: Any, shape: torch.Size, stride: Sequence[int], placements: Sequence[Any]
+) -> Any:
+    """A DTensor around a part that is on another device than its mesh: state on the host of parameters on a GPU.
+
+    `DTensor.from_local` would move it. Without the private constructor, which FSDP uses for offloaded parameters, the
+    part itself is returned: steps work as well, checkpoints of one rank then have its part alone.
+
+    Args:
+        part: what lies on this rank.
+        like: a DTensor on the mesh.
+        shape: of the whole.
+        stride: of the whole.
+        placements: of the whole.
+    """
+    try:
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        meta = TensorMeta(torch.Size(shape), tuple(stride), part.dtype)
+        spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
+        kind: Any = distributed_tensor_type()
+        return kind(part, spec, requires_grad=False)
+    except (ImportError, TypeError):
+        return part
 
 
 class Layout(NamedTuple):

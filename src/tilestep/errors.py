@@ -6,7 +6,9 @@ __all__ = [
     "BuildError",
     "CaptureError",
     "GradientError",
+    "HostMemoryError",
     "MatrixError",
+    "OffloadError",
     "RankError",
     "RuleError",
     "StateError",
@@ -36,6 +38,14 @@ class StateError(TilestepError, ValueError):
 
 class CaptureError(TilestepError, RuntimeError):
     """A step cannot be captured in a CUDA graph, or a captured one no longer fits its optimizer."""
+
+
+class OffloadError(TilestepError, ValueError):
+    """An optimizer's state cannot live in host memory: of another kind, on another device, or with another wrapper."""
+
+
+class HostMemoryError(TilestepError, MemoryError):
+    """There is not enough host memory: how much was asked for, and what would fit."""
 
 
 class BuildError(TilestepError, RuntimeError):

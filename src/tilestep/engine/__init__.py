@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .control import Decision
-from .decider import Decider, JointNorm
+from .decider import Decider, JointNorm, SharedNorm
 from .engine import DeviceEngine, Stale
 from .gradients import grad_dtype
 from .layout import check_no_overlap, is_dense
@@ -17,6 +17,7 @@ __all__ = [
     "DeviceEngine",
     "Entry",
     "JointNorm",
+    "SharedNorm",
     "Stale",
     "check_no_overlap",
     "grad_dtype",

@@ -17,6 +17,7 @@ from ..codegen.spec import KernelSpec
 from ..tuning import tile_shape
 from .cpu_slices import CpuSlices
 from .segment import Entry, Segment
+from .windows import Window
 
 __all__ = ["CpuSegment", "thread_count"]
 
@@ -114,6 +115,51 @@ class CpuSegment(Segment):
             setattr(launch, name, array.ctypes.data)
         for name in ("grads", "step", "sums", "across", "totals", "control"):
             setattr(launch, name, getattr(self, name).data_ptr())
+        self.set_windows(self.windows)
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Make a launch record for each window."""
+        self.windows = windows
+        self._window_tables = [self._tables_of(window) for window in windows]
+        self._window_launches = [
+            self._launch_of(window, tables) for window, tables in zip(windows, self._window_tables)
+        ]
+
+    def _tables_of(self, window: Window) -> dict[str, np.ndarray]:
+        """The tables of a window's launch, in which its tiles and tensors count from its first ones."""
+        tiles = slice(window.tiles.start, window.tiles.stop)
+        tensors = slice(window.tensors.start, window.tensors.stop)
+        return {
+            "tile_tensor": self.tiles.tile_tensor[tiles] - np.int32(window.tensors.start),
+            "first_tile": self.tiles.first_tile[tensors] - window.tiles.start,
+            "addresses": self.window_addresses(window),
+            "numel": self.tiles.numel[tensors],
+            "layout_index": self.layout_index[tensors],
+            "rows": self.rows[tensors],
+            "partials": self.partials[tiles],
+        }
+
+    def _launch_of(self, window: Window, tables: Mapping[str, np.ndarray]) -> Launch:
+        launch = Launch.from_buffer_copy(self._launch)
+        launch.tensors, launch.tiles = len(window.tensors), len(window.tiles)
+        for name, array in tables.items():
+            setattr(launch, name, array.ctypes.data)
+        for name in ("grads", "sums"):
+            setattr(launch, name, getattr(self, name)[window.tensors.start :].data_ptr())
+        return launch
+
+    def tile_window(self, index: int, position: int) -> None:
+        """Run tile pass `index` over a window's tiles.
+
+        Reductions over a tensor are finished over all of its tiles: the last window that has some of them is right.
+        """
+        launch = self._window_launches[position]
+        launch.threads = thread_count()
+        for function, _ in self._tile[index]:
+            function(ctypes.byref(launch))
+
+    def finish_windows(self, index: int) -> None:
+        """The windows have done it."""
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         """The slot's array, and where each tensor's slices begin."""

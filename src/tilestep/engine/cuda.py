@@ -18,8 +18,10 @@ from ..tuning import tile_shape
 from .capturing import WARM_UP, is_capturing, require
 from .control import Decision
 from .cuda_slices import CudaSlices
+from .cuda_windows import window_tables
 from .gradients import copy_to
 from .segment import Entry, Segment
+from .windows import Window
 
 __all__ = ["CudaSegment", "decide_on_device"]
 
@@ -119,18 +121,33 @@ class CudaSegment(Segment):
                 launches += self.slices.launches(module, here, self._tables, unscale, self.layout_index >= 0)
         if tile is None or tile.view is not None:
             return launches
-        if self.tiles.count:
-            size = {"TILE": self.shape.tile, "SPAN": self.shape.span, "UNSCALE": unscale}
-            pointers = triton_backend.POINTERS["tile"]
-            plain = self._prepare(module, f"tile_pass_{index}", self.tiles.count, size)
-            launches.append((plain, self._arguments(pointers)))
-            if self._strided_tiles:
-                strided = self._prepare(module, f"tile_pass_{index}_strided", self._strided_tiles, size)
-                launches.append((strided, self._arguments(pointers + triton_backend.POINTERS["strided"])))
+        launches += self._element_launches(module, index, unscale, self._tables, self.tiles.count, self._strided_tiles)
         if tile.reductions:
             size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
             finish = self._prepare(module, f"finish_{index}", len(self.entries), size)
             launches.append((finish, self._arguments(triton_backend.POINTERS["finish"])))
+        return launches
+
+    def _element_launches(
+        self,
+        module: ModuleType,
+        index: int,
+        unscale: bool,
+        tables: Mapping[str, torch.Tensor],
+        tiles: int,
+        strided_tiles: int,
+    ) -> list[tuple[Launcher, list[torch.Tensor]]]:
+        """A tile pass over elements: over all tiles that these tables have, then over those walked by coordinates."""
+        if not tiles:
+            return []
+        size = {"TILE": self.shape.tile, "SPAN": self.shape.span, "UNSCALE": unscale}
+        pointers = triton_backend.POINTERS["tile"]
+        plain = self._prepare(module, f"tile_pass_{index}", tiles, size)
+        launches = [(plain, [tables[name] for name in pointers])]
+        if strided_tiles:
+            strided = self._prepare(module, f"tile_pass_{index}_strided", strided_tiles, size)
+            names = pointers + triton_backend.POINTERS["strided"]
+            launches.append((strided, [tables[name] for name in names]))
         return launches
 
     def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
@@ -159,6 +176,31 @@ class CudaSegment(Segment):
         else:
             self._strided_tiles = 0
         self._launches()
+        self.set_windows(self.windows)
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Make the tables of each window; its launches are prepared at their first use."""
+        self.windows = windows
+        self._window_tables = [window_tables(self, window, self._tables) for window in windows]
+        self._window_launches: dict[tuple[int, int, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
+
+    def tile_window(self, index: int, position: int) -> None:
+        """Launch tile pass `index` over a window's tiles."""
+        key = (index, position, self.unscales)
+        if key not in self._window_launches:
+            tables, strided = self._window_tables[position]
+            tiles = len(self.windows[position].tiles)
+            module = _module(self.spec)
+            self._window_launches[key] = self._element_launches(module, index, self.unscales, tables, tiles, strided)
+        for launcher, arguments in self._window_launches[key]:
+            launcher(*arguments)
+
+    def finish_windows(self, index: int) -> None:
+        """Launch what adds up the tiles of all windows, for each tensor."""
+        tile = self.spec.program.tiles[index]
+        if tile is not None and tile.reductions:
+            launcher, arguments = self._tile[self.unscales][index][-1]
+            launcher(*arguments)
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         """The slot's array, and where each tensor's slices begin."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,7 @@ class DeviceEngine:
         groups: the optimizer's param groups.
         keys: for each group what of it the step depends on: its rule's hyperparameters and the optimizer's own.
         decider: decides for all engines of the device; None for one of its own.
+        attend: called with each segment once it is built; it may give it a mover.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class DeviceEngine:
         groups: Sequence[Mapping[str, Any]],
         keys: Sequence[Sequence[str]],
         decider: Decider | None = None,
+        attend: Callable[[Segment], None] | None = None,
     ) -> None:
         self.device = device
         self.groups = groups
@@ -63,6 +65,8 @@ class DeviceEngine:
             stop = start + len(entries)
             segment = build_segment(device, spec, entries, groups, self.grads[start:stop], self.control)
             segment.adopt_scalars()
+            if attend is not None:
+                attend(segment)
             self.segments.append(segment)
             self._ranges.append(range(start, stop))
             start = stop
@@ -251,6 +255,8 @@ class DeviceEngine:
         Args:
             alone: whether nothing but a step is going to be captured.
         """
+        moved = any(segment.mover is not None for segment in self.segments)
+        require(not moved, "its state lives in host memory, and the host decides when to move it")
         if not all(segment.can_be_captured for segment in self.segments):
             on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
             without = "without Triton its steps are operations that the host decides on"

@@ -164,8 +164,8 @@ class Gradients:
             if gradient is None:
                 continue
             _check(entry, gradient)
-            if not is_dense(gradient):
-                seen.copies.append((gradient, gradient.contiguous()))
+            if not is_dense(gradient) or (entry.ordered and not same_walk(gradient, entry.param)):
+                seen.copies.append((gradient, _in_order(gradient, entry)))
                 gradient = seen.copies[-1][1]
             seen.active.append(index)
             seen.present.append(gradient)
@@ -224,6 +224,13 @@ class Gradients:
         else:
             self._host[:] = addresses
         copy_to(self.grads, self._host)
+
+
+def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A copy that is dense, and lies in memory as its parameter does if it must."""
+    if not entry.ordered or not is_dense(entry.param):
+        return gradient.contiguous()
+    return torch.empty_like(entry.param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 def copy_to(target: torch.Tensor, host: np.ndarray) -> None:

@@ -37,7 +37,7 @@ def _run(segments: Sequence[Segment], shared: Sequence[SharedSums]) -> None:
         if any(segment.spec.program.scalars[index].across for segment in running):
             _meet(running, index)
         for segment in running:
-            segment.tile_pass(index)
+            segment.run_tiles(index)
         for sums in shared:
             sums.combine(index)
         for segment in running:

@@ -13,6 +13,7 @@ import torch
 from ..codegen.spec import MAX_DIMS, KernelSpec
 from ..matrices.batches import MatrixBatches
 from .layout import cut_tiles, layout_record, same_walk
+from .windows import Mover, Window
 
 __all__ = ["Entry", "Segment", "hyper_row"]
 
@@ -30,6 +31,7 @@ class Entry:
         whole: the DTensor that `param` is this rank's part of; None for a tensor that is all here.
         matrices: matrix states by name: views of the segment's batches once it is built.
         share: what this rank's sums over the tensor count in sums over all ranks, see `placements.Agreement.share`.
+        ordered: whether its gradient must lie in memory as it does itself; one that does not is copied.
     """
 
     label: str
@@ -40,6 +42,7 @@ class Entry:
     whole: torch.Tensor | None = None
     share: float = 1.0
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    ordered: bool = False
 
     @property
     def handle(self) -> torch.Tensor:
@@ -91,6 +94,12 @@ class Segment:
 
     can_be_captured = False
     """Whether its passes can go into a CUDA graph, but for what `choices` says of matrices."""
+
+    mover: Mover | None = None
+    """What brings arrays that live elsewhere to where tile passes work on them, and back."""
+
+    windows: Sequence[Window] = ()
+    """Runs of tiles that passes can work on one by one."""
 
     batches_matrices = True
     """Whether library passes run on batches; else the segment does their work its own way."""
@@ -176,6 +185,36 @@ class Segment:
     def tile_pass(self, index: int) -> None:
         """Run tile pass `index`, if there is one."""
         raise NotImplementedError
+
+    def run_tiles(self, index: int) -> None:
+        """Run tile pass `index` where its arrays are, or as the mover brings them."""
+        if self.mover is None:
+            self.tile_pass(index)
+        else:
+            self.mover.run(index)
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Get ready to run tile passes over elements window by window.
+
+        Args:
+            windows: together all tiles, or none.
+        """
+        raise NotImplementedError
+
+    def tile_window(self, index: int, position: int) -> None:
+        """Run tile pass `index` over the tiles of the window at this position."""
+        raise NotImplementedError
+
+    def finish_windows(self, index: int) -> None:
+        """After all windows: finish the reductions of tile pass `index`."""
+        raise NotImplementedError
+
+    def window_addresses(self, window: Window) -> np.ndarray:
+        """int64[arrays][tensors of the window], where the arrays of its tensors begin while it is worked on."""
+        chosen = self.addresses[:, window.tensors.start : window.tensors.stop].copy()
+        for name, addresses in window.addresses.items():
+            chosen[self.array_names.index(name)] = addresses
+        return chosen
 
     def row_table(self) -> torch.Tensor:
         """The row table, [tensors, columns] on the device."""

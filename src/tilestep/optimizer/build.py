@@ -16,13 +16,12 @@ from ..compat import local_parts
 from ..engine import (
     DeviceEngine,
     Entry,
-    check_no_overlap,
     grad_dtype,
     graph_for,
     kernel_spec,
     run_passes,
 )
-from ..errors import GradientError, MatrixError
+from ..errors import MatrixError
 from ..graph import Graph
 from ..placements import (
     Agreement,
@@ -36,7 +35,9 @@ from ..placements import (
 )
 from ..placements.local import local_part
 from ..rules import Rule
+from .homes import StateHome
 from .overlap import check_not_shared
+from .parameters import check_parameter, labelled, param_states
 from .parts import build_engines
 from .scan import Scan
 from .states import MASTER, Later, begin_missing, compute_dtype, follow_parameter, initial_state, storages
@@ -49,44 +50,9 @@ __all__ = ["Tables", "build_tables", "check_parameter", "labelled", "param_state
 
 _GRAD = operator.attrgetter("grad")
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 OWN_KEYS = ("max_grad_norm", "master_weights", "rule")
 """Keys of a param group that the optimizer reads itself, for any rule."""
-
-
-def check_parameter(param: torch.Tensor, label: str) -> None:
-    """Raise for a parameter that cannot be updated in place.
-
-    Args:
-        param: the parameter.
-        label: how messages call it.
-
-    Raises:
-        GradientError: sparse, complex, of an unsupported dtype, or overlapping itself.
-    """
-    if param.layout is not torch.strided:
-        raise GradientError(f"{label} is {param.layout}; only dense parameters are supported")
-    if param.is_complex():
-        raise GradientError(f"{label} is complex; give the optimizer torch.view_as_real of it instead")
-    if param.dtype not in _DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise GradientError(f"{label} has dtype {param.dtype}; supported are {names}")
-    check_no_overlap(param, label)
-
-
-def labelled(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict[str, Any], torch.Tensor]]:
-    """Every parameter in order: what messages call it, index of its group, its group, and itself."""
-    for group_index, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            label = f"parameter {index} of group {group_index}"
-            yield (f"{label} ({names[index]})" if names else label), group_index, group, param
-
-
-def param_states(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Every parameter that has state, with it; not what else a user keeps in the optimizer's state."""
-    return [(param, state) for param, state in optimizer.state.items() if isinstance(param, torch.Tensor)]
 
 
 @dataclass
@@ -109,6 +75,7 @@ class Tables:
         shared_sums: then for each engine what combines reductions over one tensor.
         scan: the quick look at all tensors, once there is one.
         places: for each part, see `Optimizer._part_of`, the places of its engines.
+        home: where the state lives.
     """
 
     engines: list[DeviceEngine]
@@ -125,6 +92,7 @@ class Tables:
     shared_sums: Sequence[SharedSums] = ()
     scan: Scan | None = None
     places: dict[Any, list[int]] = field(default_factory=dict)
+    home: StateHome = field(default_factory=StateHome)
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
@@ -161,7 +129,10 @@ class Tables:
 
     def _same_parts(self) -> bool:
         """Whether DTensors still have the local parts that the tables describe; a model that is moved gets others."""
-        return all(_same(local_parts(params), engine.params) for params, engine in zip(self.members, self.engines))
+        return all(
+            _same(list(map(self.home.part, params, local_parts(params))), engine.params)
+            for params, engine in zip(self.members, self.engines)
+        )
 
     def same_groups(self, optimizer: torch.optim.Optimizer) -> bool:
         """What of `fit` can be seen without looking at every parameter."""
@@ -172,7 +143,8 @@ class Tables:
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
         """For each engine the gradients of its entries; of DTensors what lies on this rank."""
-        return [self.gradients_at(place) for place in range(len(self.engines))]
+        gradients = [self.gradients_at(place) for place in range(len(self.engines))]
+        return self.home.gradients(self.members, gradients)
 
     def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
         """The gradients of one engine's entries; of DTensors what lies on this rank.
@@ -226,6 +198,7 @@ class Tables:
         run_passes(engines, [self.shared_sums[place] for place in places] if self.shared_sums else ())
         for engine in engines:
             engine.finish(counts_versions=counts_versions)
+            self.home.finish(engine)
 
     def same_versions(self) -> bool:
         """Whether nobody has written to a parameter that has a master since the last step."""
@@ -233,12 +206,15 @@ class Tables:
 
     def follow_parameters(self) -> None:
         """Take over into the masters what somebody else has written to their parameters since the last step."""
+        self.home.follow_parameters()
         if not self.same_versions():
+            self.home.wait()
             for param, master in self.masters:
                 follow_parameter(local_part(master), local_part(param))
 
     def note_versions(self) -> None:
         """Remember that the parameters are now as the step left them."""
+        self.home.note_parameters()
         if self.masters:
             self.versions = self._versions()
 
@@ -296,6 +272,8 @@ def build_tables(optimizer: Optimizer) -> Tables:
     """
     if not isinstance(optimizer.state, WatchedState):
         optimizer.state = WatchedState(dict, optimizer.state)
+    home = optimizer._home
+    home.begin([(label, p) for label, _, _, p in labelled(optimizer) if not _is_dormant(p, optimizer.state)])
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     members: dict[int, torch.Tensor] = {}
     dormant: list[torch.Tensor] = []
@@ -306,11 +284,11 @@ def build_tables(optimizer: Optimizer) -> Tables:
         if _is_dormant(param, optimizer.state):
             dormant.append(param)
             continue
-        part = checked_part(label, param)
+        part = home.part(param, checked_part(label, param))
         check_parameter(part, label)
         rule = optimizer.rule_of(group)
         like = _as_a_whole(optimizer, param)
-        alike = (group_index, like.dim(), param.dtype, grad_dtype(param), param.device.type)
+        alike = (group_index, like.dim(), param.dtype, grad_dtype(param), part.device.type)
         if alike not in plans:
             graph = _graph_of(label, rule, group, like)
             spec = kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
@@ -319,13 +297,14 @@ def build_tables(optimizer: Optimizer) -> Tables:
         require_whole(label, param, rule.name, spec)
         buffers = (MASTER, *(name for name in rule.state_names if name not in graph.scalar_states))
         known = local_state(label, optimizer.state.get(param, {}), param, buffers, graph.slice_states)
-        state = initial_state(label, part, group, graph, rule, known, later)
+        state = initial_state(label, part, group, graph, rule, known, later, home)
         planned.append((label, group_index, param, graph, spec, state))
-    begin_missing(later)
+    fresh = sum(one.source is None for one in later.get(MASTER, ()))
+    begin_missing(later, home)
     sharded = [(label, param) for label, _, param, *_ in planned if is_distributed(param)]
     agreement = Agreement(sharded) if sharded else None
     for label, group_index, param, graph, spec, state in planned:
-        part = local_part(param)
+        part = home.part(param, local_part(param))
         optimizer.state[param] = _distributed(state, param, graph)
         scratch = spec.program.library.scratch
         own = [array.name for array in spec.arrays if array.name not in scratch]
@@ -336,6 +315,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
         entry = Entry(label, part, arrays, scalars, group_index, whole)
         entry.matrices = squares
         entry.share = 1.0 if agreement is None else agreement.share(param)
+        home.arrange(spec, entry)
         members[id(entry)] = param
         parts.setdefault(part.device, {}).setdefault(id(spec), (spec, []))[1].append(entry)
     for by_spec in parts.values():
@@ -357,7 +337,10 @@ def build_tables(optimizer: Optimizer) -> Tables:
         masters=[(param, state[MASTER]) for param, state in param_states(optimizer) if MASTER in state],
         agreement=agreement,
         places=places,
+        home=home,
     )
+    if fresh == len(tables.masters):
+        tables.note_versions()
     if agreement is not None:
         tables.local_gradients = [
             LocalGradients([entry.label for entry in engine.entries], params)

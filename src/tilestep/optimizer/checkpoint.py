@@ -140,7 +140,8 @@ def install_states(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
             optimizer.state[param] = {k: v for k, v in optimizer.state[param].items() if k != TRAINING}
         elif saved[param]:
             optimizer.state[param] = {}
-    optimizer._build()
+    # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
+    optimizer._build().versions = None
     for label, _, _, param in params:
         if param in optimizer.state:
             _check_fits(label, param, optimizer.state[param], saved[param])

@@ -150,7 +150,7 @@ def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alo
         sources = list(dict.fromkeys(engine.norm_source for engine in engines))
         decision.partials = sources[0].norm_partials() if alone and len(sources) == 1 else None
         if decision.partials is None:
-            decision.power_sum = _total([source.norm() for source in sources])
+            decision.power_sum = _total(optimizer._home.power_sums(sources))
     return decision
 
 

@@ -31,8 +31,12 @@ def hold_averages(optimizer: Optimizer) -> None:
             continue
         compute, part = compute_dtype(param), local_part(param)
         own = local_state(label, state, param, (MASTER, *rule.state_names), slice_overs(rule, param))
-        buffers = {name: own[name].to(compute) for name in rule.state_names if isinstance(own.get(name), torch.Tensor)}
-        training = own.get(MASTER, part).detach().to(compute)
+        buffers = {
+            name: own[name].to(part.device, compute)
+            for name in rule.state_names
+            if isinstance(own.get(name), torch.Tensor)
+        }
+        training = own.get(MASTER, part).detach().to(part.device, compute)
         numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}
         average = rule.evaluated(training, buffers, numbers)
         state[TRAINING] = distribute(part.detach().clone(), param)

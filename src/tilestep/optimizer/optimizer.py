@@ -18,6 +18,7 @@ from .checkpoint import check_rules, complete_groups, install_states, save_numbe
 from .decide import SkipPolicy, TimesMean, decide, forget_scale, needs_norm, remember, restore_mean, save_mean
 from .evaluation import hold_averages, hold_training_weights, holds_averages
 from .graphs import Graphs, prepare_capture, push, step_in_capture
+from .homes import StateHome, is_deferred
 from .hyperparameters import about_group, check_group, find_rule
 from .scan import Scan
 
@@ -94,11 +95,12 @@ class Optimizer(torch.optim.Optimizer):
         self._skip = SkipPolicy(skip_nonfinite, skip_above)
         self._known_control: torch.Tensor | None = None
         self._tables: Tables | None = None
-        self._graphs = Graphs()
-        self._ready = False
+        self._graphs, self._home = Graphs(), StateHome()
+        self._evaluating = self._ready = False
         super().__init__(params, defaults)
         self._ready = True
-        self._build()
+        if not is_deferred():
+            self._build()
 
     def _adopt(self, rule: Rule | str) -> Rule:
         found = find_rule(rule, self._rules)
@@ -393,4 +395,5 @@ class Optimizer(torch.optim.Optimizer):
         if "_rule" in state:
             self._ready = True
             self._tables = None
+            self._home = StateHome()
             self._evaluating = holds_averages(self)

@@ -35,12 +35,16 @@ def build_engines(
     Returns:
         The engines, and for each part the places of its own.
     """
+    home = optimizer._home
     engines: list[DeviceEngine] = []
     places: dict[Any, list[int]] = {}
     for device, by_spec in by_device.items():
         divided = _divided(optimizer, by_spec, members)
         decider = Decider(device)
-        made = [DeviceEngine(device, own, optimizer.param_groups, keys, decider) for own in divided.values()]
+        made = [
+            DeviceEngine(device, home.divide(own), optimizer.param_groups, keys, decider, home.attend)
+            for own in divided.values()
+        ]
         if len(made) > 1:
             decider.joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)
         for place, part in enumerate(divided, len(engines)):

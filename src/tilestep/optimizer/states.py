@@ -15,6 +15,7 @@ from ..errors import StateError
 from ..graph import Graph
 from ..rules import Rule, State
 from ..rules.protocol import at_step
+from .homes import StateHome
 
 __all__ = [
     "MASTER",
@@ -41,13 +42,23 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass
 class Missing:
-    """A buffer that is to be made in a parameter's state: how it begins, for which parameter and group, its dtype."""
+    """A buffer that is to be made in a parameter's state.
+
+    Args:
+        state: the parameter's state.
+        start: how the buffer begins.
+        param: the tensor that kernels update.
+        group: its param group.
+        dtype: of the buffer.
+        source: the buffer whose values it takes over, where there is one that cannot stay.
+    """
 
     state: dict[str, Any]
     start: State
     param: torch.Tensor
     group: Mapping[str, Any]
     dtype: torch.dtype
+    source: torch.Tensor | None = None
 
 
 Later = dict[str, list[Missing]]
@@ -88,6 +99,7 @@ def initial_state(
     rule: Rule,
     known: Mapping[str, Any],
     later: Later,
+    home: StateHome,
 ) -> dict[str, Any]:
     """The state of a parameter: known buffers are kept, missing ones begin as the rule says.
 
@@ -98,7 +110,8 @@ def initial_state(
         graph: the rule traced for it.
         rule: the rule.
         known: state it has already; entries that are not the rule's are kept as they are.
-        later: gets the missing element buffers, which are None until `begin_missing`.
+        later: gets the missing buffers, which are None until `begin_missing`.
+        home: where element buffers live.
 
     Raises:
         StateError: for a known buffer of another shape.
@@ -114,30 +127,35 @@ def initial_state(
         value = known.get(name)
         if start.shape == "scalar":
             state[name] = _scalar(start, group) if value is None else _as_scalar(value)
-        elif value is None:
-            state[name] = None
-            later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name]))
+        elif value is not None and _can_stay(label, name, value, start, param, dtypes[name], home):
+            state[name] = value
         else:
-            state[name] = _kept(label, name, value, start, param, dtypes[name])
+            state[name] = None
+            later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], value))
     unused = {MASTER, *rule.state_names}
     state.update({name: value for name, value in known.items() if name not in state and name not in unused})
     return state
 
 
-def begin_missing(later: Later) -> None:
-    """Make all missing element buffers, name by name, and let them begin.
+def begin_missing(later: Later, home: StateHome) -> None:
+    """Make all missing buffers and let them begin.
 
-    Buffers that a pass walks one after the other then lie beside each other: a CPU's prefetcher runs from one into the
-    next, which is a quarter of the time for tensors of 8,192 elements.
+    They are made name by name, so that those which a pass walks one after the other lie beside each other: a CPU's
+    prefetcher runs from one into the next, which is a quarter of the time for tensors of 8,192 elements.
 
     Args:
         later: filled by `initial_state`.
+        home: where element buffers live.
     """
+    elementwise = [one for missing in later.values() for one in missing if one.start.shape == "param"]
+    made = iter(home.make([one.param for one in elementwise], [one.dtype for one in elementwise]))
     for name, missing in later.items():
         zeros: list[torch.Tensor] = []
         for one in missing:
-            one.state[name] = buffer = _empty(one.start, one.param, one.dtype)
-            if one.start.init == 0:
+            one.state[name] = buffer = next(made) if one.start.shape == "param" else _empty(one)
+            if one.source is not None:
+                buffer.copy_(one.source)
+            elif one.start.init == 0:
                 zeros.append(buffer)
             else:
                 restart(buffer, one.start, one.param, one.group)
@@ -182,10 +200,16 @@ def slice_overs(rule: Rule, param: torch.Tensor) -> dict[str, tuple[int, int]]:
     return {name: (ends[each.shape] - 1, ends[each.shape]) for name, each in rule.states.items() if each.shape in ends}
 
 
-def _kept(
-    label: str, name: str, value: torch.Tensor, start: State, param: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The buffer itself if it lies as kernels want it, else a copy that does."""
+def _can_stay(
+    label: str,
+    name: str,
+    value: torch.Tensor,
+    start: State,
+    param: torch.Tensor,
+    dtype: torch.dtype,
+    home: StateHome,
+) -> bool:
+    """Whether a known buffer lies as kernels want it."""
     if tuple(value.shape) != _shape(start, param):
         raise StateError(
             f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {_shape(start, param)}: the parameter "
@@ -193,16 +217,13 @@ def _kept(
         )
     follows = value.stride() == param.stride() or not is_dense(param)
     lies_well = follows if start.shape == "param" else value.is_contiguous()
-    if value.dtype is dtype and value.device == param.device and lies_well:
-        return value
-    return _empty(start, param, dtype).copy_(value)
+    lives_well = home.keeps(value, param) if start.shape == "param" else value.device == param.device
+    return value.dtype is dtype and lives_well and lies_well
 
 
-def _empty(start: State, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new buffer that is going to be written."""
-    if start.shape == "param":
-        return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
-    return param.new_empty(_shape(start, param), dtype=dtype, requires_grad=False)
+def _empty(one: Missing) -> torch.Tensor:
+    """A new buffer of rows, columns or a matrix that is going to be written."""
+    return one.param.new_empty(_shape(one.start, one.param), dtype=one.dtype, requires_grad=False)
 
 
 def restart(buffer: torch.Tensor, start: State, param: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -233,5 +254,5 @@ def follow_parameter(master: torch.Tensor, param: torch.Tensor) -> None:
         >>> master
         tensor([1.0010, 5.0000])
     """
-    value = param.detach()
+    value = param.detach().to(master.device)
     master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import distributed_tensor_type, local_parts
+from ..compat import distributed_like, distributed_tensor_type, local_parts
 from ..errors import GradientError, StateError
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None)
         if over is not None:
             shape = _without(shape, over)
             stride = torch.empty(shape, device="meta").stride()
+        if part.device.type != mesh.device_type:
+            return distributed_like(part, like, shape, stride, _placements(like, over))
         return kind.from_local(part, mesh, _placements(like, over), run_check=False, shape=shape, stride=stride)  # type: ignore[attr-defined]
 
 

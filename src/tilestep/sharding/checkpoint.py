@@ -14,6 +14,7 @@ from ..errors import StateError
 from ..optimizer import Optimizer
 from ..optimizer.build import labelled
 from ..optimizer.checkpoint import check_rules, complete_groups
+from ..optimizer.homes import StateHome
 from ..optimizer.hyperparameters import about_group, check_group
 from ..optimizer.states import MASTER, TRAINING, begin_missing, initial_state
 from ..rules import Rule
@@ -76,8 +77,8 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     like = torch.empty_like(member.param, device="meta")
     graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, like.dim())
     later: Any = {}
-    state = initial_state(member.name, like, group, graph, rule, {}, later)
-    begin_missing(later)
+    state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome())
+    begin_missing(later, StateHome())
     return {
         name: ShardedTensorPiece.alone(None, tuple(value.shape), member, sharding.ranks, value.dtype)
         for name, value in state.items()

@@ -1,0 +1,84 @@
+"""What this machine's links and memory carry, measured once a process: what `where="auto"` decides from."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .lanes import Lane
+from .memory import HostMemory
+
+__all__ = ["Bandwidths", "measure_bandwidths"]
+
+_SIZE = 128 << 20
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes a second.
+
+    Args:
+        inward: from page-locked memory to the device, alone.
+        outward: from the device to page-locked memory, alone.
+        both: each way while copies run in both.
+        host: what the CPU's threads read and write in a copy of host memory.
+    """
+
+    inward: float
+    outward: float
+    both: float
+    host: float
+
+
+@functools.cache
+def measure_bandwidths(device: torch.device) -> Bandwidths:
+    """Measure them, in about a tenth of a second.
+
+    Args:
+        device: the GPU.
+    """
+    target, source = HostMemory(device, "a measurement of bandwidth").take([_SIZE, _SIZE])
+    here = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
+    target.zero_()
+    source.zero_()
+    inward, outward = Lane(device), Lane(device)
+
+    def into() -> None:
+        inward.copy([(here[0], source)])
+
+    def out() -> None:
+        outward.copy([(target, here[1])])
+
+    def both() -> None:
+        into()
+        out()
+
+    def on_host() -> None:
+        target.copy_(source)
+
+    def rate(action: Callable[[], None], size: int) -> float:
+        return size / _seconds(action, device)
+
+    return Bandwidths(rate(into, _SIZE), rate(out, _SIZE), rate(both, _SIZE), rate(on_host, 2 * _SIZE))
+
+
+def _seconds(action: Callable[[], None], device: torch.device) -> float:
+    """The fastest of some runs, after one that nobody counts."""
+    found = []
+    for _ in range(_ROUNDS + 1):
+        _synchronize(device)
+        begin = time.perf_counter()
+        action()
+        _synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return min(found[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,186 @@
+"""Cutting a segment's tiles into chunks that fit a buffer, and laying their arrays out there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..engine.segment import Segment
+from ..engine.windows import Window
+from .memory import ALIGNMENT
+
+__all__ = ["Chunk", "Run", "cut_chunks", "sizes_of_chunks", "staged_view"]
+
+
+@dataclass
+class Run:
+    """Bytes of one array that lie together on the host and in a buffer.
+
+    Args:
+        host: uint8[bytes], where they live.
+        place: where they begin in the buffer.
+    """
+
+    host: torch.Tensor
+    place: int
+
+    def inside(self, memory: torch.Tensor) -> torch.Tensor:
+        """uint8[bytes] of a buffer."""
+        return memory[self.place : self.place + self.host.numel()]
+
+
+@dataclass
+class Chunk:
+    """A run of tiles whose arrays are in a buffer together.
+
+    Args:
+        tiles: their places in the segment.
+        tensors: the places of the tensors they belong to.
+        runs: by array, what of it the chunk has.
+        begins: by array, int64[tensors], where in the buffer it would begin if all of it were there.
+        size: bytes of the buffer that it takes.
+    """
+
+    tiles: range
+    tensors: range
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    begins: dict[str, np.ndarray] = field(default_factory=dict)
+    size: int = 0
+
+    def window(self, memory: torch.Tensor) -> Window:
+        """The window of the chunk when it is in this buffer."""
+        address = memory.data_ptr()
+        return Window(self.tiles, self.tensors, {name: begins + address for name, begins in self.begins.items()})
+
+
+def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> list[tuple[range, range]]:
+    """Cut tensors into chunks of at most so many tiles.
+
+    Args:
+        tiles: of each tensor.
+        whole: for each tensor whether all of its tiles must be in one chunk, however large that gets.
+        room: tiles in a chunk, at least 1.
+
+    Returns:
+        Tiles and tensors of each chunk.
+
+    Example:
+        >>> sizes_of_chunks([2, 0, 5, 1], [False] * 4, room=3)
+        [(range(0, 3), range(0, 3)), (range(3, 6), range(2, 3)), (range(6, 8), range(2, 4))]
+        >>> sizes_of_chunks([2, 5, 1], [False, True, False], room=3)
+        [(range(0, 2), range(0, 1)), (range(2, 7), range(1, 2)), (range(7, 8), range(2, 3))]
+    """
+    chunks: list[tuple[range, range]] = []
+    begin = first = end = 0
+
+    def close(last: int) -> None:
+        if end > begin:
+            chunks.append((range(begin, end), range(first, last)))
+
+    for place, count in enumerate(tiles):
+        left = count
+        while left:
+            free = room - (end - begin)
+            if end > begin and (free <= 0 or (whole[place] and left > free)):
+                close(place if left == count else place + 1)
+                begin, first = end, place
+                continue
+            if end == begin:
+                first = place
+            taken = left if whole[place] else min(left, free)
+            end += taken
+            left -= taken
+    close(len(tiles))
+    return [(tiles, range(tensors.start, tensors.stop)) for tiles, tensors in chunks]
+
+
+def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]:
+    """Cut a segment so that each chunk's part of some arrays takes about so many bytes.
+
+    Args:
+        segment: the segment.
+        names: arrays that live on the host.
+        room: bytes of these arrays in a chunk; a tile, or a tensor that must stay whole, may take more.
+    """
+    tiles, entries = segment.tiles, segment.entries
+    width = sum(entries[0].arrays[name].element_size() for name in names)
+    counts = (-(-tiles.numel // tiles.size)).tolist()
+    strided = set(segment.own_strided)
+    whole = [place in strided for place in range(len(entries))]
+    per_chunk = max(room // max(width * tiles.size, 1), 1)
+    chunks = [Chunk(*each) for each in sizes_of_chunks(counts, whole, per_chunk)]
+    for chunk in chunks:
+        lay_out(chunk, segment, names)
+    return chunks
+
+
+def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
+    """Find the bytes of a chunk on the host, and give them places in a buffer.
+
+    Args:
+        chunk: with its tiles and tensors.
+        segment: its segment.
+        names: arrays that live on the host.
+    """
+    tiles = segment.tiles
+    for name in names:
+        begins = np.zeros(len(chunk.tensors), dtype=np.int64)
+        runs: list[_Span] = []
+        for position, place in enumerate(chunk.tensors):
+            array = segment.entries[place].arrays[name]
+            first = max(chunk.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
+            stop = min((chunk.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
+            if stop <= first:
+                continue
+            width = array.element_size()
+            start = int(array.storage_offset()) * width + first * width
+            length = (stop - first) * width
+            if not (runs and runs[-1].extend(array, start, length)):
+                chunk.size = -(-chunk.size // ALIGNMENT) * ALIGNMENT + start % ALIGNMENT
+                runs.append(_Span(array, start, start + length, chunk.size))
+            last = runs[-1]
+            chunk.size = last.place + last.stop - last.start
+            begins[position] = last.place + (start - last.start) - first * width
+        chunk.begins[name] = begins
+        chunk.runs[name] = [run.run() for run in runs]
+
+
+@dataclass
+class _Span:
+    """Neighbouring bytes of a storage, and their place in a buffer."""
+
+    array: torch.Tensor
+    start: int
+    stop: int
+    place: int
+
+    def extend(self, array: torch.Tensor, start: int, length: int) -> bool:
+        """Take in what follows, with the gap between; whether it does follow."""
+        same = array.untyped_storage().data_ptr() == self.array.untyped_storage().data_ptr()
+        if not same or not 0 <= start - self.stop < ALIGNMENT:
+            return False
+        self.stop = start + length
+        return True
+
+    def run(self) -> Run:
+        storage = self.array.untyped_storage()
+        host = torch.empty(0, dtype=torch.uint8).set_(storage, self.start, (self.stop - self.start,), (1,))
+        return Run(host, self.place)
+
+
+def staged_view(array: torch.Tensor, run_place: int, memory: torch.Tensor) -> torch.Tensor:
+    """A tensor like one on the host, in a buffer.
+
+    Args:
+        array: the tensor on the host; dense in memory.
+        run_place: where its first byte is in the buffer.
+        memory: the buffer.
+    """
+    offset = memory.storage_offset() + run_place
+    begin = offset // array.element_size()
+    return torch.empty(0, dtype=array.dtype, device=memory.device).set_(
+        memory.untyped_storage(), begin, array.shape, array.stride()
+    )

@@ -1,0 +1,193 @@
+"""Page-locked host memory, taken as one piece, and what there is of it."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import HostMemoryError
+
+__all__ = ["HostMemory", "available", "gigabytes"]
+
+ALIGNMENT = 256
+"""Bytes at whose multiples buffers begin."""
+
+_PAGE = 4096
+_PORTABLE = 1
+"""Flag of CUDA's page-locking: for every device's context."""
+
+_MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def gigabytes(count: float) -> str:
+    """A number of bytes to read.
+
+    Example:
+        >>> gigabytes(14.3e9), gigabytes(2_500)
+        ('14.3 GB', '2.5 kB')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} bytes"
+
+
+def available() -> tuple[int, str]:
+    """Host memory that can still be taken, in bytes, and what sets the limit.
+
+    Example:
+        >>> available()[0] > 0
+        True
+    """
+    found = [(_system(), "memory of the system"), (_control_group(), "limit of the control group")]
+    found.append((_address_space(), "limit of the process's address space"))
+    known = [(count, limit) for count, limit in found if count is not None]
+    return min(known) if known else (1 << 62, "unknown")
+
+
+def _system() -> int | None:
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    return None
+
+
+def _control_group() -> int | None:
+    """What version 2 of Linux's control groups leaves; pages of files that nobody uses can be taken."""
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CONTROL_GROUP / "memory.max").read_text())
+        used = int((_CONTROL_GROUP / "memory.current").read_text())
+        lines = (_CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        idle = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        return max(limit - used + idle, 0)
+    return None
+
+
+def _address_space() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return max(limit - int(_STATM.read_text().split()[0]) * resource.getpagesize(), 0)
+    return None
+
+
+class HostMemory:
+    """Pieces of host memory that a GPU copies from and to without waiting; each is given back with its last tensor.
+
+    torch's own page-locked memory comes in powers of two: of 9.5 GB of state 6.5 GB would be lost.
+
+    Args:
+        device: the GPU; for a CPU the memory is ordinary.
+        what: what the memory is for, in messages.
+    """
+
+    def __init__(self, device: torch.device, what: str = "the optimizer's state") -> None:
+        self.device = device
+        self.what = what
+        self._pieces: list[tuple[int, int, weakref.ref[np.ndarray]]] = []
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """One piece of memory for several buffers.
+
+        Args:
+            sizes: bytes of each buffer.
+
+        Returns:
+            For each buffer its bytes, uint8[size], one behind the other.
+
+        Raises:
+            HostMemoryError: with what was asked for and what is there. Nothing has been taken then.
+        """
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        if not sum(padded):
+            return [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in sizes]
+        memory = self._piece(sum(padded))
+        starts = np.concatenate([[0], np.cumsum(padded)]).tolist()
+        return [memory[start : start + size] for start, size in zip(starts, sizes)]
+
+    def like(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Uninitialized tensors in one piece of memory, with the shapes and memory formats of others.
+
+        Args:
+            tensors: the others.
+            dtypes: of the new ones.
+
+        Raises:
+            HostMemoryError: as for `take`.
+
+        Example:
+            >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+            >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
+            >>> copy.dtype, copy.stride() == image.stride()
+            (torch.float64, True)
+        """
+        sizes = [tensor.numel() * dtype.itemsize for tensor, dtype in zip(tensors, dtypes)]
+        made = []
+        for tensor, dtype, flat in zip(tensors, dtypes, self.take(sizes)):
+            like = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
+            begin = flat.storage_offset() // dtype.itemsize
+            # Not a view: it has a version of its own, and nobody follows it to its neighbours.
+            empty = torch.empty(0, dtype=dtype, device="cpu")
+            made.append(empty.set_(flat.untyped_storage(), begin, like.shape, like.stride()))
+        return made
+
+    def _piece(self, size: int) -> torch.Tensor:
+        there, limit = available()
+        if size > there:
+            raise self._missing(size, there, limit)
+        try:
+            array = np.empty(size + _PAGE, dtype=np.uint8)
+        except MemoryError:
+            raise self._missing(size, there, limit) from None
+        first = -array.ctypes.data % _PAGE
+        if self.device.type == "cuda":
+            self._lock(array, array.ctypes.data + first, size)
+        self._pieces.append((array.ctypes.data, array.nbytes, weakref.ref(array)))
+        return torch.from_numpy(array)[first : first + size]
+
+    def _missing(self, size: int, there: int, limit: str, why: str = "") -> HostMemoryError:
+        kind = "page-locked host memory" if self.device.type == "cuda" else "host memory"
+        return HostMemoryError(
+            f"{self.what} needs {gigabytes(size)} of {kind}{why}, and {gigabytes(there)} would fit ({limit}): that is "
+            f"{100 * min(there / size, 1):.0f}% of it. Give the optimizer fewer parameters, a rule with less state, or "
+            "state of 16 bits (no master_weights)"
+        )
+
+    def _lock(self, array: np.ndarray, address: int, size: int) -> None:
+        with torch.cuda.device(self.device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        if code:
+            with contextlib.suppress(RuntimeError):
+                # CUDA reports its last error to whoever launches next.
+                torch.zeros(1, device=self.device)
+            raise self._missing(size, *available(), why=f", which CUDA could not lock (error {code})")
+        finalizer = weakref.finalize(array, _unlock, address, self.device)
+        finalizer.atexit = False
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the pieces that are still in use."""
+        self._pieces = [piece for piece in self._pieces if piece[2]() is not None]
+        return sum(size for _, size, _ in self._pieces)
+
+    def holds(self, buffer: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that was taken here."""
+        address = buffer.data_ptr()
+        return (
+            any(start <= address < start + size for start, size, piece in self._pieces if piece() is not None)
+            or not buffer.numel()
+        )
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,168 @@
+"""Parameters and gradients on the host, as copies of those on the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine import Stale, grad_dtype, is_dense
+from ..engine.layout import same_walk
+from .lanes import Lane, Mark
+from .memory import HostMemory
+from .placing import part_of
+
+__all__ = ["Arrivals", "Mirror", "Mirrors"]
+
+
+@dataclass
+class Mirror:
+    """A parameter and its gradient on the host.
+
+    Args:
+        param: the parameter.
+        part: what of it lies on this rank, on the device.
+        host: the same, on the host: what the CPU's kernels update.
+        gradient: memory for its gradient, in the same order.
+        sent: the gradient on the device that is on its way, or has arrived; None where there is none.
+        arrival: the place of its arrival among those of the step.
+    """
+
+    param: torch.Tensor
+    part: torch.Tensor
+    host: torch.Tensor
+    gradient: torch.Tensor
+    sent: torch.Tensor | None = None
+    arrival: int = -1
+
+    def fits(self, part: torch.Tensor) -> bool:
+        """Whether this is still the part, of the same shape and type."""
+        return part is self.part and part.shape == self.host.shape and part.dtype is self.host.dtype
+
+    def takes(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient can be copied here; one that cannot is an error that kernels' tables report."""
+        alike = gradient.shape == self.host.shape and gradient.dtype is self.gradient.dtype
+        return alike and gradient.layout is torch.strided and gradient.device == self.part.device
+
+    def in_order(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient, or a copy that lies in memory as the host's does."""
+        if is_dense(gradient) and same_walk(gradient, self.gradient):
+            return gradient
+        strides = self.gradient.stride()
+        ordered = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+        return ordered.copy_(gradient)
+
+
+class Mirrors(dict[torch.Tensor, Mirror]):
+    """The mirrors of an optimizer's parameters.
+
+    Args:
+        memory: where they lie.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    @torch.no_grad()
+    def follow(self, params: Sequence[torch.Tensor]) -> bool:
+        """Have mirrors of these parameters and no others; new ones hold nothing yet.
+
+        Args:
+            params: the parameters.
+
+        Returns:
+            Whether there are new ones.
+        """
+        parts = {param: part_of(param) for param in params}
+        for param in [param for param in self if param not in parts or not self[param].fits(parts[param])]:
+            del self[param]
+        missing = [param for param in params if param not in self]
+        own = [parts[param] for param in missing]
+        dtypes = [grad_dtype(param) if param.is_leaf else param.dtype for param in missing]
+        made = self._memory.like([*own, *own], [*(part.dtype for part in own), *dtypes])
+        for param, part, host, gradient in zip(missing, own, made[: len(own)], made[len(own) :]):
+            if gradient.dtype != host.dtype:
+                host.grad_dtype = gradient.dtype
+            self[param] = Mirror(param, part, host, gradient)
+        return bool(missing)
+
+    def versions(self) -> int:
+        """A number that grows whenever somebody writes to a parameter in place."""
+        return sum(
+            each.param._version + (0 if each.part is each.param else each.part._version) for each in self.values()
+        )
+
+
+class Arrivals:
+    """Gradients on their way to the host, in one lane, in order.
+
+    Args:
+        lane: the lane.
+        compute: the lane that computes them.
+        step_bytes: bytes after which an arrival can be waited for.
+    """
+
+    def __init__(self, lane: Lane, compute: Lane, step_bytes: int) -> None:
+        self._lane, self._compute, self._step = lane, compute, step_bytes
+        self._marks: list[Mark] = []
+        self._open = 0
+
+    def begin(self) -> None:
+        """Before the copies of a step: they follow what has been computed so far."""
+        self._marks, self._open = [], 0
+        self._lane.after(self._compute.mark())
+
+    def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
+        """Copy a gradient to the host, without waiting."""
+        ordered = mirror.in_order(gradient)
+        mirror.sent = gradient
+        if ordered is not gradient:
+            self._lane.after(self._compute.mark())
+        self._lane.copy([(mirror.gradient, ordered)])
+        self._lane.uses(ordered)
+        mirror.arrival = len(self._marks)
+        self._open += ordered.nbytes
+        if self._open >= self._step:
+            self.close()
+
+    def close(self) -> None:
+        """Let all that was sent so far be waited for."""
+        self._marks.append(self._lane.mark())
+        self._open = 0
+
+    def wait(self, mirrors: Sequence[Mirror]) -> None:
+        """Have the host wait until these gradients are there."""
+        last = max((mirror.arrival for mirror in mirrors if mirror.sent is not None), default=-1)
+        mark = self._marks[last] if last >= 0 else None
+        if mark is not None:
+            mark.synchronize()
+
+
+def check_unchanged(mirrors: Sequence[Mirror]) -> None:
+    """Raise `Stale` if parameters have another shape, type or memory than their mirrors were made for."""
+    if not all(mirror.fits(part_of(mirror.param)) for mirror in mirrors):
+        raise Stale("parameters have changed their shape or dtype")
+
+
+def hook_gradients(param: torch.Tensor, home: Any) -> Any:
+    """Have a parameter's gradient taken as soon as backward has accumulated it.
+
+    Args:
+        param: a leaf that requires gradients.
+        home: its `take_gradient(param)` is called, as long as it lives.
+
+    Returns:
+        A handle to remove the hook.
+    """
+    known = weakref.ref(home)
+
+    def hook(leaf: torch.Tensor) -> None:
+        living = known()
+        if living is not None:
+            living.take_gradient(leaf)
+
+    return param.register_post_accumulate_grad_hook(hook)

@@ -1,0 +1,251 @@
+"""`offload`: an optimizer whose state lives in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ..codegen.compile_cpp import compiler
+from ..codegen.compile_triton import available as triton_is_there
+from ..errors import OffloadError
+from ..optimizer import Optimizer
+from ..optimizer.build import labelled
+from ..optimizer.checkpoint import unchanged_on_error
+from ..optimizer.homes import StateHome, deferred_state
+from ..sharding import ShardedOptimizer
+from .bandwidth import measure_bandwidths
+from .host_update import HostState
+from .placing import check_device, part_of
+from .plan import OffloadReport, plan_for
+from .streaming import StreamedState
+
+__all__ = ["OffloadedOptimizer", "offload"]
+
+_MIB = 1 << 20
+_PLACES = ("auto", "gpu", "cpu")
+
+
+class OffloadedOptimizer(Optimizer):
+    """An optimizer whose state lives in host memory; made by `tilestep.offload`.
+
+    It is used as before. A tensor of `state` that was taken out before a step and is read after it needs a `wait()`.
+    """
+
+    _stepping = False
+    _choice: tuple[str, str]
+
+    @property
+    def state(self) -> Any:
+        """As torch's; whoever looks at it waits until the last step's values have arrived."""
+        if not self._stepping:
+            self._home.wait()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    def _step(self) -> None:
+        with self._looking_at_no_values():
+            super()._step()
+
+    @contextmanager
+    def _looking_at_no_values(self) -> Iterator[None]:
+        """A block that uses the dictionary of states, not what is in the tensors."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def wait(self) -> None:
+        """Have the state's tensors hold what the last step gave them."""
+        self._home.wait()
+
+    def offload_report(self) -> OffloadReport:
+        """Where the state is, where updates run and why, with the machine's measured bandwidths and predicted times.
+
+        The first report on a machine measures, unless `where="auto"` has done it: the host waits for that.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.zeros(1000))
+            >>> optimizer = tilestep.offload(tilestep.AdamW([weight]))
+            >>> report = optimizer.offload_report()
+            >>> report.where, report.plan.state
+            ('here', 8000)
+        """
+        where, reason = self._choice
+        with self._looking_at_no_values():
+            plan = plan_for(self)
+        home: Any = self._home
+        if where == "here":
+            return OffloadReport(where, reason, plan, host_bytes=plan.state)
+        known = measure_bandwidths(home.device)
+        taken, buffers = home.host_bytes, home.device_bytes
+        return OffloadReport(where, reason, plan, taken, buffers, known, plan.on_device(known), plan.on_host(known))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an offloaded optimizer cannot be copied or pickled: save its state_dict()")
+
+
+class Makes(Protocol):
+    """What makes an optimizer."""
+
+    def __call__(self) -> Optimizer: ...
+
+
+def offload(
+    optimizer: Optimizer | Makes,
+    *,
+    state: bool = True,
+    where: str = "auto",
+    chunk_mb: float = 64.0,
+    buffers: int = 3,
+) -> OffloadedOptimizer:
+    """Keep an optimizer's state, float32 masters included, in host memory.
+
+    The update runs on the GPU, through which the state is streamed in chunks, both ways at once; or on the CPU, to
+    which gradients go and from which parameters come back, chunk by chunk. Either gives what the optimizer gives on
+    that device without offloading, to the bit.
+
+    Step counts and other numbers stay with the parameters, and so do the rows, columns and matrices of rules that have
+    such state (Adafactor, SOAP).
+
+    Args:
+        optimizer: any optimizer of tilestep's, whose parameters are on one device; it is changed itself, and state it
+            has is taken along. Or a function that makes one: then its state is never on the device.
+        state: keep the state on the host.
+        where: where updates run: "gpu", "cpu", or "auto" for what this machine's bandwidths, measured here, make
+            faster. Parameters that are on the CPU (as by FSDP2's `CPUOffloadPolicy`) are updated there, with their
+            state beside them.
+        chunk_mb: MiB of state, or with "cpu" of parameters, in a chunk.
+        buffers: device memory in chunks, for "gpu": with three, one comes in and one goes out while one is updated.
+
+    Returns:
+        The optimizer that was given.
+
+    Raises:
+        OffloadError: for parameters on several devices or on one that is neither, an optimizer that is wrapped
+            otherwise, a machine without compiler for the chosen place. Nothing is changed then.
+        HostMemoryError: if there is not enough host memory: what was asked for, and what would fit. Nothing is changed.
+        ValueError: for an argument out of its range.
+
+    Source: Rajbhandari et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021).
+
+    Example:
+        >>> import torch, tilestep
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = tilestep.offload(lambda: tilestep.SGD(model.parameters(), lr=0.5, momentum=0.9))
+        >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> optimizer.step()
+        >>> model.weight.tolist()
+        [[0.5, 0.0]]
+    """
+    if where not in _PLACES:
+        raise ValueError(f"Invalid where: {where!r}; it is one of {', '.join(map(repr, _PLACES))}")
+    if not state:
+        raise ValueError("Invalid state: False; there would be nothing to offload")
+    if not chunk_mb > 0 or buffers < 1:
+        raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
+    made = _made(optimizer)
+    device = _device_of(made)
+    where, reason = _choose(made, device, where)
+    return move_state(made, _home(where, device, int(chunk_mb * _MIB), buffers), where, reason)
+
+
+def _made(optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        with deferred_state():
+            optimizer = optimizer()
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"offload() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise OffloadError("the optimizer is offloaded already")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise OffloadError(
+            "the optimizer is sharded: its state is that of this rank's pieces, which offload() cannot move"
+        )
+    return optimizer
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    params = [(label, param) for label, _, _, param in labelled(optimizer) if not param.is_meta]
+    if not params:
+        raise OffloadError("no parameter of the optimizer has memory yet: offload it after they are initialized")
+    device = part_of(params[0][1]).device
+    for label, param in params:
+        check_device(label, param, device)
+    if device.type not in ("cpu", "cuda"):
+        raise OffloadError(
+            f"{params[0][0]} is on {device}: offload() is for parameters on a GPU, or on the CPU already"
+        )
+    return device
+
+
+def _choose(optimizer: Optimizer, device: torch.device, where: str) -> tuple[str, str]:
+    """Where updates run, and why."""
+    if device.type == "cpu":
+        if where == "gpu":
+            raise OffloadError("where='gpu', but the parameters are on the CPU: move the model to a GPU first")
+        return "here", "the parameters are on the CPU, and so is the state"
+    able = {"gpu": triton_is_there(), "cpu": compiler() is not None}
+    needs = {"gpu": "Triton", "cpu": "a C++ compiler"}
+    if where != "auto":
+        if not able[where]:
+            raise OffloadError(f"where={where!r} needs {needs[where]}, which is not there")
+        return where, "as asked for"
+    if not all(able.values()):
+        chosen = next((place for place, is_able in able.items() if is_able), None)
+        if chosen is None:
+            raise OffloadError("updates on the GPU need Triton, those on the CPU a C++ compiler; neither is there")
+        return chosen, f"there is no {needs['cpu' if chosen == 'gpu' else 'gpu'].removeprefix('a ')}"
+    plan, known = plan_for(optimizer), measure_bandwidths(device)
+    gpu, cpu = plan.on_device(known), plan.on_host(known)
+    return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
+
+
+def _home(where: str, device: torch.device, chunk: int, buffers: int) -> StateHome:
+    if where == "here":
+        return StateHome()
+    return StreamedState(device, chunk, buffers) if where == "gpu" else HostState(device, chunk)
+
+
+@torch.no_grad()
+def move_state(optimizer: Optimizer, home: StateHome, where: str, reason: str) -> OffloadedOptimizer:
+    """Give an optimizer's state another home.
+
+    Args:
+        optimizer: the optimizer; it becomes an `OffloadedOptimizer`.
+        home: the home.
+        where: what its reports say.
+        reason: why there.
+    """
+    kind = type(optimizer)
+    try:
+        with unchanged_on_error(optimizer):
+            if optimizer._tables is not None:
+                optimizer._tables.follow_parameters()
+            optimizer._home = home
+            optimizer.__class__ = _offloaded_class(kind)
+            assert isinstance(optimizer, OffloadedOptimizer)
+            optimizer._choice = where, reason
+            optimizer._build()
+    except BaseException:
+        optimizer.__class__ = kind
+        raise
+    return optimizer
+
+
+_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
+    if kind not in _classes:
+        bases = (OffloadedOptimizer,) if kind is Optimizer else (OffloadedOptimizer, kind)
+        _classes[kind] = type(f"Offloaded{kind.__name__}", bases, {"__doc__": OffloadedOptimizer.__doc__})
+    return _classes[kind]

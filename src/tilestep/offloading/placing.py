@@ -1,0 +1,34 @@
+"""Where the parameters of an optimizer are, and whether its state can be elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import OffloadError
+from ..placements.local import local_part
+
+__all__ = ["check_device", "part_of"]
+
+
+def part_of(param: torch.Tensor) -> torch.Tensor:
+    """What of a parameter lies on this rank."""
+    part: torch.Tensor = local_part(param)
+    return part
+
+
+def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
+    """Raise for a parameter that is somewhere else than the others.
+
+    Args:
+        label: how messages call it.
+        param: the parameter.
+        device: where the others are.
+
+    Raises:
+        OffloadError: naming the parameter and both devices.
+    """
+    found = part_of(param).device
+    if found != device:
+        raise OffloadError(
+            f"{label} is on {found}, others of the optimizer are on {device}: offload() takes one device"
+        )

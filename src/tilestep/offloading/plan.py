@@ -1,0 +1,129 @@
+"""Where an update runs: bytes it moves on either side, the time they take, and what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..codegen.spec import KernelSpec
+from ..codegen.traffic import total_traffic
+from ..engine import grad_dtype, graph_for, kernel_spec
+from ..optimizer import Optimizer
+from ..optimizer.build import labelled
+from ..optimizer.states import compute_dtype, storages
+from .bandwidth import Bandwidths
+from .memory import gigabytes
+from .placing import part_of
+from .streaming import traffic_of
+
+__all__ = ["OffloadReport", "Plan", "plan_for"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of one update of all parameters.
+
+    Args:
+        state: that live on the host.
+        inward: of state that goes to the device if it updates.
+        outward: of state that comes back.
+        gradients: that go to the host if it updates.
+        parameters: that come back.
+        kernels: that the host's kernels read and write.
+    """
+
+    state: int
+    inward: int
+    outward: int
+    gradients: int
+    parameters: int
+    kernels: int
+
+    def on_device(self, known: Bandwidths) -> float:
+        """Seconds of an update on the device: both ways at once."""
+        return max(self.inward, self.outward) / known.both
+
+    def on_host(self, known: Bandwidths) -> float:
+        """Seconds of an update on the host: copies beside kernels, which share the host's memory with them."""
+        shared = (self.kernels + self.gradients + self.parameters) / known.host
+        return max(self.gradients / known.outward, self.parameters / known.inward, shared)
+
+
+def _spec(optimizer: Optimizer, group: dict[str, object], param: torch.Tensor) -> KernelSpec:
+    rule = optimizer.rule_of(group)
+    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim())
+    return kernel_spec(graph, storages(param, group, graph), compute_dtype(param), param.device.type)
+
+
+def plan_for(optimizer: Optimizer) -> Plan:
+    """What an update of an optimizer's parameters moves.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    totals = [0] * 6
+    widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[int, ...]] = {}
+    for _, _, group, param in labelled(optimizer):
+        if param.is_meta:
+            continue
+        part = part_of(param)
+        spec = _spec(optimizer, group, part)
+        key = (id(spec), part.dtype, grad_dtype(part))
+        if key not in widths:
+            widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), sum(total_traffic(spec)))
+        for place, width in enumerate(widths[key]):
+            totals[place] += width * part.numel()
+    return Plan(*totals)
+
+
+def _widths(spec: KernelSpec) -> tuple[int, int, int]:
+    """For each element: bytes on the host, bytes that come in, bytes that go out, in all passes."""
+    sizes = {array.name: array.dtype.itemsize for array in spec.arrays}
+    touched: set[str] = set()
+    came = went = 0
+    for index in range(len(spec.program.tiles)):
+        into, out = traffic_of(spec, index)
+        touched.update(into)
+        came += sum(sizes[name] for name in into)
+        went += sum(sizes[name] for name in out)
+    return sum(sizes[name] for name in touched), came, went
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """Where the state of an optimizer is, where its updates run, and why.
+
+    Args:
+        where: "gpu", "cpu", or "here" for parameters that are on the CPU already.
+        reason: why.
+        plan: the bytes of an update.
+        host_bytes: taken of host memory.
+        device_bytes: of buffers on the device.
+        bandwidths: as measured on this machine; None for parameters on the CPU.
+        gpu_seconds: predicted for an update on the GPU, if its copies are all that counts.
+        cpu_seconds: predicted for an update on the CPU.
+    """
+
+    where: str
+    reason: str
+    plan: Plan
+    host_bytes: int = 0
+    device_bytes: int = 0
+    bandwidths: Bandwidths | None = None
+    gpu_seconds: float | None = None
+    cpu_seconds: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"updates run on: {self.where} ({self.reason})"]
+        lines.append(
+            f"host memory: {gigabytes(self.host_bytes)}; buffers on the device: {gigabytes(self.device_bytes)}"
+        )
+        if self.bandwidths is not None and self.gpu_seconds is not None and self.cpu_seconds is not None:
+            known = self.bandwidths
+            lines.append(
+                f"measured: {gigabytes(known.inward)}/s in, {gigabytes(known.outward)}/s out, "
+                f"{gigabytes(known.both)}/s each way at once, {gigabytes(known.host)}/s in host memory"
+            )
+            lines.append(f"predicted: gpu {1e3 * self.gpu_seconds:.3g} ms, cpu {1e3 * self.cpu_seconds:.3g} ms")
+        return "\n".join(lines)

@@ -1,0 +1,191 @@
+"""State on the host, updates on the device: chunks of state come in, are updated, and go back out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..codegen.spec import KernelSpec
+from ..codegen.traffic import pass_traffic
+from ..engine import Entry
+from ..engine.segment import Segment
+from ..optimizer.homes import StateHome
+from .chunks import Chunk, cut_chunks, staged_view
+from .lanes import Buffer, Lanes
+from .memory import HostMemory
+from .placing import check_device
+
+__all__ = ["StreamedState", "StreamedUpdate", "moved_arrays", "traffic_of"]
+
+
+def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
+    """The arrays of a kernel that live on the host: its element states and the master."""
+    graph = spec.program.graph
+    buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
+    found = [array.name for name in buffers for array in spec.storages[name].arrays(name)]
+    masters = [array.name for array in spec.storages["param"].arrays("param") if array.name != "param"]
+    return (*masters, *found)
+
+
+def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which arrays that live on the host come in for a tile pass, and which go out after it.
+
+    What is written comes in as well: a tensor without gradient, and all of them in a skipped step, stay as they are.
+    """
+    moved = moved_arrays(spec)
+    traffic = pass_traffic(spec, index)
+    written = {array.name for array in traffic.writes}
+    touched = written | {array.name for array in traffic.reads}
+    return tuple(name for name in moved if name in touched), tuple(name for name in moved if name in written)
+
+
+class StreamedState(StateHome):
+    """State in page-locked host memory, streamed through buffers on the device at each update.
+
+    Args:
+        device: where parameters are and updates run; a CPU goes through the same motions, for tests.
+        chunk_bytes: of a buffer.
+        buffers: how many; with three, one chunk comes in and one goes out while one is updated.
+    """
+
+    def __init__(self, device: torch.device, chunk_bytes: int, buffers: int) -> None:
+        self.device = device
+        self.chunk_bytes = chunk_bytes
+        self.memory = HostMemory(device)
+        self.lanes = Lanes(device, buffers)
+        self.updates: list[StreamedUpdate] = []
+        self.buffer_size = 0
+        """Bytes that the largest chunk takes."""
+        self._chunks = 0
+
+    def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Buffers one behind the other in one piece of host memory."""
+        return self.memory.like(params, dtypes)
+
+    def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
+        """Whether a buffer lies in this memory."""
+        return buffer.device.type == "cpu" and self.memory.holds(buffer)
+
+    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Let go of what the tables before have moved."""
+        for label, param in params:
+            check_device(label, param, self.device)
+        self.wait()
+        self.updates, self._chunks = [], 0
+
+    def arrange(self, spec: KernelSpec, entry: Entry) -> None:
+        """A part of a tensor is a run of bytes in all of its arrays: its gradient must have the same order."""
+        entry.ordered = bool(moved_arrays(spec)) and not spec.program.slices.views
+
+    def divide(
+        self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
+    ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
+        """Where passes work on rows, columns or other slices, a segment is what fits a buffer."""
+        found: list[tuple[KernelSpec, Sequence[Entry]]] = []
+        for spec, entries in parts:
+            names = moved_arrays(spec) if spec.program.slices.views else ()
+            here: list[Entry] = []
+            size = 0
+            for entry in entries:
+                own = sum(entry.arrays[name].nbytes for name in names)
+                if here and size + own > self.chunk_bytes:
+                    found.append((spec, here))
+                    here, size = [], 0
+                here.append(entry)
+                size += own
+            found.append((spec, here))
+        return found
+
+    def attend(self, segment: Segment) -> None:
+        """Give a segment that has state on the host what moves it."""
+        names = moved_arrays(segment.spec)
+        if not names or not segment.tiles.count:
+            return
+        update = StreamedUpdate(self, segment, names, self._chunks)
+        self._chunks += len(update.chunks)
+        self.buffer_size = max(self.buffer_size, *(chunk.size for chunk in update.chunks))
+        self.updates.append(update)
+        segment.mover = update
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken for state."""
+        return self.memory.taken
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of the buffers, once the first step has made them."""
+        return self.buffer_size * len(self.lanes.buffers)
+
+    def wait(self) -> None:
+        """Have the host wait until all updates so far are in its memory."""
+        self.lanes.wait()
+
+
+class StreamedUpdate:
+    """Runs the tile passes of a segment whose state lives on the host.
+
+    Args:
+        home: where it lives.
+        segment: the segment.
+        names: its arrays that live there.
+        number: how many chunks other segments have before it.
+    """
+
+    def __init__(self, home: StreamedState, segment: Segment, names: Sequence[str], number: int) -> None:
+        self._home, self._segment, self._number = home, segment, number
+        self._in_slices = bool(segment.spec.program.slices.views)
+        room = 1 << 62 if self._in_slices else home.chunk_bytes
+        self.chunks = cut_chunks(segment, names, room)
+        self._traffic = [traffic_of(segment.spec, index) for index in range(len(segment.spec.program.tiles))]
+        self._ready = False
+
+    def _buffer(self, position: int) -> Buffer:
+        buffers = self._home.lanes.buffers
+        return buffers[(self._number + position) % len(buffers)]
+
+    def _prepare(self) -> None:
+        """Have buffers, and tables that point into them."""
+        segment, self._ready = self._segment, True
+        self._home.lanes.provide(self._home.buffer_size)
+        if not self._in_slices:
+            windows = [chunk.window(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
+            segment.set_windows(windows)
+            return
+        (chunk,) = self.chunks
+        memory = self._buffer(0).memory
+        for name, begins in chunk.begins.items():
+            for place, begin in zip(chunk.tensors, begins.tolist()):
+                arrays = segment.entries[place].arrays
+                arrays[name] = staged_view(arrays[name], begin, memory)
+        segment.read_addresses()
+        segment.upload()
+
+    def run(self, index: int) -> None:
+        """Bring in chunk after chunk, update it and send it out; the host does not wait."""
+        program = self._segment.spec.program
+        if program.tiles[index] is None and not program.slices_before(index):
+            return
+        if not self._ready:
+            self._prepare()
+        for position, chunk in enumerate(self.chunks):
+            self._update(index, position, chunk)
+        if not self._in_slices:
+            self._segment.finish_windows(index)
+
+    def _update(self, index: int, position: int, chunk: Chunk) -> None:
+        lanes, buffer = self._home.lanes, self._buffer(position)
+        into, out = self._traffic[index]
+        lanes.inward.after(buffer.free)
+        lanes.inward.copy([(run.inside(buffer.memory), run.host) for name in into for run in chunk.runs[name]])
+        lanes.compute.after(lanes.inward.mark())
+        if self._in_slices:
+            self._segment.tile_pass(index)
+        else:
+            self._segment.tile_window(index, position)
+        buffer.free = lanes.compute.mark()
+        if out:
+            lanes.outward.after(buffer.free)
+            lanes.outward.copy([(run.host, run.inside(buffer.memory)) for name in out for run in chunk.runs[name]])
+            buffer.free = lanes.outward.mark()

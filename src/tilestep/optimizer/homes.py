@@ -1,0 +1,133 @@
+"""Where the element buffers of an optimizer's state live: beside their parameters, unless somebody says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from ..codegen.spec import KernelSpec
+from ..engine import DeviceEngine, Entry, JointNorm
+from ..engine.segment import Segment
+
+__all__ = ["StateHome", "deferred_state", "is_deferred"]
+
+
+class StateHome:
+    """Where the element buffers of one optimizer's state live, masters included: here, beside their parameters.
+
+    Step counts, other numbers, rows, columns and matrices are always with the parameters.
+    """
+
+    def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """The tensor that kernels update for a parameter.
+
+        Args:
+            param: the parameter.
+            part: what of it lies on this rank.
+        """
+        return part
+
+    def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """New buffers that are going to be written, one for each tensor, with its shape and memory format.
+
+        Args:
+            params: the tensors that kernels update, one for each buffer.
+            dtypes: of the buffers.
+        """
+        return [
+            torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+            for param, dtype in zip(params, dtypes)
+        ]
+
+    def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
+        """Whether a buffer lives where it should.
+
+        Args:
+            buffer: an element buffer.
+            param: the tensor that kernels update.
+        """
+        return buffer.device == param.device
+
+    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Before tables are built; buffers and segments of earlier ones are used no more.
+
+        Args:
+            params: what messages call them, and those that the tables are going to have, DTensors among them.
+
+        Raises:
+            OffloadError: for a parameter that this home has no place for.
+        """
+
+    def arrange(self, spec: KernelSpec, entry: Entry) -> None:
+        """Look at an entry before segments are made of it."""
+
+    def divide(
+        self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
+    ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
+        """Segments to make of these, which go together as they are."""
+        return parts
+
+    def attend(self, segment: Segment) -> None:
+        """Look at a segment after it was made."""
+
+    def wait(self) -> None:
+        """Have the host see what steps have written to the buffers."""
+
+    looks_at_gradients = False
+    """Whether `gradients` must be asked at every step."""
+
+    def gradients(
+        self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
+    ) -> list[list[torch.Tensor | None]]:
+        """The gradients that kernels read, for each engine one for each of its parameters.
+
+        Args:
+            params: the parameters of each engine.
+            gradients: their gradients; of DTensors what lies on this rank.
+
+        Raises:
+            Stale: if parameters are others than when the tables were built.
+        """
+        return gradients
+
+    def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
+        """Sums of squares of this step's gradients, float64[1] each on any device, not waited for.
+
+        Args:
+            sources: what computes them where kernels read the gradients.
+        """
+        return [source.norm() for source in sources]
+
+    def follow_parameters(self) -> None:
+        """Before a step: take over what somebody else has written to the parameters."""
+
+    def note_parameters(self) -> None:
+        """After a step: the parameters are as the step has left them."""
+
+    def finish(self, engine: DeviceEngine) -> None:
+        """After the passes of a step.
+
+        Args:
+            engine: whose passes they were.
+        """
+
+
+_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+def is_deferred() -> bool:
+    """Whether optimizers that are made now get their state later."""
+    return _deferred.get()
+
+
+@contextmanager
+def deferred_state() -> Iterator[None]:
+    """A block in which optimizers are made without state, which would be at the wrong place."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)

@@ -1,0 +1,220 @@
+"""What `offload` refuses, what it says, and that nothing is changed then."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offloaded_pairs import on_host, streamed
+
+import tilestep
+from tilestep.offloading import memory
+from tilestep.offloading.bandwidth import Bandwidths
+from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.plan import plan_for
+from tilestep.offloading.streaming import StreamedState
+
+
+def parameters(count: int = 2, size: int = 1000) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(size)) for _ in range(count)]
+
+
+def test_arguments() -> None:
+    optimizer = tilestep.AdamW(parameters())
+    with pytest.raises(ValueError, match="Invalid where: 'disk'; it is one of 'auto', 'gpu', 'cpu'"):
+        tilestep.offload(optimizer, where="disk")
+    with pytest.raises(ValueError, match="Invalid state"):
+        tilestep.offload(optimizer, state=False)
+    with pytest.raises(ValueError, match="both must be positive"):
+        tilestep.offload(optimizer, chunk_mb=0)
+    with pytest.raises(ValueError, match="both must be positive"):
+        tilestep.offload(optimizer, buffers=0)
+    with pytest.raises(TypeError, match="takes an optimizer of tilestep's, not AdamW"):
+        tilestep.offload(torch.optim.AdamW(parameters()))  # type: ignore[arg-type]
+    assert type(optimizer) is tilestep.AdamW
+
+
+def test_parameters_on_the_cpu_keep_their_state_beside_them() -> None:
+    params = parameters()
+    optimizer = tilestep.offload(tilestep.AdamW(params))
+    assert optimizer.offload_report().where == "here"
+    assert "parameters are on the CPU" in str(optimizer.offload_report())
+    params[0].grad = torch.ones(1000)
+    optimizer.step()
+    assert float(optimizer.state[params[0]]["step"]) == 1
+    with pytest.raises(tilestep.OffloadError, match="where='gpu', but the parameters are on the CPU"):
+        tilestep.offload(tilestep.AdamW(parameters()), where="gpu")
+
+
+def test_twice_and_copies() -> None:
+    optimizer = tilestep.offload(tilestep.AdamW(parameters()))
+    with pytest.raises(tilestep.OffloadError, match="offloaded already"):
+        tilestep.offload(optimizer)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="save its state_dict"):
+            copied(optimizer)
+
+
+def test_devices_are_named() -> None:
+    named = [("here", torch.nn.Parameter(torch.ones(2)))]
+    with pytest.raises(tilestep.OffloadError, match="no parameter of the optimizer has memory yet"):
+        tilestep.offload(tilestep.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))]))
+    optimizer = tilestep.AdamW(named)
+    with pytest.raises(
+        tilestep.OffloadError, match=r"parameter 0 of group 0 \(here\) is on cpu, others of the optimizer are on meta"
+    ):
+        move_state(optimizer, StreamedState(torch.device("meta"), 1, 1), "gpu", "for a test")
+    assert type(optimizer) is tilestep.AdamW
+    named[0][1].grad = torch.ones(2)
+    optimizer.step()
+
+
+def test_gradients_that_cannot_be_used_change_nothing() -> None:
+    for home in (streamed(), on_host()):
+        weights = parameters()
+        optimizer = home(tilestep.AdamW(weights))
+        weights[0].grad = torch.ones(1000)
+        weights[1].grad = torch.ones(1000).to_sparse()
+        with pytest.raises(tilestep.GradientError, match="the gradient of parameter 1 of group 0 is sparse"):
+            optimizer.step()
+        assert torch.equal(weights[0], torch.ones(1000))
+        assert float(optimizer.state[weights[0]]["step"]) == 0
+        weights[1].grad = None
+        optimizer.step()
+        assert not torch.equal(weights[0], torch.ones(1000))
+
+
+def test_an_offloaded_step_is_not_captured() -> None:
+    optimizer = streamed()(tilestep.AdamW(parameters()))
+    with pytest.raises(tilestep.CaptureError, match="its state lives in host memory"):
+        optimizer.prepare_capture()
+
+
+def test_state_is_never_on_the_device_of_an_optimizer_that_is_made_for_it() -> None:
+    made: list[tilestep.Optimizer] = []
+
+    def make() -> tilestep.Optimizer:
+        made.append(tilestep.AdamW(parameters()))
+        assert not made[0].state and made[0]._tables is None
+        return made[0]
+
+    optimizer = tilestep.offload(make)
+    assert optimizer is made[0] and len(optimizer.state) == 2
+    assert tilestep.AdamW(parameters()).state
+
+
+def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: int, group: int | None = None) -> None:
+    """A machine that has so many bytes, and a control group that leaves so many."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99999 kB\nMemAvailable: {system // 1024} kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CONTROL_GROUP", tmp_path)
+    if group is not None:
+        (tmp_path / "memory.max").write_text(f"{group + 5000}\n")
+        (tmp_path / "memory.current").write_text("8000\n")
+        (tmp_path / "memory.stat").write_text("anon 5000\ninactive_file 3000\n")
+
+
+def test_too_little_memory_says_how_much_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(2, 1_000_000)
+    optimizer = tilestep.AdamW(params)
+    limited(tmp_path, monkeypatch, system=64 << 20, group=4_000_000)
+    with pytest.raises(tilestep.HostMemoryError) as raised:
+        streamed()(optimizer)
+    message = str(raised.value)
+    assert "needs 16 MB of host memory" in message
+    assert "4 MB would fit (limit of the control group): that is 25% of it" in message
+    assert isinstance(raised.value, MemoryError)
+    assert type(optimizer) is tilestep.AdamW and optimizer._home.__class__.__name__ == "StateHome"
+    params[0].grad = torch.ones(1_000_000)
+    optimizer.step()
+    limited(tmp_path, monkeypatch, system=8_000_000, group=64 << 20)
+    with pytest.raises(tilestep.HostMemoryError, match=r"8 MB would fit \(memory of the system\)"):
+        streamed()(optimizer)
+
+
+def test_a_group_that_does_not_fit_is_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters()
+    optimizer = streamed()(tilestep.AdamW(params))
+    limited(tmp_path, monkeypatch, system=1_000_000)
+    with pytest.raises(tilestep.HostMemoryError):
+        optimizer.add_param_group({"params": parameters(1, 1_000_000)})
+    assert len(optimizer.param_groups) == 1
+    params[0].grad = torch.ones(1000)
+    optimizer.step()
+    assert float(optimizer.state[params[0]]["step"]) == 1
+
+
+SCRIPT = """
+import resource, torch, tilestep
+from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.streaming import StreamedState
+from tilestep.offloading import memory
+params = [torch.nn.Parameter(torch.ones(25_000_000))]
+optimizer = tilestep.SGD(params, lr=1.0)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, resource.RLIM_INFINITY))
+def refused():
+    try:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "rule": "AdamW"})
+        move_state(optimizer, StreamedState(torch.device("cpu"), 1 << 20, 3), "gpu", "for a test")
+    except tilestep.HostMemoryError as error:
+        return str(error)
+home = StreamedState(torch.device("cpu"), 1 << 20, 3)
+for known in (True, False):
+    if not known:
+        memory.available = lambda: (1 << 40, "nothing known")  # only the allocation itself tells
+    try:
+        home.memory.take([100_000_000])
+    except tilestep.HostMemoryError as error:
+        print(error)
+print("alive", len(home.memory.take([1000])))
+"""
+
+
+def test_an_allocation_that_fails_is_the_same_error() -> None:
+    """In a process whose address space ends soon, with and without somebody knowing that."""
+    source = str(Path(tilestep.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    known, unknown, alive = done.stdout.splitlines()
+    assert "needs 100 MB of host memory" in known and "limit of the process's address space" in known
+    assert "needs 100 MB of host memory" in unknown and "nothing known" in unknown
+    assert alive == "alive 1"
+
+
+def test_memory_is_given_back() -> None:
+    params = parameters()
+    optimizer = streamed()(tilestep.AdamW(params))
+    owner: Any = optimizer._home
+    assert owner.host_bytes >= 2 * 2 * 4000
+    for param in params:
+        optimizer.state[param] = {}
+    optimizer._build()
+    assert 2 * 2 * 4000 <= owner.host_bytes < 4 * 2 * 4000 + 8192 * 2
+    buffers = optimizer.state[params[0]]
+    del optimizer, owner
+    assert float(buffers["exp_avg"].sum()) == 0
+
+
+def test_the_place_is_chosen_by_what_is_faster() -> None:
+    params = [torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))]
+    plan = plan_for(tilestep.AdamW(params, master_weights=True))
+    assert (plan.state, plan.inward, plan.outward) == (12_000, 12_000, 12_000)
+    assert (plan.gradients, plan.parameters, plan.kernels) == (2000, 2000, 28_000)
+    fast_link = Bandwidths(inward=400e9, outward=400e9, both=300e9, host=100e9)
+    fast_host = Bandwidths(inward=50e9, outward=50e9, both=40e9, host=400e9)
+    assert plan.on_device(fast_link) == pytest.approx(12_000 / 300e9)
+    assert plan.on_host(fast_link) == pytest.approx(32_000 / 100e9)
+    assert plan.on_device(fast_link) < plan.on_host(fast_link)
+    assert plan.on_host(fast_host) < plan.on_device(fast_host)
+    lamb = plan_for(tilestep.LAMB([torch.nn.Parameter(torch.ones(1000))]))
+    assert (lamb.inward, lamb.outward) == (16_000, 8000)

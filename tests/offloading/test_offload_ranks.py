@@ -1,0 +1,122 @@
+"""Sharded parameters with their state on the host: FSDP2, HSDP, tensor-parallel and mixed models on gloo ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from offloaded_pairs import Homes, on_host, streamed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "placements"))
+from rank_processes import run_on_ranks
+from sharded_models import LAYOUTS, backward, batch, full
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import tilestep
+from tilestep import compat
+
+HOMES: list[Homes] = [streamed(500, 2), on_host(500)]
+
+
+def trained(layout: str, home: Homes | None, rule: str, steps: int) -> tuple[Any, Any]:
+    net = LAYOUTS[layout][0]()
+    optimizer: Any = tilestep.Optimizer(net.parameters(), rule, lr=1e-2, max_grad_norm=0.05)
+    if home is not None:
+        optimizer = home(optimizer)
+    for step in range(steps):
+        backward(net, batch(step, layout))
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def shards_are_updated_as_without() -> None:
+    """Reductions over tensors (LAMB) meet between the passes; state is DTensors."""
+    for layout in LAYOUTS:
+        for rule in ("AdamW", "LAMB"):
+            reference, expected = trained(layout, None, rule, 4)
+            for home in HOMES:
+                net, optimizer = trained(layout, home, rule, 4)
+                for param, other in zip(net.parameters(), reference.parameters()):
+                    assert torch.equal(full(param), full(other)), (layout, rule)
+                    state, wanted = optimizer.state[param], expected.state[other]
+                    assert isinstance(state["exp_avg"], DTensor) is isinstance(param, DTensor)
+                    assert torch.equal(full(state["exp_avg"]), full(wanted["exp_avg"]))
+
+
+def checkpoints_are_saved_and_loaded() -> None:
+    for home in HOMES:
+        net, optimizer = trained("fsdp", home, "AdamW", 2)
+        saved = get_optimizer_state_dict(net, optimizer)
+        dcp.save(saved, checkpoint_id="offloaded")
+        other, fresh = trained("fsdp", home, "AdamW", 0)
+        state = get_optimizer_state_dict(other, fresh)
+        dcp.load(state, checkpoint_id="offloaded")
+        set_optimizer_state_dict(other, fresh, state)
+        for param, known in zip(other.parameters(), net.parameters()):
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(full(fresh.state[param][name]), full(optimizer.state[known][name])), name
+
+
+def parameters_that_fsdp_offloads_need_nothing() -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        return fully_shard(made, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    left, right = model(), model()
+    reference = tilestep.AdamW(left.parameters(), lr=1e-2, max_grad_norm=0.05)
+    optimizer = tilestep.offload(tilestep.AdamW(right.parameters(), lr=1e-2, max_grad_norm=0.05))
+    assert optimizer.offload_report().where == "here"
+    for step in range(3):
+        for net, each in ((left, reference), (right, optimizer)):
+            backward(net, batch(step, "fsdp"))
+            each.step()
+            each.zero_grad()
+    for one, other in zip(left.parameters(), right.parameters()):
+        assert torch.equal(full(one), full(other))
+
+
+def a_distributed_tensor_is_made_around_what_lies_elsewhere() -> None:
+    """The private constructor, on a mesh where the public one gives the same."""
+    net, _ = trained("fsdp", None, "AdamW", 0)
+    for param in net.parameters():
+        part = torch.zeros_like(compat.local_parts([param])[0], dtype=torch.float64)
+        made = compat.distributed_like(part, param, param.shape, param.stride(), param.placements)
+        public = DTensor.from_local(part, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+        assert compat.local_parts([made])[0] is part
+        assert made.shape == public.shape and made.dtype is public.dtype and made.stride() == public.stride()
+        assert made.placements == public.placements and torch.equal(full(made), full(public))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "torch.distributed.tensor._dtensor_spec", None)
+            assert compat.distributed_like(part, param, param.shape, param.stride(), param.placements) is part
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        shards_are_updated_as_without,
+        checkpoints_are_saved_and_loaded,
+        parameters_that_fsdp_offloads_need_nothing,
+        a_distributed_tensor_is_made_around_what_lies_elsewhere,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("ranks"))
+        yield run_on_ranks(CHECKS, 4)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_four_ranks(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]

@@ -1,0 +1,150 @@
+"""Steps with the state on the host: to the bit what the optimizer does without, and what float64 makes of the rule."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offloaded_pairs import HOMES, MATRICES, SHAPES, TILE, Homes, Pair, on_host, streamed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from float64_reference import LAYOUTS
+
+import tilestep
+from tilestep.offloading.chunks import cut_chunks
+from tilestep.offloading.streaming import StreamedState, moved_arrays
+
+RULES: dict[str, dict[str, Any]] = {
+    "AdamW": {"amsgrad": True},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Lion": {},
+    "LAMB": {},
+    "LARS": {"lr": 0.1, "momentum": 0.9},
+    "Adafactor": {},
+    "Prodigy": {},
+    "AdEMAMix": {},
+    "Muon": {},
+    "SOAP": {},
+    "ScheduleFreeAdamW": {},
+}
+STORAGES = [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float64, False)]
+
+
+@pytest.fixture(params=HOMES.values(), ids=HOMES.keys())
+def home(request: pytest.FixtureRequest) -> Homes:
+    return request.param
+
+
+def shapes_for(rule: str) -> list[tuple[int, ...]]:
+    return MATRICES if rule in ("Muon", "SOAP") else SHAPES
+
+
+@pytest.mark.parametrize(("dtype", "master"), STORAGES, ids=["fp32", "bf16 with masters", "bf16", "fp64"])
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_are_the_same_to_the_bit(rule: str, dtype: torch.dtype, master: bool) -> None:
+    for home in (streamed(), streamed(200_000, 2), on_host(200_000)):
+        pair = Pair(
+            lambda params: tilestep.Optimizer(params, rule, master_weights=master, **RULES[rule]),
+            home,
+            shapes_for(rule),
+            dtype,
+        )
+        for step in range(6):
+            # Some parameters have no gradient in some steps.
+            pair.step(missing=lambda place, step=step: (place + step) % 5 == 1)
+        pair.compare()
+
+
+def test_a_hundred_steps_with_clip_and_schedule(home: Homes) -> None:
+    pair = Pair(lambda params: tilestep.AdamW(params, lr=1e-2, max_grad_norm=1.0), home)
+    schedulers = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(each, T_max=100) for each in (pair.reference, pair.optimizer)
+    ]
+    for _ in range(100):
+        pair.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert torch.equal(pair.reference.grad_norm, pair.optimizer.grad_norm)
+    pair.compare()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_follows_float64(layout: str, home: Homes) -> None:
+    """torch's own AdamW in float64, on the same values in whatever order they lie."""
+    generator = torch.Generator().manual_seed(0)
+    make_param, make_gradient = LAYOUTS[layout]
+    param = torch.nn.Parameter(make_param(torch.float32, generator))
+    wanted = torch.nn.Parameter(param.detach().double().contiguous())
+    optimizer = home(tilestep.AdamW([param], lr=1e-2, weight_decay=0.1, max_grad_norm=3.0))
+    referee = torch.optim.AdamW([wanted], lr=1e-2, weight_decay=0.1)
+    for _ in range(4):
+        gradient = make_gradient(torch.float32, generator)
+        param.grad, wanted.grad = gradient, gradient.double().contiguous()
+        torch.nn.utils.clip_grad_norm_([wanted], 3.0)
+        optimizer.step()
+        referee.step()
+    torch.testing.assert_close(param.detach().double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        found = optimizer.state[param][name]
+        assert found.shape == param.shape
+        torch.testing.assert_close(found.double(), referee.state[wanted][name], rtol=1e-5, atol=1e-6)
+
+
+def test_tiny_chunks_cut_tensors() -> None:
+    pair = Pair(tilestep.AdamW, streamed())
+    [update] = pair.optimizer._home.updates
+    [segment] = pair.optimizer._tables.engines[0].segments
+    assert len(update.chunks) == segment.tiles.count > len(SHAPES)
+    assert sum(len(chunk.tiles) for chunk in update.chunks) == segment.tiles.count
+
+
+def test_chunks_keep_to_their_size_and_copy_long_runs() -> None:
+    """What a chunk has of an array is one copy: buffers of one name lie one behind the other."""
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(64, 300)] * 40]
+    optimizer = streamed(1 << 20)(tilestep.AdamW(params))
+    [update] = optimizer._home.updates
+    assert len(update.chunks) > 3
+    for chunk in update.chunks:
+        assert chunk.size <= (1 << 20) + 2 * 256
+        assert all(len(runs) == 1 for runs in chunk.runs.values())
+    copied = sum(run.host.numel() for chunk in update.chunks for runs in chunk.runs.values() for run in runs)
+    assert copied >= 2 * 4 * 40 * 64 * 300
+
+
+def test_only_what_a_pass_touches_is_moved() -> None:
+    """LAMB's second pass reads the moments and writes none of them."""
+    pair = Pair(tilestep.LAMB, streamed())
+    [update] = pair.optimizer._home.updates
+    moments = ("exp_avg", "exp_avg_sq")
+    assert update._traffic == [(moments, moments), (moments, ())]
+
+
+def test_parameters_that_kernels_walk_by_coordinates_stay_whole() -> None:
+    wide = torch.nn.Parameter(torch.zeros(300, 400)[:, ::2])
+    optimizer = streamed()(tilestep.AdamW([wide]))
+    [segment] = optimizer._tables.engines[0].segments
+    assert segment.tiles.count > 1
+    assert len(cut_chunks(segment, moved_arrays(segment.spec), TILE)) == 1
+
+
+def test_state_of_one_buffer_size_is_on_the_device_at_a_time() -> None:
+    optimizer = streamed(1 << 20, 2)(tilestep.AdamW([torch.nn.Parameter(torch.zeros(3_000_000))]))
+    home = optimizer._home
+    assert isinstance(home, StreamedState)
+    assert home.device_bytes <= 2 * (1 << 20) + 2048
+    assert home.host_bytes >= 2 * 4 * 3_000_000
+
+
+def test_the_gpu_s_kernels_work_window_by_window() -> None:
+    """The Triton kernels in their interpreter, against the same without windows."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    script = Path(__file__).with_name("interpreted_windows.py")
+    source = str(Path(tilestep.__file__).parents[1])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
