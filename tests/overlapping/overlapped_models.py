@@ -10,6 +10,9 @@ from torch import nn
 
 import tilestep
 
+DEVICE = "cpu"
+"""Where models and batches are made."""
+
 TINY = 300 / 2**20
 """Buckets of about 300 bytes: several groups even of small models."""
 
@@ -39,11 +42,11 @@ class Small(nn.Module):
 
 def small(seed: int = 0) -> Small:
     torch.manual_seed(seed)
-    return Small()
+    return Small().to(DEVICE)
 
 
 def tokens(step: int, count: int = 2) -> torch.Tensor:
-    return torch.randint(0, 11, (count, 5), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, 11, (count, 5), generator=torch.Generator().manual_seed(step)).to(DEVICE)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ WIDTH = 6
 
 
 def device() -> str:
+    """The device type of the process group's tensors."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
@@ -419,6 +420,39 @@ def _unsure() -> nn.Module:
     return DistributedDataParallel(small().to(device()), find_unused_parameters=True)
 
 
+def an_exception_in_backward() -> None:
+    """FSDP's own state is reset by the user, where torch has that; it keeps gradients of the root, in any case."""
+    pair = Pair(adamw, "backward", fsdp)
+    if not hasattr(pair.overlapped, "reset_iter_state"):
+        return
+    pair.step(0)
+    for model, optimizer in pair.both:
+        _interrupt(model)
+        if optimizer is pair.optimizer:
+            assert optimizer.applied_groups == ("module blocks.2", "module blocks.1"), optimizer.applied_groups
+        model.reset_iter_state()
+        optimizer.zero_grad()
+    pair.serial.load_state_dict(pair.overlapped.state_dict())
+    pair.reference.load_state_dict(pair.optimizer.state_dict())
+    for step in range(2, 5):
+        pair.step(step)
+    pair.compare()
+
+
+def _interrupt(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    handle = model.blocks[0].norm.register_full_backward_hook(fail)
+    try:
+        one_batch(model, 1).backward()
+    except RuntimeError as error:
+        assert "interrupted" in str(error)
+    else:
+        raise AssertionError("backward was not interrupted")
+    handle.remove()
+
+
 CHECKS = [
     data_parallel,
     data_parallel_updates_in_backward,
@@ -433,6 +467,7 @@ CHECKS = [
     frozen_parameters,
     ranks_that_wait_for_each_other_at_random,
     comm_hooks,
+    an_exception_in_backward,
 ]
 
 

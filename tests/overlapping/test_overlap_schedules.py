@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import overlapped_models
 import pytest
 import torch
 from overlapped_models import TINY, Make, Small, Twins, adamw, clipped, compare_models, loss_of, small, tokens
@@ -183,7 +184,7 @@ def test_skip_above_a_running_mean(during: str) -> None:
 @pytest.mark.parametrize("kind", [tilestep.GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 @pytest.mark.parametrize("unscales", [False, True])
 def test_scaler(during: str, kind: Any, unscales: bool) -> None:
-    scalers = [kind("cpu", init_scale=1024.0, growth_interval=3) for _ in range(2)]
+    scalers = [kind(overlapped_models.DEVICE, init_scale=1024.0, growth_interval=3) for _ in range(2)]
     make = adamw if kind is torch.amp.GradScaler else clipped
     twins = Twins(make, during, scaler=scalers[1])
     for step in range(9):
@@ -203,7 +204,7 @@ def test_scaler(during: str, kind: Any, unscales: bool) -> None:
 def test_a_scaler_that_nobody_spoke_of_is_refused(kind: Any) -> None:
     model = small()
     optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward", bucket_cap_mb=TINY)
-    scaler = kind("cpu", init_scale=1024.0)
+    scaler = kind(overlapped_models.DEVICE, init_scale=1024.0)
     scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(tilestep.GradientError, match=r"overlap\(optimizer, model, scaler=scaler\)"):
         scaler.step(optimizer)
@@ -261,7 +262,7 @@ class Reentrant(Checkpointed):
 def test_activation_checkpointing(during: str, kind: type[Checkpointed]) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return kind()
+        return kind().to(overlapped_models.DEVICE)
 
     twins = Twins(adamw, during, build)
     for step in range(8):
@@ -347,7 +348,7 @@ def test_loading_drops_no_update_and_waits_for_none_later(during: str) -> None:
 
 
 def test_another_model_with_the_same_weights_waits() -> None:
-    model, other = small(), nn.Linear(6, 9)
+    model, other = small(), nn.Linear(6, 9).to(overlapped_models.DEVICE)
     optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)
     other.weight = model.first.weight
     serial = small()
@@ -356,8 +357,8 @@ def test_another_model_with_the_same_weights_waits() -> None:
         loss_of(each, 0).backward()
         own.step()
     with torch.no_grad():
-        wanted = nn.functional.linear(torch.ones(1, 6), serial.first.weight, other.bias)
-        assert torch.equal(other(torch.ones(1, 6)), wanted)
+        given = torch.ones(1, 6).to(overlapped_models.DEVICE)
+        assert torch.equal(other(given), nn.functional.linear(given, serial.first.weight, other.bias))
 
 
 def test_two_optimizers_of_one_model() -> None:
@@ -457,7 +458,7 @@ def test_groups_that_are_added(during: str) -> None:
         if step == 3:
             for model, optimizer in twins.pairs:
                 rest = list(model.parameters())[6:]
-                model.extra = nn.Parameter(torch.ones(11))
+                model.extra = nn.Parameter(torch.ones(11).to(overlapped_models.DEVICE))
                 optimizer.add_param_group({"params": [*rest, model.extra], "lr": 0.05})
             twins.step(100, lambda model, step: loss_of(model, step) + (model.extra**2).sum())
     twins.compare()
@@ -546,7 +547,7 @@ def test_what_is_refused() -> None:
 
 def test_parameters_outside_of_the_model() -> None:
     twins = Twins(clipped, "forward")
-    extras = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    extras = [nn.Parameter(torch.ones(3).to(overlapped_models.DEVICE)) for _ in range(2)]
     for (_, optimizer), extra in zip(twins.pairs, extras):
         optimizer.add_param_group({"params": [extra]})
     for step in range(4):

@@ -202,7 +202,7 @@ class OverlappedOptimizer(Optimizer):
             self._round.finish()
         else:
             self._step_later()
-            self._round.close()
+            self._round.forget()
 
     def _step_later(self) -> None:
         """Decide the step, and let its updates wait for whoever needs them."""
@@ -272,7 +272,8 @@ class OverlappedOptimizer(Optimizer):
             RuntimeError: after a backward that has updated parameters; `step()` must end it.
         """
         if self._round.is_broken:
-            self._round.close()
+            self._lane.join()
+            self._round.forget()
         elif self._round.has_updated:
             raise RuntimeError(
                 "backward has updated parameters already, so these gradients cannot be dropped: call step() first; "

@@ -65,6 +65,7 @@ class Pending:
         self._forwards: Any = None
         self.compiled = any(map(is_compiled, model.modules()))
         """Whether compiled code uses the model: it takes parameters without looking them up."""
+        self._guarded = {id(module) for module in model.modules()}
         guard_model(model, self, lambda param: True)
         for group in grouping().groups:
             if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
@@ -143,5 +144,6 @@ class Pending:
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """Another model may have the same parameters, without looking them up where this one does."""
-        for param in dict.values(module._parameters):
-            self.wait(param)
+        if id(module) not in self._guarded:
+            for param in dict.values(module._parameters):
+                self.wait(param)

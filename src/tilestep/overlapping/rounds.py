@@ -253,16 +253,16 @@ class Round:
         for group in optimizer._grouping.groups:
             if any(param.grad is not None for param in group.params):
                 self._update(group)
-        self.close()
+        self._lane.join()
+        self.forget()
         if changed:
             raise RuntimeError(
                 f"hyperparameters have changed since backward, which has updated {_listed(changed)} with those before: "
                 "set them before backward, or after step()"
             )
 
-    def close(self) -> None:
-        """Let the current stream wait for all updates, and forget this round."""
-        self._lane.join()
+    def forget(self) -> None:
+        """Let the next round begin; the current stream has waited for the updates of this one."""
         self._held.clear()
         self._begin()
 

@@ -1,0 +1,274 @@
+"""Overlapped optimizers on GPUs: the checks of tests/overlapping, and what only streams can get wrong.
+
+python -m pytest tests/gpu/test_overlap_gpu.py
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "overlapping"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "placements"))
+import overlapped_models
+import overlapped_ranks
+import test_overlap_schedules as schedules
+from overlapped_models import TINY, Make, Twins, adamw, clipped, small
+from rank_processes import run_on_ranks
+
+import tilestep
+from tilestep.overlapping.lanes import Lane
+
+GPUS = 2
+DURING = ("backward", "forward")
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+both = pytest.mark.parametrize("during", DURING)
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlapped_models, "DEVICE", "cuda")
+
+
+@contextmanager
+def delays(seed: int = 0) -> Iterator[None]:
+    """Updates and what comes after them begin later than they could, each time by another while."""
+    before, chance = Lane.after, random.Random(seed)
+
+    @contextmanager
+    def later(self: Lane, *streams: torch.cuda.Stream) -> Iterator[None]:
+        if chance.random() < 0.5:
+            torch.cuda._sleep(chance.randrange(2_000_000))
+        with before(self, *streams):
+            if chance.random() < 0.7:
+                torch.cuda._sleep(chance.randrange(5_000_000))
+            yield
+
+    Lane.after = later  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Lane.after = before  # type: ignore[method-assign]
+
+
+@both
+@pytest.mark.parametrize("make", [adamw, clipped, schedules.lamb, schedules.two_groups], ids=lambda f: f.__name__)
+def test_a_hundred_steps_are_the_serial_ones(during: str, make: Make) -> None:
+    schedules.test_a_hundred_steps_are_the_serial_ones(during, make)
+
+
+@both
+@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
+def test_updates_that_come_late(during: str, make: Make) -> None:
+    """Nothing reads a parameter, a state or a gradient before it is there, or after it was given away."""
+    twins = Twins(make, during)
+    with delays():
+        for step in range(30):
+            twins.step(step)
+            if step % 7 == 3:
+                twins.compare()
+            # Memory that was given back too early is written by somebody else here.
+            for _ in range(8):
+                torch.full((64,), float("nan"), device="cuda")
+    twins.compare()
+
+
+@both
+def test_updates_that_come_late_under_accumulation(during: str) -> None:
+    with delays():
+        schedules.test_accumulation(during, clipped)
+        schedules.test_accumulation(during, adamw)
+
+
+@both
+@pytest.mark.parametrize(
+    "check",
+    [
+        schedules.test_bfloat16_with_masters,
+        schedules.test_steps_that_are_skipped_are_skipped_by_all_groups,
+        schedules.test_skip_above_a_running_mean,
+        schedules.test_frozen_and_thawed_parameters,
+        schedules.test_evaluation_and_checkpoints_between_steps,
+        schedules.test_averages,
+        schedules.test_schedulers_hooks_and_closures,
+        schedules.test_groups_that_are_added,
+        schedules.test_gradients_that_are_dropped_or_set_by_hand,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_the_same_as_on_a_cpu(during: str, check: Callable[[str], None]) -> None:
+    with delays():
+        check(during)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        schedules.test_backward_updates_group_by_group_and_lets_gradients_go,
+        schedules.test_a_second_backward_before_the_step_is_refused_where_it_would_be_wrong,
+        schedules.test_another_model_with_the_same_weights_waits,
+        schedules.test_two_optimizers_of_one_model,
+        schedules.test_a_rate_that_changes_after_the_step_waits_for_the_next_one,
+        schedules.test_parameters_outside_of_the_model,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_the_same_as_on_a_cpu_for_one_schedule(check: Callable[[], None]) -> None:
+    with delays():
+        check()
+
+
+@both
+@pytest.mark.parametrize("kind", [tilestep.GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_scaler(during: str, kind: Any, unscales: bool) -> None:
+    with delays():
+        schedules.test_scaler(during, kind, unscales)
+
+
+@both
+@pytest.mark.parametrize("kind", [schedules.Checkpointed, schedules.Reentrant])
+def test_activation_checkpointing(during: str, kind: type[schedules.Checkpointed]) -> None:
+    with delays():
+        schedules.test_activation_checkpointing(during, kind)
+
+
+@both
+@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
+def test_an_exception_in_backward(during: str, make: Make) -> None:
+    schedules.test_an_exception_in_backward(during, make)
+
+
+def test_forward_waits_for_its_own_module_alone() -> None:
+    """With the last layers' updates held up, the first layer's result is there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).cuda()
+    optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=0.2)
+    data = torch.ones(4, 256, device="cuda")
+    for _ in range(3):
+        model(data).sum().backward()
+        optimizer.step()
+    model(data).sum().backward()
+    torch.cuda.synchronize()
+    put, late = optimizer._pending.put, torch.cuda.Event()
+
+    def put_late(works: Any) -> None:
+        (first, work), *others = works
+
+        def held_up() -> None:
+            torch.cuda._sleep(500_000_000)
+
+        group, next_work = others[0]
+        put([(first, work), (group, lambda: (held_up(), next_work())), *others[1:]])  # type: ignore[func-returns-value]
+        late.record(optimizer._lane.stream)
+
+    optimizer._pending.put = put_late  # type: ignore[method-assign]
+    optimizer.step()
+    done = torch.cuda.Event()
+    model[0](data)
+    done.record()
+    done.synchronize()
+    assert not late.query()
+    optimizer.synchronize()
+
+
+@both
+@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
+def test_the_host_never_waits(during: str, make: Make) -> None:
+    model = small()
+    optimizer = tilestep.overlap(make(model.parameters()), model, during, bucket_cap_mb=TINY)
+    for step in range(6):
+        batch = overlapped_models.tokens(step)
+        torch.cuda.synchronize()
+        if step > 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _peak(during: str | None, layers: int = 16, width: int = 1024) -> int:
+    """Bytes at the peak of an iteration above what parameters and state take."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).cuda()
+    optimizer = adamw(model.parameters())
+    if during is not None:
+        tilestep.overlap(optimizer, model, during, bucket_cap_mb=4)  # type: ignore[arg-type]
+    data = torch.ones(8, width, device="cuda")
+    base = 0
+    for _ in range(4):
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(data).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - base
+
+
+def test_backward_keeps_a_fifth_of_the_gradients_at_most() -> None:
+    gradients = 16 * 1024 * 1024 * 4
+    serial, overlapped = _peak(None), _peak("backward")
+    assert serial > gradients
+    assert serial - overlapped > 0.8 * gradients, (serial, overlapped, gradients)
+
+
+def late_on_ranks() -> None:
+    with delays(torch.distributed.get_rank()):
+        for build in (overlapped_ranks.ddp, overlapped_ranks.fsdp, overlapped_ranks.fsdp_prefetching):
+            for during in DURING:
+                for make in (adamw, clipped):
+                    pair = overlapped_ranks.Pair(make, during, build)
+                    for step in range(10):
+                        pair.step(step)
+                    pair.compare()
+
+
+def offloaded_parameters() -> None:
+    """FSDP2's own offloading: parameters, gradients and update on the CPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    for during in DURING:
+        pair = overlapped_ranks.Pair(adamw, during, lambda: overlapped_ranks.fsdp(offload_policy=CPUOffloadPolicy()))
+        for step in range(6):
+            pair.step(step)
+        pair.compare()
+
+
+CHECKS: list[Callable[[], None]] = [*overlapped_ranks.CHECKS, late_on_ranks, offloaded_parameters]
+
+
+class OnGpus:
+    """A check whose models and batches are made on the rank's GPU."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.check, self.__name__ = check, check.__name__
+
+    def __call__(self) -> None:
+        overlapped_models.DEVICE = "cuda"
+        self.check()
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_on_ranks({check.__name__: OnGpus(check) for check in CHECKS}, GPUS, backend="nccl")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} CUDA devices")
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_gpus(check: Callable[[], None], outcomes: dict[str, str]) -> None:
+    assert outcomes[check.__name__] == "", outcomes[check.__name__]
