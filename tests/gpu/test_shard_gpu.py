@@ -1,4 +1,4 @@
-"""Sharded optimizers on two GPUs over NCCL: the checks of tests/sharding, and what only a GPU can show.
+"""Sharded optimizers on two and on four GPUs over NCCL: the checks of tests/sharding, and what only a GPU can show.
 
 python -m pytest tests/gpu/test_shard_gpu.py
 """
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sharding"))
+import sharded_captures as captures
 import sharded_twins
 import test_decisions as decisions
+import test_meshes as meshes
 import test_rules as rules
 import test_traffic as traffic
 import test_training as training
@@ -29,9 +31,10 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, train
 import tilestep
 from tilestep.sharding.streams import Channel
 
-GPUS = 2
+GPUS = torch.cuda.device_count()
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} CUDA devices")
+RULES = ("Adafactor", "AdEMAMix", "LAMB", "Lion", "Muon", "Prodigy", "StableAdamW", "Tiger")
+"""One of each kind that sharding treats in its own way; tests/sharding has all of them on CPU ranks."""
 
 
 class Nearly:
@@ -41,7 +44,7 @@ class Nearly:
         self.check, self.__name__ = check, check.__name__
 
     def __call__(self) -> None:
-        sharded_twins.TOLERANCES.update(rtol=1e-3, atol=1e-4)
+        sharded_twins.TOLERANCES.update(rtol=1e-2, atol=1e-3)
         try:
             self.check()
         finally:
@@ -113,7 +116,7 @@ def the_host_never_waits() -> None:
                     torch.cuda.set_sync_debug_mode("default")
 
 
-def each_rank_has_half_of_the_state() -> None:
+def each_rank_has_its_share_of_the_state() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).bfloat16()
     optimizer = tilestep.AdamW(model.parameters(), lr=1e-3, master_weights=True)  # type: ignore[attr-defined]
     tilestep.shard(optimizer, model, bucket_cap_mb=2)
@@ -128,8 +131,8 @@ def each_rank_has_half_of_the_state() -> None:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-    # Three float32 buffers of half of the elements.
-    assert abs(held / (12 * numel / 2) - 1) < 0.02
+    # Three float32 buffers of its share of the elements.
+    assert abs(held / (12 * numel / dist.get_world_size()) - 1) < 0.02
     torch.cuda.synchronize()
     # Parameters and gradients in two bytes each, the state, and what the model and libraries keep.
     assert torch.cuda.memory_allocated() < 1.1 * (4 * numel + held) + 2**26
@@ -137,28 +140,53 @@ def each_rank_has_half_of_the_state() -> None:
 
 EXACT = [
     check
-    for check in (*training.CHECKS, *decisions.CHECKS)
-    if check.__name__ not in ("images_with_channels_last", "a_scaler_of_fp16_parameters")
+    for check in (*training.CHECKS, *decisions.CHECKS, *captures.CHECKS)
+    if check.__name__
+    not in (
+        "images_with_channels_last",
+        "a_scaler_of_fp16_parameters",
+        "torch_s_scaler_with_parameters_of_one_rank_alone",
+    )
 ]
 NEARLY = [
     Nearly(check)
-    for check in (training.images_with_channels_last, *rules.CHECKS, *traffic.CHECKS)
+    for check in (
+        training.images_with_channels_last,
+        decisions.torch_s_scaler_with_parameters_of_one_rank_alone,
+        *(check for check in rules.CHECKS if check not in rules.RULES or check.__name__ in RULES),
+        *traffic.CHECKS,
+    )
     if check.__name__ != "compiled_models"
 ]
-CHECKS = [
-    *EXACT,
-    *NEARLY,
-    nothing_is_read_before_it_has_arrived,
-    the_host_never_waits,
-    each_rank_has_half_of_the_state,
+OWN = [nothing_is_read_before_it_has_arrived, the_host_never_waits, each_rank_has_its_share_of_the_state]
+TWO = [*EXACT, *NEARLY, *OWN]
+FOUR = [
+    *meshes.THREE,
+    Nearly(meshes.split_over_two_and_copied_over_two),
+    meshes.a_bad_value_on_one_copy_skips_everywhere,
+    meshes.stages_that_share_a_norm,
+    *captures.CHECKS,
+    *OWN,
 ]
 
 
 @pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_on_ranks(CHECKS, GPUS, backend="nccl")
+def failures_of_two() -> dict[str, str]:
+    return run_on_ranks(TWO, 2, backend="nccl")
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_gpus(check: Callable[[], None], failures: dict[str, str]) -> None:
-    assert check.__name__ not in failures, failures[check.__name__]
+@pytest.fixture(scope="module")
+def failures_of_four() -> dict[str, str]:
+    return run_on_ranks(FOUR, 4, backend="nccl")
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 CUDA devices")
+@pytest.mark.parametrize("check", TWO, ids=lambda check: check.__name__)
+def test_two_gpus(check: Callable[[], None], failures_of_two: dict[str, str]) -> None:
+    assert check.__name__ not in failures_of_two, failures_of_two[check.__name__]
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs 4 CUDA devices")
+@pytest.mark.parametrize("check", FOUR, ids=lambda check: check.__name__)
+def test_four_gpus(check: Callable[[], None], failures_of_four: dict[str, str]) -> None:
+    assert check.__name__ not in failures_of_four, failures_of_four[check.__name__]

@@ -52,7 +52,7 @@ def clips_over_all_ranks() -> None:
 
 def split_over_two_and_copied_over_two() -> None:
     for names, shape in ((("replicate", "shard"), (2, 2)), (("dp_shard", "dp_replicate"), (2, 2)), (None, (2, 2))):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
         for options in ({}, {"overlap_grad_sync": False}, {"grad_buffer": "bucket"}):
             pair = Pair(Elementwise(), plain, two_groups, mesh=mesh, bucket_cap_mb=TINY, **options)
             linear_losses(pair)
@@ -79,7 +79,7 @@ def a_bad_value_on_one_copy_skips_everywhere() -> None:
     def make(params: Any) -> tilestep.Optimizer:
         return tilestep.SGD(params, lr=0.1, skip_nonfinite=True)  # type: ignore[attr-defined]
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     pair = Pair(Elementwise(), make, mesh=mesh, bucket_cap_mb=TINY)
     for bad in range(5):
         for mine, theirs in zip(pair.model.parameters(), pair.twin.parameters()):
@@ -95,7 +95,7 @@ def stages_that_share_a_norm() -> None:
     torch.manual_seed(5)
     stages = [Elementwise(4, 9), Elementwise(3, 5)]
     whole = torch.nn.ModuleList(copy.deepcopy(stage) for stage in stages)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("stage", "dp"))
     place = mesh.get_local_rank("stage")
     mine = stages[place]
     optimizer = tilestep.shard(
@@ -109,8 +109,9 @@ def stages_that_share_a_norm() -> None:
     for step in range(4):
         for stage, model in enumerate(whole):
             for index, param in enumerate(model.parameters()):
-                drawn = torch.randint(-8, 9, param.shape, generator=torch.Generator().manual_seed(step * 100 + index))
-                param.grad = drawn.float() * (stage + 1)
+                generator = torch.Generator().manual_seed(step * 100 + index)
+                drawn = torch.randint(-8, 9, param.shape, generator=generator, device="cpu")
+                param.grad = drawn.to(param) * (stage + 1)
         for param, known in zip(mine.parameters(), whole[place].parameters()):
             param.grad = known.grad.clone()  # type: ignore[union-attr]
         if step == 2:

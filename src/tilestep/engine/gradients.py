@@ -107,9 +107,13 @@ class Gradients:
             self._host[:] = host
             copy_to(self.grads, self._host)
 
-    def forget(self) -> None:
-        """Look at every gradient again at the next step."""
+    def look_again(self) -> None:
+        """Look at every gradient again at the next step: somebody else has looked up addresses since the last one."""
         self._active = None
+
+    def forget(self) -> None:
+        """`look_again`, and take nothing for granted of how they lie in memory."""
+        self.look_again()
         self._layout_known = False
 
     def _present(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:

@@ -24,7 +24,7 @@ CHANGED = (
 
 _DTENSORS = "parameters are DTensors, whose gradients are found by the host and whose norm waits for other ranks"
 
-BY_RANKS = "several ranks decide its steps together; for sharded parameters run the steps outside graphs"
+BY_RANKS = "several ranks decide its steps together; for DTensors run the steps outside graphs"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
         tables.prepare()
     tables.follow_parameters()
     tables.note_versions()
-    tables.engines[0].build(build_decision(optimizer, tables.engines))
+    tables.engines[0].build(build_decision(optimizer, tables.engines, alone=optimizer.agreement is None))
     optimizer._graphs = replace(optimizer._graphs, stale="")
     return tables
 
@@ -108,7 +108,7 @@ def step_in_capture(optimizer: Optimizer) -> None:
         decide(optimizer, tables.engines)
         engine.begin(gradients[0])
         engine.refresh_device_hypers()
-        run_passes(tables.engines)
+        run_passes(tables.engines, tables.shared_sums)
         engine.finish()
     tables.note_versions()
     optimizer._graphs = replace(optimizer._graphs, captured=optimizer._graphs.captured + 1)

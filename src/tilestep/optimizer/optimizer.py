@@ -24,8 +24,6 @@ from .scan import Scan
 
 __all__ = ["Optimizer"]
 
-OverflowFlags = dict[torch.device, torch.Tensor]
-
 
 class Optimizer(torch.optim.Optimizer):
     """An optimizer for any rule.
@@ -196,7 +194,7 @@ class Optimizer(torch.optim.Optimizer):
         """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""
         return None
 
-    def _unscale_with(self, unscale: Callable[..., OverflowFlags], *args: Any, **kwargs: Any) -> OverflowFlags:
+    def _unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
         return unscale(self, *args, **kwargs)
 
@@ -271,6 +269,11 @@ class Optimizer(torch.optim.Optimizer):
             CaptureError: for what a graph cannot hold.
         """
         prepare_capture(self)
+
+    @contextmanager
+    def _for_graph(self, *, alone: bool, replays: bool = False) -> Iterator[Optimizer]:
+        """A block in which a step, `alone` or with backward, is captured or replayed on the optimizer that it gives."""
+        yield self
 
     def push(self) -> None:
         """Bring hyperparameters that have changed to the device, before a CUDA graph with a step is replayed.

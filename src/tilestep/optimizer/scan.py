@@ -60,7 +60,7 @@ class Scan:
             answers.append(engine.can_scan and self._module.scan(scanner, host.ctypes.data) in (_SAME, _MOVED))
         if not all(answers):
             for engine in tables.engines:
-                engine.gradients.forget()
+                engine.gradients.look_again()
             return False
         for host, engine in zip(self._hosts, tables.engines):
             engine.gradients.take_addresses(host)

@@ -57,7 +57,13 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
         ...     print(str(error)[:69])
         the step cannot be captured: its parameters are on the CPU, which has
     """
-    tables = prepare_capture(optimizer, alone=work is None)
+    with optimizer._for_graph(alone=work is None) as updating:
+        return _captured(optimizer, updating, work)
+
+
+def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
+    """Capture a step that works on the tables of `updating`."""
+    tables = prepare_capture(updating, alone=work is None)
     engine = tables.engines[0]
     choices = HostChoices(engine.segments)
     table = None
@@ -67,7 +73,7 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
             seen = engine.check_capture(tables.gradients()[0])
         table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
     before = [param.grad for param in engine.params]
-    known = optimizer._graphs.captured
+    known = updating._graphs.captured
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads, of data loaders say, may go on allocating.
@@ -76,10 +82,10 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
             output = (work or optimizer.step)()
     finally:
         engine.graph_tables.forget()
-    require(optimizer._graphs.captured > known, "work() did not step the optimizer")
+    require(updating._graphs.captured > known, "work() did not step the optimizer")
     # Those that were made inside are memory of the graph.
     kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]
-    return CapturedStep(optimizer, graph, output, table, kept, choices)
+    return CapturedStep(optimizer, updating, graph, output, table, kept, choices)
 
 
 class CapturedStep:
@@ -87,6 +93,7 @@ class CapturedStep:
 
     Args:
         optimizer: whose step it is.
+        updating: the optimizer whose tables it works on.
         graph: the CUDA graph.
         output: what the captured function has returned: tensors that each replay writes anew.
         table: the table of addresses that the graph reads, to be kept.
@@ -97,21 +104,22 @@ class CapturedStep:
     def __init__(
         self,
         optimizer: Optimizer,
+        updating: Optimizer,
         graph: torch.cuda.CUDAGraph,
         output: Any,
         table: torch.Tensor | None,
         gradients: Sequence[torch.Tensor | None],
         choices: HostChoices,
     ) -> None:
-        assert optimizer._tables is not None
+        assert updating._tables is not None
         self.output = output
-        self._optimizer = weakref.ref(optimizer)
-        self._tables = weakref.ref(optimizer._tables)
+        self._optimizer, self._updating = weakref.ref(optimizer), weakref.ref(updating)
+        self._tables = weakref.ref(updating._tables)
         self._graph = graph
         self._table = table
         self._choices = choices
         self._is_alone = table is not None
-        self._memory = _Memory(optimizer._tables, gradients)
+        self._memory = _Memory(updating._tables, gradients)
 
     def replay(self) -> Any:
         """Run the captured step on the current stream, with the hyperparameters that the param groups have now.
@@ -126,24 +134,26 @@ class CapturedStep:
             CaptureError: if the step is stale; nothing is run then.
             ValueError: for a hyperparameter that is NaN.
         """
-        optimizer, tables = self._current()
+        optimizer = self._known_optimizer()
         if optimizer._evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before replay()")
         if self._is_alone:
             _require_unscaled(optimizer)
-        try:
-            tables.engines[0].push_hypers()
-        except Stale as stale:
-            raise _stale(str(stale)) from None
-        with marked(REPLAY) if self._is_alone else nullcontext():
-            if not self._choices.suffices():
-                optimizer._step()
-                return self.output
-            if tables.masters:
-                tables.follow_parameters()
-                tables.note_versions()
-            self._graph.replay()
-            self._choices.replayed()
+        with optimizer._for_graph(alone=self._is_alone, replays=True):
+            tables = self._current()
+            try:
+                tables.engines[0].push_hypers()
+            except Stale as stale:
+                raise _stale(str(stale)) from None
+            with marked(REPLAY) if self._is_alone else nullcontext():
+                if not self._choices.suffices():
+                    optimizer._step()
+                    return self.output
+                if tables.masters:
+                    tables.follow_parameters()
+                    tables.note_versions()
+                self._graph.replay()
+                self._choices.replayed()
         return self.output
 
     @property
@@ -155,16 +165,21 @@ class CapturedStep:
             return True
         return False
 
-    def _current(self) -> tuple[Optimizer, Tables]:
-        optimizer, tables = self._optimizer(), self._tables()
+    def _known_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
         if optimizer is None:
             raise CaptureError("the captured step has lost its optimizer: keep a reference to it")
-        if tables is None or optimizer._tables is not tables or not tables.same_groups(optimizer):
+        return optimizer
+
+    def _current(self) -> Tables:
+        self._known_optimizer()
+        updating, tables = self._updating(), self._tables()
+        if updating is None or tables is None or updating._tables is not tables or not tables.same_groups(updating):
             raise _stale(CHANGED)
         reason = self._memory.reason()
         if reason:
             raise _stale(reason)
-        return optimizer, tables
+        return tables
 
 
 def _stale(reason: str) -> CaptureError:

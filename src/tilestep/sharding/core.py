@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.capturing import PREPARE, is_capturing, require
 from ..norm import NormTable
 from ..optimizer import Optimizer
 from .buckets import Bucket, Options, make_buckets, view_of
@@ -144,6 +145,8 @@ class Sharding:
         self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel)
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
         self._known: _Known | None = None
+        self.captures_alone = False
+        """Whether a step is being captured without the backward before it."""
 
     @torch.no_grad()
     def _align(self, model: nn.Module) -> None:
@@ -183,14 +186,19 @@ class Sharding:
         return make_inner(optimizer, groups, self.ranks, self.deciders, wholes)
 
     @torch.no_grad()
-    def ready(self) -> None:
-        """Have every piece hold its summed gradient, and the pieces be what the parameters are."""
-        self.gradients.finish()
+    def follow_parameters(self) -> None:
+        """Have every parameter here, and take over what somebody else has written to them."""
         self.parameters.wait_all()
         if self.parameters.were_written():
             torch.autograd.graph.increment_version(
                 [member.piece for member in self.members if member.piece is not None]
             )
+
+    @torch.no_grad()
+    def ready(self) -> None:
+        """Have every piece hold its summed gradient, and the pieces be what the parameters are."""
+        self.gradients.finish()
+        self.follow_parameters()
         now = _Known(
             [sums.section for sums in self.gradients.sums],
             self.gradients.has_gradient(),
@@ -214,7 +222,16 @@ class Sharding:
 
     def step(self, optimizer: Optimizer) -> None:
         """Update this rank's pieces and send them to the others."""
+        captures = is_capturing()
+        if captures:
+            require(self.ranks.can_be_captured, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
+            require(not self.parameters.is_pending, f"parameters are still on their way; {PREPARE}")
         self.ready()
+        if captures:
+            require(
+                self.captures_alone or self.gradients.summed_in_graph,
+                "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
+            )
         mirror(optimizer.param_groups, self.inner.param_groups)
         for name in ("grad_scale", "found_inf"):
             self.inner.__dict__.pop(name, None)
@@ -223,8 +240,29 @@ class Sharding:
         self.inner._check_overflow = optimizer._check_overflow
         self.inner._gradients_scaled = optimizer._gradients_scaled
         self.inner._step()
-        self.gradients.forget()
+        if not captures or self.gradients.summed_in_graph:
+            self.gradients.forget()
         self.parameters.gather()
+
+    def prepare_graph(self, optimizer: Optimizer, *, alone: bool) -> None:
+        """Before a capture or a replay: bring everything that a graph takes for granted to where it looks for it.
+
+        Args:
+            optimizer: whose param groups count.
+            alone: whether the graph has the step alone, and takes gradients that are summed up.
+        """
+        mirror(optimizer.param_groups, self.inner.param_groups)
+        if alone:
+            self.ready()
+        else:
+            self.follow_parameters()
+        self.channel.settle()
+
+    def replayed(self, *, alone: bool) -> None:
+        """After a replay: what a step does on the host."""
+        if alone:
+            self.gradients.forget()
+        self.parameters.note_update()
 
     @property
     def has_gradients(self) -> bool:

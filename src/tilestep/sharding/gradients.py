@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..compat import after_backward, backward_pass, copy_all, zero_all
+from ..engine.capturing import is_capturing, require
 from .buckets import Bucket, Options, view_of
 from .groups import Ranks
 from .streams import Channel
@@ -176,6 +177,8 @@ class GradientSync:
         self._rounds = 0
         self._reducing = False
         self._pass: int | None = None
+        self.summed_in_graph = False
+        """Whether the last round is a part of a CUDA graph that is being captured."""
         self._handles = [
             param.register_post_accumulate_grad_hook(partial(self._arrived, sums, place))
             for sums in self.sums
@@ -268,6 +271,7 @@ class GradientSync:
                 self.ranks.add_in(group, self.used)
         self._open, self._reducing, self._pass = False, False, None
         self._rounds += 1
+        self.summed_in_graph = is_capturing()
 
     def _send_used(self) -> None:
         """Bring what this rank has used to the device if it is not what it has used before."""
@@ -308,6 +312,7 @@ class GradientSync:
         found = [place in self._used_here for place in range(len(self.params))]
         unsure = [place for place, known in enumerate(found) if not known and self.params[place].requires_grad]
         if unsure and self.ranks.count > 1:
+            require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
             counts = self.used.tolist()
             for place in unsure:
                 found[place] = counts[place] > 0
@@ -334,6 +339,7 @@ class GradientSync:
             sums.forget()
         self._used_here.clear()
         self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
+        self.summed_in_graph = False
 
     def close(self) -> None:
         """Stop looking at gradients."""

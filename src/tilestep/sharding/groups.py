@@ -58,6 +58,11 @@ class Ranks:
         return self.size * self.copies
 
     @property
+    def can_be_captured(self) -> bool:
+        """Whether what they do together can be a part of a CUDA graph."""
+        return all("nccl" in dist.get_backend(group) for group in self.groups)
+
+    @property
     def groups(self) -> list[Any]:
         """The groups that together reach all ranks."""
         return [self.shard] if self.copies == 1 else [self.shard, self.replicate]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 
 from ..compat import route_unscaling
 from ..engine import DeviceEngine
-from ..engine.capturing import is_capturing
-from ..errors import CaptureError, GradientError
+from ..errors import GradientError
 from ..optimizer import Optimizer
+from ..optimizer.graphs import prepare_capture
 from .agree import check_together, plain_module
 from .buckets import Options
 from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states
@@ -163,8 +164,6 @@ class ShardedOptimizer(Optimizer):
     def _step(self) -> None:
         if self._evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
-        if is_capturing():
-            raise CaptureError("the step of a sharded optimizer cannot be captured in a CUDA graph")
         if hasattr(self, "found_inf") and not self._overflows_are_shared:
             raise GradientError(
                 "a scaler has looked for overflows on this rank alone, and scales of ranks would drift apart: use "
@@ -314,11 +313,27 @@ class ShardedOptimizer(Optimizer):
     def _current(self) -> list[DeviceEngine]:
         return self._sharding.inner._current()
 
-    def prepare_capture(self) -> None:
-        """Refused: steps of sharded optimizers are not captured yet."""
-        raise CaptureError("the step of a sharded optimizer cannot be captured in a CUDA graph")
+    @contextmanager
+    def _for_graph(self, *, alone: bool, replays: bool = False) -> Iterator[Optimizer]:
+        sharding = self._sharding
+        sharding.prepare_graph(self, alone=alone)
+        sharding.captures_alone = alone and not replays
+        try:
+            yield sharding.inner
+        finally:
+            sharding.captures_alone = False
+        if replays:
+            sharding.replayed(alone=alone)
 
-    push = prepare_capture
+    def prepare_capture(self) -> None:
+        """As for any optimizer; the graph has to hold backward too, or to be made by `tilestep.capture`."""
+        with self._for_graph(alone=False) as updating:
+            prepare_capture(updating)
+
+    def push(self) -> None:
+        """As for any optimizer."""
+        with self._for_graph(alone=False) as updating:
+            updating.push()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..compat import TensorWatch, is_compiled
+from ..engine.capturing import is_capturing
 from ..guards import guard_model
 from .buckets import Bucket, Options
 from .streams import Channel
@@ -66,6 +67,12 @@ class _Gather:
             self.waited.add(stream.cuda_stream)
         return self.event.query()
 
+    def finish_in_graph(self) -> None:
+        """Have nobody wait for it outside the graph that it is in."""
+        if self.work is not None:
+            self._arrive()
+        self.event = None
+
 
 class ParameterSync:
     """Gathers buckets after a step; whoever looks a parameter up in its module waits for its bucket alone.
@@ -79,7 +86,7 @@ class ParameterSync:
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: Channel) -> None:
         self.params = [param for bucket in buckets for param in bucket.params]
-        self._buckets = list(buckets)
+        self._buckets, self._channel = list(buckets), channel
         self._gathers = [_Gather(bucket, channel) for bucket in reversed(buckets)]
         self._overlaps = options.overlap_param_sync
         self._pending: dict[int, _Gather] = {}
@@ -119,13 +126,25 @@ class ParameterSync:
             if gather.bucket.trains:
                 gather.launch()
                 self._pending[id(gather)] = gather
-        # What was computed from the old values must not be differentiated, as after any step.
+        self.note_update()
+        if is_capturing():
+            self._join_graph()
+        elif self.compiled or not self._overlaps:
+            self.wait_all()
+
+    def note_update(self) -> None:
+        """What was computed from the old values must not be differentiated, as after any step."""
         torch.autograd.graph.increment_version(
             [param for bucket in self._buckets if bucket.trains for param in bucket.params]
         )
         self._versions = self._version()
-        if self.compiled or not self._overlaps:
-            self.wait_all()
+
+    def _join_graph(self) -> None:
+        """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
+        for gather in self._gathers:
+            gather.finish_in_graph()
+        self._channel.await_communication()
+        self._pending.clear()
 
     def take_back(self) -> None:
         """Let parameters that somebody has moved be views of their buckets again."""

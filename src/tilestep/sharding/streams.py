@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..engine.capturing import is_capturing
+
 __all__ = ["Channel"]
 
 
@@ -53,9 +55,22 @@ class Channel:
         with torch.cuda.stream(self._stream):
             yield
 
+    def settle(self) -> None:
+        """Before a CUDA graph: let the current stream wait for all there is, so that nothing in the graph has to."""
+        with self.after_compute():
+            pass
+        self.await_communication()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether a graph is captured of which communication is not a part yet: it has nothing to wait for there."""
+        if self._stream is None or not is_capturing():
+            return False
+        with torch.cuda.stream(self._stream):
+            return not is_capturing()
+
     def await_communication(self) -> None:
         """Let the current stream wait for all communication so far."""
-        if self._stream is not None:
+        if self._stream is not None and not self._is_elsewhere():
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
