@@ -172,7 +172,7 @@ class Optimizer(torch.optim.Optimizer):
         return engines[0].control[SKIPPED].to(torch.int64) if engines else torch.zeros((), dtype=torch.int64)
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
-        """For a scaler, after a step that checked: device and float32 scalar, 1 for an overflow; empty without gradients."""
+        """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
         engines = self._current()
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return {}
