@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "placements"))
 import test_dtensor_checkpoints as checkpoints
 import test_dtensor_compat as compat
 import test_dtensor_decisions as decisions
+import test_dtensor_matrices as matrices
+import test_dtensor_slices as slices
 import test_dtensor_steps as steps
 from rank_processes import run_on_ranks
 from sharded_models import LAYOUTS, assert_equal_on_ranks, backward, batch, full
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs
 
 def steps_without_waiting() -> None:
     """The host never waits for the GPU, whatever decides the step: clip, skip, scaler, sums over sharded tensors."""
-    for name in ("AdamW", "LAMB"):
+    for name in ("AdamW", "LAMB", "Adafactor"):
         for layout in LAYOUTS:
             net = LAYOUTS[layout][0]()
             optimizer = getattr(tilestep, name)(net.parameters(), lr=1e-3, max_grad_norm=1.0)
@@ -76,6 +78,8 @@ def clips_without_waiting() -> None:
 CHECKS = {
     **steps.CHECKS,
     **{name: check for name, check in decisions.CHECKS.items() if name != "agrees_over_meshes"},
+    **slices.CHECKS,
+    **{name: check for name, check in matrices.CHECKS.items() if name != "two_cuts_are_refused_by_name"},
     **checkpoints.ON_FOUR,
     **checkpoints.ON_TWO,
     "dtensors_have_what_we_know": compat.dtensors_have_what_we_know,

@@ -152,6 +152,29 @@ def torch_and_tilestep_change_places() -> None:
             assert_same(net, reference, atol=1e-5, rtol=1e-4)
 
 
+def flattened_checkpoints_change_places() -> None:
+    """With keys as pipelines write them: torch's into tilestep's, which has more keys in its groups, and back."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    for first, second in ((torch.optim.AdamW, tilestep.AdamW), (tilestep.AdamW, torch.optim.AdamW)):
+        net, reference = LAYOUTS["fsdp"][0](), plain()
+        optimizer, expected = _optimizer(net, first), _optimizer(reference, torch.optim.AdamW)
+        for step in range(2):
+            _step(net, optimizer, step, "fsdp")
+            _step(reference, expected, step, None)
+        folder = FOLDER / f"flat-{first.__module__}"
+        dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer, options=options)}, checkpoint_id=folder)
+        other = _optimizer(net, second)
+        found = get_optimizer_state_dict(net, other, options=options)
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=second is tilestep.AdamW)
+        dcp.load({"optimizer": found}, checkpoint_id=folder, planner=planner)
+        set_optimizer_state_dict(net, other, found, options=options)
+        assert [group["lr"] for group in other.param_groups] == [1e-2, 3e-3]
+        for step in range(2, 4):
+            _step(net, other, step, "fsdp")
+            _step(reference, expected, step, None)
+        assert_same(net, reference, atol=1e-5, rtol=1e-4)
+
+
 def whole_state_dicts() -> None:
     """The full state dict, gathered and broadcast again; its tensors are plain."""
     net, optimizer = _trained("fsdp")
@@ -217,6 +240,7 @@ ON_FOUR = {
         state_can_be_replaced,
         state_dict_goes_round,
         torch_and_tilestep_change_places,
+        flattened_checkpoints_change_places,
         whole_state_dicts,
         keeps_masters,
         evaluates_averages,

@@ -153,7 +153,7 @@ def cut_along_two_dimensions() -> None:
     """Each rank has other columns and some rows; and the same rows twice cut."""
     torch.manual_seed(3)
     whole, *grads = torch.randn(4, 7, 9, dtype=torch.float64).to(device())
-    mesh = init_device_mesh(device(), (2, 2))
+    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2))
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]):
         for make in (tilestep.Adafactor, lambda params, lr: tilestep.Optimizer(params, slices_of_every_kind, lr=lr)):
             weight = torch.nn.Parameter(distribute_tensor(whole, mesh, placements))

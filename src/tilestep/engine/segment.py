@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from ..codegen.spec import MAX_DIMS, KernelSpec
+from ..errors import GradientError
 from ..matrices.batches import MatrixBatches
+from ..matrices.shared import Exchange
 from .layout import cut_tiles, layout_record, same_walk
 from .windows import Mover, Window
 
@@ -30,6 +32,8 @@ class Entry:
         group: index of its param group.
         whole: the DTensor that `param` is this rank's part of; None for a tensor that is all here.
         matrices: matrix states by name: views of the segment's batches once it is built.
+        exchange: for a tensor whose rule needs the whole matrix of which `param` is a part what puts it together, and
+            the number by which that knows it.
         share: what this rank's sums over the tensor count in sums over all ranks, see `placements.Agreement.share`.
         ordered: whether its gradient must lie in memory as it does itself; one that does not is copied.
     """
@@ -43,6 +47,7 @@ class Entry:
     share: float = 1.0
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
     ordered: bool = False
+    exchange: tuple[Exchange, int] | None = None
 
     @property
     def handle(self) -> torch.Tensor:
@@ -141,6 +146,8 @@ class Segment:
         self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
         self.sizes = np.asarray([_sizes(entry.handle, spec.sizes) for entry in self.entries], dtype=np.int64)
         scratch = spec.program.library.scratch
+        if not self.batches_matrices:
+            _require_no_exchange(self.entries, spec)
         self.matrices = MatrixBatches(self) if scratch and self.batches_matrices else None
         if self.matrices is not None and self.matrices.conditions is not None:
             # What a step needs is decided on the host, from which tensors have gradients.
@@ -301,6 +308,15 @@ def group_value(group: Mapping[str, Any], name: str) -> Any:
     key, _, index = name.partition(".")
     value = group.get(key)
     return value[int(index)] if index and value is not None else value
+
+
+def _require_no_exchange(entries: Sequence[Entry], spec: KernelSpec) -> None:
+    for entry in entries:
+        if entry.exchange is not None:
+            raise GradientError(
+                f"{entry.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
+                "C++ compiler, or Triton on a GPU"
+            )
 
 
 def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..graph import LibraryPass, evaluate
+from .batch import Batch
 from .conditions import Conditions, GroupNumbers
 from .operations import MATRIX_OPERATIONS
 from .running import run_chunk
+from .shared import SharedMatrices
 from .workspace import matrices_at_once
 
 if TYPE_CHECKING:
     from ..engine.segment import Segment
 
-__all__ = ["Batch", "MatrixBatches", "Spared"]
+__all__ = ["MatrixBatches", "Spared"]
 
 Spared = dict[tuple[int, int], frozenset[int]]
 """Values that are not computed, by identity, for each library pass and batch by their places."""
-
-
-@dataclass
-class Batch:
-    """Tensors of one shape whose operations take the same numbers.
-
-    Args:
-        shape: rows and columns of each.
-        members: their places in the segment.
-        numbers: what operations take beside matrices, by identity of the value.
-        chunk: how many are worked on at once.
-        arrays: each scratch array, [members, rows, columns].
-        states: each matrix state, [members, side, side].
-        index: `members` on the device.
-    """
-
-    shape: tuple[int, int]
-    members: list[int]
-    numbers: dict[int, float]
-    chunk: int
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-    states: dict[str, torch.Tensor] = field(default_factory=dict)
-    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 class MatrixBatches:
@@ -60,7 +39,14 @@ class MatrixBatches:
         self.library = self.spec.program.library
         self.numbers = self.library.numbers()
         self.keys = self._keys()
-        self.batches = [self._batch(key, members) for key, members in self._sorted().items()]
+        own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
+        self.batches = [self._batch(key, members) for key, members in self._sorted(own).items()]
+        for batch in self.batches:
+            self._allocate(batch)
+        shared = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
+        parted = [self._batch(key, members) for key, members in self._sorted(shared).items()]
+        self.shared = SharedMatrices(segment, parted) if parted else None
+        """The tensors of which this rank has a part."""
         operations = [MATRIX_OPERATIONS.get(value.operation) for here in self._work() for value in here.values]
         self.waits = any(operation is not None and operation.waits for operation in operations)
         """Whether the host waits for the device in steps that need all."""
@@ -82,17 +68,18 @@ class MatrixBatches:
             if entry.group not in known:
                 numbers = GroupNumbers(self.groups[entry.group])
                 known[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
-            keys.append((tuple(entry.param.shape), known[entry.group]))
+            whole = entry.param if entry.exchange is None else entry.handle
+            keys.append((tuple(whole.shape), known[entry.group]))
         return keys
 
     def outdated(self) -> bool:
         """Whether the numbers have changed since the batches were made."""
         return self.keys != self._keys()
 
-    def _sorted(self) -> dict[tuple[Any, ...], list[int]]:
+    def _sorted(self, indices: Sequence[int]) -> dict[tuple[Any, ...], list[int]]:
         members: dict[tuple[Any, ...], list[int]] = {}
-        for index, key in enumerate(self.keys):
-            members.setdefault(key, []).append(index)
+        for index in indices:
+            members.setdefault(self.keys[index], []).append(index)
         return members
 
     def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
@@ -102,10 +89,7 @@ class MatrixBatches:
         by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
         batch = Batch((rows, columns), members, by_identity, chunk)
         batch.index = torch.tensor(members, dtype=torch.int64, device=self.segment.device)
-        self._allocate(batch)
         self._adopt_states(batch)
-        for place, index in enumerate(members):
-            self.entries[index].arrays.update({name: array[place] for name, array in batch.arrays.items()})
         return batch
 
     def _allocate(self, batch: Batch) -> None:
@@ -118,6 +102,8 @@ class MatrixBatches:
             batch.arrays[name] = memory[spare:]
             if replaced:
                 batch.arrays[replaced] = memory[:count]
+        for place, index in enumerate(batch.members):
+            self.entries[index].arrays.update({name: array[place] for name, array in batch.arrays.items()})
 
     def _replacements(self) -> dict[str, str | None]:
         """Each scratch array that has memory of its own, and the one, if any, that takes it over chunk by chunk."""
@@ -207,6 +193,12 @@ class MatrixBatches:
     def _groups(self, batch: Batch) -> list[int]:
         return sorted({self.entries[member].group for member in batch.members})
 
+    def _spared(self, here: LibraryPass, batch: Batch) -> frozenset[int]:
+        """What a batch does not need in this step."""
+        if self.conditions is None:
+            return frozenset()
+        return self.conditions.spared(here, batch.members, self._groups(batch))
+
     def _run(self, index: int, leaves_out: Spared | None, stores: bool) -> None:
         here = self.library.passes[index]
         if here is None:
@@ -223,10 +215,12 @@ class MatrixBatches:
             if self.conditions is not None and not self.active[batch.members].any():
                 continue  # nothing of it takes part in this step
             spared = (leaves_out or {}).get((index, place), frozenset())
-            if self.conditions is not None and decides:
-                spared = self.conditions.spared(here, batch.members, self._groups(batch))
+            if decides:
+                spared = self._spared(here, batch)
             for start in range(0, len(batch.members), batch.chunk):
                 run_chunk(self.segment, here, batch, slice(start, start + batch.chunk), spared, stores)
+        if self.shared is not None and stores:
+            self.shared.run(here, lambda batch: self._spared(here, batch))
         if self.conditions is not None and decides and is_last:
             self.conditions.launched(self.active, self.segment.may_skip)
         self.is_built = self.is_built or is_last

@@ -13,7 +13,7 @@ from .operations import MATRIX_OPERATIONS
 
 if TYPE_CHECKING:
     from ..engine.segment import Segment
-    from .batches import Batch
+    from .batch import Batch
 
 __all__ = ["run_chunk"]
 

@@ -13,25 +13,19 @@ import torch
 
 from ..codegen.spec import KernelSpec
 from ..compat import local_parts
-from ..engine import (
-    DeviceEngine,
-    Entry,
-    grad_dtype,
-    graph_for,
-    kernel_spec,
-    run_passes,
-)
+from ..engine import DeviceEngine, Entry, grad_dtype, graph_for, kernel_spec, run_passes
 from ..errors import MatrixError
 from ..graph import Graph
 from ..placements import (
     Agreement,
+    Exchanges,
     LocalGradients,
     SharedSums,
     checked_part,
     distribute,
     is_distributed,
+    is_whole,
     local_state,
-    require_whole,
 )
 from ..placements.local import local_part
 from ..rules import Rule
@@ -280,6 +274,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
     plans: dict[tuple[Any, ...], tuple[Graph, KernelSpec]] = {}
     planned: list[tuple[str, int, torch.Tensor, Graph, KernelSpec, dict[str, Any]]] = []
     later: Later = {}
+    exchanges, shared = Exchanges(), dict[torch.Tensor, Any]()
     for label, group_index, group, param in labelled(optimizer):
         if _is_dormant(param, optimizer.state):
             dormant.append(param)
@@ -294,10 +289,12 @@ def build_tables(optimizer: Optimizer) -> Tables:
             spec = kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
             plans[alike] = graph, spec
         graph, spec = plans[alike]
-        require_whole(label, param, rule.name, spec)
-        buffers = (MASTER, *(name for name in rule.state_names if name not in graph.scalar_states))
-        known = local_state(label, optimizer.state.get(param, {}), param, buffers, graph.slice_states)
-        state = initial_state(label, part, group, graph, rule, known, later, home)
+        if spec.program.library.scratch and not is_whole(param):
+            shared[param] = exchanges.add(label, param, everywhere=bool(graph.matrix_states))
+        apart = {*graph.scalar_states, *graph.matrix_states}
+        buffers, before = {MASTER, *rule.state_names} - apart, optimizer.state.get(param, {})
+        known = local_state(label, before, param, buffers, graph.slice_states, graph.matrix_states)
+        state = initial_state(label, part, group, graph, rule, known, later, home, param.shape)
         planned.append((label, group_index, param, graph, spec, state))
     fresh = sum(one.source is None for one in later.get(MASTER, ()))
     begin_missing(later, home)
@@ -313,7 +310,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
         scalars = {name: state[name] for name in ("step", *graph.scalar_states)}
         whole = optimizer._whole_of(param) if part is param else param
         entry = Entry(label, part, arrays, scalars, group_index, whole)
-        entry.matrices = squares
+        entry.matrices, entry.exchange = squares, shared.get(param)
         entry.share = 1.0 if agreement is None else agreement.share(param)
         home.arrange(spec, entry)
         members[id(entry)] = param
@@ -354,7 +351,7 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
     """A parameter's state as users see it: buffers of a DTensor are DTensors, numbers are plain tensors."""
     if not is_distributed(param):
         return state
-    buffers = {MASTER, *graph.states}.difference(graph.scalar_states)
+    buffers = {MASTER, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
     overs = graph.slice_states
     return {
         name: distribute(value, param, overs.get(name)) if name in buffers else value for name, value in state.items()

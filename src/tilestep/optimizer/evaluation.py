@@ -30,7 +30,8 @@ def hold_averages(optimizer: Optimizer) -> None:
         if rule.evaluation is None or not state or TRAINING in state:
             continue
         compute, part = compute_dtype(param), local_part(param)
-        own = local_state(label, state, param, (MASTER, *rule.state_names), slice_overs(rule, param))
+        squares = {name for name, start in rule.states.items() if start.shape in ("left", "right")}
+        own = local_state(label, state, param, {MASTER, *rule.state_names} - squares, slice_overs(rule, param), squares)
         buffers = {
             name: own[name].to(part.device, compute)
             for name in rule.state_names

@@ -51,6 +51,7 @@ class Missing:
         group: its param group.
         dtype: of the buffer.
         source: the buffer whose values it takes over, where there is one that cannot stay.
+        whole: shape of the tensor of which the parameter may be a part.
     """
 
     state: dict[str, Any]
@@ -58,6 +59,7 @@ class Missing:
     param: torch.Tensor
     group: Mapping[str, Any]
     dtype: torch.dtype
+    whole: torch.Size
     source: torch.Tensor | None = None
 
 
@@ -100,6 +102,7 @@ def initial_state(
     known: Mapping[str, Any],
     later: Later,
     home: StateHome,
+    whole: torch.Size,
 ) -> dict[str, Any]:
     """The state of a parameter: known buffers are kept, missing ones begin as the rule says.
 
@@ -112,6 +115,7 @@ def initial_state(
         known: state it has already; entries that are not the rule's are kept as they are.
         later: gets the missing buffers, which are None until `begin_missing`.
         home: where element buffers live.
+        whole: shape of the tensor of which `param` may be a part; matrices beside it have its sides.
 
     Raises:
         StateError: for a known buffer of another shape.
@@ -127,11 +131,11 @@ def initial_state(
         value = known.get(name)
         if start.shape == "scalar":
             state[name] = _scalar(start, group) if value is None else _as_scalar(value)
-        elif value is not None and _can_stay(label, name, value, start, param, dtypes[name], home):
+        elif value is not None and _can_stay(label, name, value, start, param, dtypes[name], home, whole):
             state[name] = value
         else:
             state[name] = None
-            later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], value))
+            later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], whole, value))
     unused = {MASTER, *rule.state_names}
     state.update({name: value for name, value in known.items() if name not in state and name not in unused})
     return state
@@ -178,9 +182,9 @@ def _start(start: State, group: Mapping[str, Any]) -> float:
     return float(at_step(group[start.init], 1.0, start.init) if isinstance(start.init, str) else start.init)
 
 
-def _shape(start: State, param: torch.Tensor) -> tuple[int, ...]:
+def _shape(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int, ...]:
     if start.shape in ("left", "right"):
-        side = param.shape[-2 if start.shape == "left" else -1]
+        side = whole[-2 if start.shape == "left" else -1]
         return (side, side)
     if start.shape == "row":
         return (*param.shape[:-1], 1)
@@ -208,11 +212,13 @@ def _can_stay(
     param: torch.Tensor,
     dtype: torch.dtype,
     home: StateHome,
+    whole: torch.Size,
 ) -> bool:
     """Whether a known buffer lies as kernels want it."""
-    if tuple(value.shape) != _shape(start, param):
+    wanted = _shape(start, param, whole)
+    if tuple(value.shape) != wanted:
         raise StateError(
-            f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {_shape(start, param)}: the parameter "
+            f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
             "was changed; change its state too, or delete it from the optimizer's `state` to begin anew"
         )
     follows = value.stride() == param.stride() or not is_dense(param)
@@ -223,7 +229,7 @@ def _can_stay(
 
 def _empty(one: Missing) -> torch.Tensor:
     """A new buffer of rows, columns or a matrix that is going to be written."""
-    return one.param.new_empty(_shape(one.start, one.param), dtype=one.dtype, requires_grad=False)
+    return one.param.new_empty(_shape(one.start, one.param, one.whole), dtype=one.dtype, requires_grad=False)
 
 
 def restart(buffer: torch.Tensor, start: State, param: torch.Tensor, group: Mapping[str, Any]) -> None:

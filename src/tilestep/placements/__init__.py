@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from .agreement import Agreement
 from .gradients import LocalGradients
-from .local import checked_part, distribute, is_distributed, is_whole, local_state, require_whole
+from .local import checked_part, distribute, is_distributed, is_whole, local_state
+from .matrices import Exchanges
 from .sums import SharedSums
 
 __all__ = [
     "Agreement",
+    "Exchanges",
     "LocalGradients",
     "SharedSums",
     "checked_part",
@@ -16,5 +18,4 @@ __all__ = [
     "is_distributed",
     "is_whole",
     "local_state",
-    "require_whole",
 ]

@@ -11,7 +11,6 @@ from ..compat import distributed_like, distributed_tensor_type, local_parts
 from ..errors import GradientError, StateError
 
 if TYPE_CHECKING:
-    from ..codegen.spec import KernelSpec
     from ..graph import Value
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "local_part",
     "local_state",
     "ready",
-    "require_whole",
     "sharded_dims",
     "slices_here",
     "spans_ranks",
@@ -90,32 +88,6 @@ def is_whole(tensor: torch.Tensor) -> bool:
     placed = enumerate(tensor.placements)  # type: ignore[attr-defined]
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     return all(placement.is_replicate() or mesh.size(dim) == 1 for dim, placement in placed)
-
-
-def require_whole(label: str, param: torch.Tensor, rule: str, spec: KernelSpec) -> None:
-    """Raise for a sharded parameter whose rule needs more of it together than one rank has.
-
-    Args:
-        label: how messages call it.
-        param: the parameter.
-        rule: the rule's name.
-        spec: what its kernels are built from.
-
-    Raises:
-        GradientError: naming both.
-    """
-    program = spec.program
-    if program.library.scratch:
-        works_on = "whole matrices"
-    elif param.is_meta and (program.slices.views or program.graph.slice_states):
-        works_on = "rows, columns or other slices"
-    else:
-        return
-    if not is_whole(param):
-        raise GradientError(
-            f"{label} is sharded, {_placed(param)}, and rule {rule} works on {works_on}, which does not go together "
-            "yet; give it to another rule in a param group of its own, or replicate it"
-        )
 
 
 def spans_ranks(reduction: Value, cut: Mapping[int, int]) -> bool:
@@ -207,6 +179,7 @@ def local_state(
     param: torch.Tensor,
     buffers: Iterable[str],
     overs: Mapping[str, Over] | None = None,
+    squares: Iterable[str] = (),
 ) -> dict[str, Any]:
     """A parameter's state with the local parts of its buffers.
 
@@ -216,6 +189,7 @@ def local_state(
         param: the parameter.
         buffers: the names of the buffers; everything else stays as it is.
         overs: for buffers with one number a row, column or other slice the dimensions that they have not.
+        squares: the names of matrices beside the parameter, which every rank has.
 
     Raises:
         StateError: for a DTensor that belongs to a plain parameter.
@@ -230,6 +204,7 @@ def local_state(
         value = found.get(name)
         if isinstance(value, torch.Tensor):
             found[name] = _part_like(value, param, (overs or {}).get(name))
+    found.update({name: found[name].full_tensor() for name in squares if is_distributed(found.get(name))})
     return found
 
 

@@ -77,7 +77,7 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     like = torch.empty_like(member.param, device="meta")
     graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, like.dim())
     later: Any = {}
-    state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome())
+    state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome(), like.shape)
     begin_missing(later, StateHome())
     return {
         name: ShardedTensorPiece.alone(None, tuple(value.shape), member, sharding.ranks, value.dtype)

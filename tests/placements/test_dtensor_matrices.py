@@ -1,0 +1,200 @@
+"""Rules on whole matrices of which each rank has a part: to the bit what one process does with the same gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_on_ranks
+from sharded_models import device, full
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import tilestep
+from tilestep.placements.matrices import MatrixExchange
+
+SHAPES = [(12, 8), (8, 12), (8, 8), (5, 8), (1, 6), (32, 8), (8, 8), (6, 3)]
+"""With parts of no rows, and one whose part has the shape of a matrix beside it."""
+
+
+def _meshes() -> dict[str, tuple[DeviceMesh, list[Any]]]:
+    flat = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+    grid = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return {
+        "rows": (flat, [Shard(0)]),
+        "columns": (flat, [Shard(1)]),
+        "replicated rows": (grid, [Replicate(), Shard(0)]),
+        "whole": (flat, [Replicate()]),
+    }
+
+
+def _drawn(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device(), dtype) for shape in SHAPES]
+
+
+def _pair(mesh: DeviceMesh, placements: Any, make: Any, dtype: torch.dtype) -> tuple[list[Any], Any, list[Any], Any]:
+    wholes = _drawn(0, dtype)
+    mine = [torch.nn.Parameter(distribute_tensor(whole, mesh, placements)) for whole in wholes]
+    others = [torch.nn.Parameter(whole.clone()) for whole in wholes]
+    return mine, make(mine), others, make(others)
+
+
+def _step(step: int, params: list[Any], others: list[Any], *optimizers: Any) -> None:
+    for param, other, grad in zip(params, others, _drawn(step, others[0].dtype)):
+        other.grad = grad
+        param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _same(params: list[Any], others: list[Any], **tolerance: Any) -> None:
+    for place, (param, other) in enumerate(zip(params, others)):
+        if tolerance or device() == "cuda":  # a GPU's library takes other kernels for batches of other sizes
+            tolerance = tolerance or {"atol": 2e-2, "rtol": 2e-2}
+            torch.testing.assert_close(full(param), other.detach(), **tolerance)
+        else:
+            assert torch.equal(full(param), other.detach()), place
+
+
+def muon_is_that_of_one_process() -> None:
+    for name, (mesh, placements) in _meshes().items():
+        for dtype in (torch.float32, torch.bfloat16):
+
+            def make(params: Any, dtype: torch.dtype = dtype) -> Any:
+                return tilestep.Muon(params, lr=0.02, master_weights=dtype is torch.bfloat16)
+
+            mine, optimizer, others, expected = _pair(mesh, placements, make, dtype)
+            for step in range(1, 4):
+                _step(step, mine, others, optimizer, expected)
+                _same(mine, others)
+            for param, other in zip(mine, others):
+                buffer = optimizer.state[param]["momentum_buffer"]
+                torch.testing.assert_close(
+                    full(buffer),
+                    expected.state[other]["momentum_buffer"],
+                    atol=0,
+                    rtol=0,
+                    msg=lambda text, n=name: n + text,
+                )
+
+
+def soap_is_that_of_one_process() -> None:
+    """In float64, through its first step, steps that turn its bases, a skipped one and one without a gradient."""
+    for mesh, placements in _meshes().values():
+
+        def make(params: Any) -> Any:
+            return tilestep.SOAP(params, lr=0.01, precondition_frequency=3, normalize_grads=True, skip_nonfinite=True)
+
+        mine, optimizer, others, expected = _pair(mesh, placements, make, torch.float64)
+        for step in range(1, 9):
+            if step == 5:
+                for param, other, grad in zip(mine, others, _drawn(step, torch.float64)):
+                    other.grad = grad.fill_(torch.nan)
+                    param.grad = distribute_tensor(grad, mesh, placements)
+                optimizer.step()
+                expected.step()
+            else:
+                _step(step, mine, others, optimizer, expected)
+            _same(mine, others, atol=1e-9, rtol=1e-8)
+        for param, other in zip(mine, others):
+            for key in ("gram_left", "gram_right", "exp_avg_sq"):
+                mine_now, wanted = full(optimizer.state[param][key]), expected.state[other][key]
+                torch.testing.assert_close(mine_now, wanted, atol=1e-8, rtol=1e-7)
+
+
+def checkpoints_go_round() -> None:
+    """Into the same layout, from one process, and into one process."""
+    for mesh, placements in _meshes().values():
+        for name, given in (("SOAP", {"precondition_frequency": 2}), ("Muon", {})):
+
+            def make(params: Any, name: str = name, given: dict[str, Any] = given) -> Any:
+                return getattr(tilestep, name)(params, lr=0.01, **given)
+
+            mine, optimizer, others, expected = _pair(mesh, placements, make, torch.float64)
+            for step in range(1, 4):
+                _step(step, mine, others, optimizer, expected)
+            saved, plain = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(expected.state_dict())
+            for state_dict in (saved, plain):
+                loaded = make(mine)
+                loaded.load_state_dict(copy.deepcopy(state_dict))
+                for param in mine:
+                    for key, value in optimizer.state[param].items():
+                        close = {"atol": 1e-8, "rtol": 1e-7} if state_dict is plain else {"atol": 0, "rtol": 0}
+                        torch.testing.assert_close(full(loaded.state[param][key]), full(value), **close)
+            _step(4, mine, others, loaded, expected)
+            _same(mine, others, atol=1e-8, rtol=1e-7)
+
+
+def beside_other_rules() -> None:
+    """Groups of one optimizer: matrices to Muon, the rest to AdamW, and one clip over all."""
+    mesh, placements = _meshes()["rows"]
+
+    def make(params: Any) -> Any:
+        groups = [{"params": params[:5]}, {"params": params[5:], "rule": "AdamW", "lr": 1e-3}]
+        return tilestep.Optimizer(groups, "Muon", lr=0.02, max_grad_norm=0.5)
+
+    mine, optimizer, others, expected = _pair(mesh, placements, make, torch.float32)
+    for step in range(1, 4):
+        _step(step, mine, others, optimizer, expected)
+        # The norm's partial sums are others; what they change is rounded to bfloat16 in Muon.
+        _same(mine[:5], others[:5], atol=1e-3, rtol=1e-2)
+        _same(mine[5:], others[5:], atol=1e-6, rtol=1e-5)
+
+
+def work_is_divided() -> None:
+    """Every matrix has one owner, the same on all ranks, and the largest are with different ones."""
+    mesh, _ = _meshes()["rows"]
+    exchange = MatrixExchange(mesh, 0, everywhere=False)
+    places = [
+        exchange.add("a matrix", distribute_tensor(torch.zeros(8 * (place % 4 + 1), 16), mesh, [Shard(0)]))
+        for place in range(8)
+    ]
+    owned: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(owned, [place for place in places if exchange.owns(place)])
+    assert sorted(place for each in owned for place in each) == places
+    assert all(sum(place % 4 == 3 for place in each) <= 1 for each in owned) and all(owned)
+
+
+def two_messages_for_each_pass() -> None:
+    mesh, placements = _meshes()["rows"]
+    mine, optimizer, others, expected = _pair(mesh, placements, lambda params: tilestep.Muon(params), torch.float32)
+    _step(1, mine, others, optimizer, expected)
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+    counts = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")}
+    assert counts == {"c10d::alltoall_base_": 2}
+
+
+def two_cuts_are_refused_by_name() -> None:
+    grid = init_device_mesh(device(), (2, 2))
+    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 8), grid, [Shard(0), Shard(1)]))
+    with pytest.raises(tilestep.GradientError, match=r"up\.weight.* is sharded.*whole matrices.*two dimensions"):
+        tilestep.Muon([("up.weight", weight)])
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        muon_is_that_of_one_process,
+        soap_is_that_of_one_process,
+        checkpoints_go_round,
+        beside_other_rules,
+        work_is_divided,
+        two_messages_for_each_pass,
+        two_cuts_are_refused_by_name,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_on_ranks(CHECKS, 4)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_matrices_on_four_ranks(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
