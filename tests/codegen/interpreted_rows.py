@@ -13,7 +13,7 @@ from tilestep.engine import backends
 from tilestep.engine.cuda import CudaSegment
 from tilestep.rules import Rule
 
-SHAPES: list[Shape] = [(5, 9), (66, 130), (9, 7), (4, 1), (64, 128), (3, 4, 5), (6, 4, 3, 3), (2, 5, 3, 2)]
+SHAPES: list[Shape] = [(5, 9), (66, 130), (9, 7), (4, 1), (45, 132), (3, 4, 5), (6, 4, 3, 3), (2, 5, 3, 2)]
 
 
 def check(chosen: Rule, hyper: dict[str, Any], shapes: list[Shape]) -> None:

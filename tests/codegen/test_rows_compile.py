@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from tilestep.codegen.spec import KernelSpec
 from tilestep.codegen.storage import Plain
 from tilestep.codegen.triton_slices import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from tilestep.engine import graph_for, kernel_spec
-from tilestep.engine.cuda_slices import block_of
+from tilestep.engine.cuda_slices import block_of, build_options
 from tilestep.rules import registry
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -28,7 +32,7 @@ def spec_of(dims: int, dtype: torch.dtype) -> KernelSpec:
     return kernel_spec(graph, dict.fromkeys(("param", "grad", *graph.states), Plain(dtype)), compute, "cuda")
 
 
-def compiled(kernel: Any, pointers: list[str], compute: torch.dtype, constants: dict[str, Any]) -> str:
+def compiled(kernel: Any, pointers: list[str], compute: torch.dtype, constants: dict[str, Any], **options: Any) -> str:
     """PTX for an H200; pointers to numbers of the type computed in are `rows`, `slot_<n>`, `parts_<n>`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -38,7 +42,20 @@ def compiled(kernel: Any, pointers: list[str], compute: torch.dtype, constants: 
     signature = {name: {**TYPES, **numbers}.get(name, "*i64") for name in pointers}
     signature.update(dict.fromkeys(constants, "constexpr"))
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}).asm["ptx"]
+
+
+def assembled(ptx: str, directory: Path) -> tuple[int, int]:
+    """Registers of a thread and bytes that it spills."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    path = directory / "kernel.ptx"
+    path.write_text(ptx)
+    command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a", path, "-o", directory / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = [re.search(pattern, said) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")]
+    assert found[0] and found[1], said
+    return int(found[0][1]), int(found[1][1])
 
 
 def require_assembler() -> None:
@@ -57,26 +74,52 @@ def test_every_pass_compiles_and_reads_full_tiles_16_bytes_at_a_time(dims: int, 
     module = load_module(spec.name, triton_backend.source(spec))
     for tile in spec.program.tile_passes():
         assert tile.view is not None
-        choose = block_of(8192 if tile.parts else 2048)
-        block = choose(512, 3, 3) if dims == 4 else choose(1, 4096, 4096)
-        constants = {**dict(zip(("MATRICES", "ROWS", "COLUMNS"), block)), "UNSCALE": True}
+        block = block_of(32768)(*((512, 3, 3) if dims == 4 else (1, 4096, 4096)))
+        constants, options = build_options(spec, tile, block, unscale=True)
         own = slice_pointers(spec, tile)
         name = f"{spec.name}_{tile.title}"
-        text = compiled(getattr(module, name), [*SLICE_POINTERS, *own], spec.compute, constants)
+        text = compiled(getattr(module, name), [*SLICE_POINTERS, *own], spec.compute, constants, **options)
         if tile.over is None:
-            wide = "ld.global.v2.b64" if dtype is torch.float64 else "ld.global.v4.b32"
-            assert wide in text
+            # Small matrices are held whole: there is no next sub-block to read ahead.
+            wide = r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10" if dims == 2 else r"ld\.global\.v2\.b64"
+            assert re.search(wide, text)
             strided = [*SLICE_POINTERS, *STRIDED_POINTERS, *own]
             compiled(getattr(module, f"{name}_strided"), strided, spec.compute, constants)
         if tile.reductions:
             compiled(getattr(module, f"{name}_finish"), FINISH_POINTERS, spec.compute, {"BLOCK": 1024})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_passes_over_elements_leave_registers_for_half_of_the_threads(dtype: torch.dtype, tmp_path: Path) -> None:
+    require_assembler()
+    spec = spec_of(2, dtype)
+    module = load_module(spec.name, triton_backend.source(spec))
+    for tile in spec.program.tile_passes():
+        if tile.over is None:
+            constants, options = build_options(spec, tile, (1, 256, 128), unscale=False)
+            pointers = [*SLICE_POINTERS, *slice_pointers(spec, tile)]
+            text = compiled(getattr(module, f"{spec.name}_{tile.title}"), pointers, spec.compute, constants, **options)
+            registers, spilled = assembled(text, tmp_path)
+            assert registers <= 64 and not spilled, tile.title
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [(1, 4096, 4096), (1, 3, 2**33), (1, 2**33, 1), (1, 2**20, 2**13), (64, 1, 2**26), (64, 16, 2**24), (2**31, 1, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("elements", [4096, 32768])
+def test_tiles_span_what_is_counted_in_32_bits(extents: tuple[int, int, int], elements: int) -> None:
+    block = block_of(elements)(*extents)
+    sides = [min(side, extent) for side, extent in zip(block, extents)]
+    last = ((sides[0] - 1) * extents[1] + block[1] - 1) * extents[2] + block[2] - 1
+    assert last < 2**31 and math.prod(block) <= elements
+
+
 @pytest.mark.parametrize("operation", ["reduce_sum", "reduce_amax", "reduce_amin"])
-@pytest.mark.parametrize("along_rows", [True, False])
-def test_parts_are_combined(operation: str, along_rows: bool) -> None:
+def test_parts_are_combined(operation: str) -> None:
     require_assembler()
     from tilestep.codegen.triton_slices_support import COMBINE_POINTERS, combine_parts
 
-    constants = {"OPERATION": operation, "ALONG_ROWS": along_rows, "SLICES": 32, "PARTS": 32}
+    constants = {"OPERATION": operation, "SLICES": 128, "PARTS": 8}
     assert "st.global" in compiled(combine_parts, COMBINE_POINTERS, torch.float32, constants)

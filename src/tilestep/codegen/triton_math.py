@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ..graph import TilePass, Value
-from .emit import Names
 from .spec import KernelSpec
 from .storage import Array, dtype_name
 from .tidy import describe
-from .triton_text import HELPERS, REDUCTIONS, TileBody, decorator, is_16_bits, writer_of
+from .triton_names import TritonNames
+from .triton_text import REDUCTIONS, TileBody, decorator, is_16_bits, writer_of
 
 __all__ = ["TileMath", "finish_kernel"]
 
@@ -21,17 +19,18 @@ class TileMath:
         spec: what the kernel is built from.
         tile: the pass.
         name: the function's name.
-        reserved: names of the kernels around it.
     """
 
-    def __init__(self, spec: KernelSpec, tile: TilePass, name: str, reserved: Iterable[str] = ()) -> None:
+    def __init__(self, spec: KernelSpec, tile: TilePass, name: str) -> None:
         self.spec, self.tile, self.name = spec, tile, f"{spec.name}_{name}"
         self.unscales = spec.program.unscales(tile)
         self.type = dtype_name(spec.compute)
         self.arrays: list[Array] = [spec.grad, *spec.arrays]
-        self.names = Names([*HELPERS, *reserved, *(f"{array.name}_array" for array in self.arrays)])
+        around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address")]
+        self.names = TritonNames([self.name, *around, *(f"new_{name}" for name in tile.stores)])
         self.writer = writer_of(self.type, "    ", self.names, is_16_bits(spec, tile))
         self.inputs: list[tuple[str, str]] = []
+        self.element_inputs: set[int] = set()
         self.slices: list[tuple[str, Value]] = []
         self.scalars: list[tuple[str, int]] = []
         kept_elsewhere = {id(value) for value in tile.slices()}
@@ -41,6 +40,7 @@ class TileMath:
                 buffer = value.attribute
             if buffer is not None:
                 self.inputs.append((self._argument(value, buffer), buffer))
+                self.element_inputs.add(id(value))
             elif id(value) in kept_elsewhere:
                 self.slices.append((self._argument(value, value.name or describe(value)), value))
             elif tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:

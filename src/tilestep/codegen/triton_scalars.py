@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..graph import ScalarPass, Value, scalar_needs, size_from_end
-from .emit import Names
 from .spec import KernelSpec
 from .storage import dtype_name
-from .triton_text import HELPERS, POINTERS, decorator, writer_of
+from .triton_names import TritonNames
+from .triton_text import POINTERS, decorator, writer_of
 
 __all__ = ["scalar_kernel"]
 
@@ -23,7 +23,7 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
     pointers = [*POINTERS["scalar"], *states]
     columns = max(len(spec.program.columns), 1)
     needed = scalar_needs(scalar_pass)
-    writer = writer_of("float64", "    ", Names([*HELPERS, *pointers, "inside", "active", "skip", "next_step", "base"]))
+    writer = writer_of("float64", "    ", TritonNames(pointers))
     for value in needed:
         found = _scalar_source(spec, value)
         if found:

@@ -23,11 +23,12 @@ def combine_parts(
     places,
     grads,
     OPERATION: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
     SLICES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Results of a reduction to slices: part k of slice o * inner + x lies at (o * count + k) * inner + x.
+
+    Parts of neighbouring slices lie side by side: those of rows with all rows of the tensor as `inner`.
 
     places: int64[tensors, 5], slices of a tensor, parts of a slice, inner, where its parts begin, where its slices do.
     """
@@ -35,7 +36,7 @@ def combine_parts(
     places += t * 5
     slice_count = tl.load(places)
     part_count = tl.load(places + 1)
-    inner = 1 if ALONG_ROWS else tl.load(places + 2)
+    inner = tl.load(places + 2)
     which = (tl.program_id(0) - tl.load(first_tile + t)) * SLICES + tl.arange(0, SLICES)[None, :]
     first = tl.load(places + 3) + which // inner * part_count * inner + which % inner
     k = tl.arange(0, PARTS)[:, None]

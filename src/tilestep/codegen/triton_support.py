@@ -48,6 +48,15 @@ def add(left, right):
 
 
 @triton.jit
+def loop_bound(number):
+    """A bound of a `tl.range`: the interpreter's scalars are arrays of one element, which numpy 2.4 refuses as one."""
+    if INTERPRETED:
+        return number.handle.data.item()
+    else:
+        return number
+
+
+@triton.jit
 def alike(left, right):
     """Both as tensors of one shape and type; either may be a plain number."""
     zero = tl.zeros_like(left + right)

@@ -85,6 +85,7 @@ HELPERS = [
     "logarithm",
     "logarithm2",
     "logarithm_plus1",
+    "loop_bound",
     "maximum",
     "minimum",
     "nearest",

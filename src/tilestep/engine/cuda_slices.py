@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
@@ -10,6 +11,7 @@ import torch
 
 from ..codegen.launch_triton import EXACT, Launcher, prepare
 from ..codegen.spec import KernelSpec
+from ..codegen.traffic import tile_traffic
 from ..codegen.triton_slices import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from ..graph import TilePass
 from .slices import Block, SliceTables, ViewTiles
@@ -18,17 +20,56 @@ __all__ = ["CudaSlices", "Launch"]
 
 Launch = tuple[Launcher, list[torch.Tensor]]
 
-_REDUCED_ELEMENTS = 8192
-"""Elements of a tile whose rows or columns are reduced: what a tile leaves of them is read again."""
+_PROGRAMS = 4096
+"""Programs that a large segment is cut into at least: 32 for each processor of the largest GPUs."""
 
-_ELEMENTS = 2048
-"""Elements of other tiles."""
+_FEWEST_ELEMENTS, _MOST_ELEMENTS = 4096, 32768
+"""Bounds on the elements of a tile that a program walks sub-block by sub-block. The fewer tiles, the fewer table loads
+and parts of columns; the bits of a reduction depend on the tiles, so a segment's own sizes alone decide."""
 
-_ELEMENTS_A_WARP, _MOST_WARPS = 512, 8
+_WHOLE_ELEMENTS = 1024
+"""Elements of a tile that is held at once: small matrices, or a few rows."""
+
+_HELD_BYTES, _FEWEST_HELD, _MOST_HELD = 4096, 512, 2048
+"""Bytes that the sub-blocks of all arrays read by a pass hold together, where tiles have more rows, and bounds on their
+elements."""
+
+_STAGES = 3
+"""Sub-blocks of a tile that are computed or being read; those behind the first wait in shared memory."""
+
+_REGISTERS = 64
+"""Registers of a thread where float32 is computed in: as many as leave half of a processor's threads in flight. Left to
+itself the assembler takes twice that for the loop over unaligned rows, and the aligned ones pay for it."""
+
+_ELEMENTS_A_WARP, _MOST_WARPS = 128, 4
 _WIDEST = 128
+_LONGEST = 1024
+"""Columns of the tiles of one long row."""
+
+_SPANNED = 2**31
+"""Elements that lie from the first of a tile to its last at most: kernels count them in 32 bits."""
+
 _SIDES = (1, 4, 16, 64)
 _FINISH_BLOCK = 1024
-_COMBINED_SLICES, _COMBINED_PARTS = 32, 32
+_COMBINED_SLICES, _COMBINED_PARTS = 128, 8
+
+
+def elements_of(total: int) -> int:
+    """Elements of a tile that a program walks.
+
+    Args:
+        total: elements of all tensors together.
+
+    Example:
+        >>> elements_of(10_000), elements_of(50_000_000), elements_of(1_000_000_000)
+        (4096, 8192, 32768)
+    """
+    return min(max(_power_below(total // _PROGRAMS), _FEWEST_ELEMENTS), _MOST_ELEMENTS)
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not larger; 1 for less than that."""
+    return 1 << (max(number, 1).bit_length() - 1)
 
 
 def block_of(elements: int) -> Callable[[int, int, int], Block]:
@@ -37,23 +78,63 @@ def block_of(elements: int) -> Callable[[int, int, int], Block]:
     Sides are powers of two from a short list: each block that occurs is built and launched once.
 
     Args:
-        elements: the most elements of a tile.
+        elements: the elements of a tile that a program walks; tiles of a few rows or small matrices are held whole.
 
     Example:
-        >>> choose = block_of(8192)
-        >>> choose(1, 4096, 4096), choose(1, 4096, 10), choose(64, 3, 3)
-        ((1, 64, 128), (1, 512, 16), (64, 4, 4))
+        >>> choose = block_of(32768)
+        >>> choose(1, 4096, 4096), choose(1, 4096, 10), choose(64, 3, 3), choose(1, 1, 4096)
+        ((1, 256, 128), (1, 2048, 16), (64, 4, 4), (1, 1, 1024))
     """
 
     def side(size: int, most: int) -> int:
         return min(next((each for each in _SIDES if size <= each), most), most)
 
     def choose(matrices: int, rows: int, columns: int) -> Block:
+        if matrices * rows == 1 and columns > _LONGEST:
+            return 1, 1, _LONGEST
         width = side(columns, _WIDEST)
-        height = side(rows, elements // width)
-        return side(matrices, elements // (width * height)), height, width
+        held = _WHOLE_ELEMENTS // width
+        if rows > held:
+            return 1, _power_below(min(elements // width, _SPANNED // max(columns, 1))), width
+        height = min(side(rows, held), _power_below(_SPANNED // max(columns, 1)))
+        return side(matrices, held // height if matrices * rows * columns < _SPANNED else 1), height, width
 
     return choose
+
+
+def held_rows(block: Block, bytes_read: int) -> int:
+    """Rows of a tile that are held at once: enough bytes in flight, few enough registers.
+
+    Args:
+        block: the tile's sides.
+        bytes_read: what a pass reads for each element.
+
+    Example:
+        >>> held_rows((1, 256, 128), 2), held_rows((1, 256, 128), 4), held_rows((64, 4, 4), 4)
+        (16, 8, 4)
+    """
+    matrices, rows, columns = block
+    elements = min(max(_HELD_BYTES // max(bytes_read, 1), _FEWEST_HELD), _MOST_HELD)
+    return rows if matrices > 1 else min(rows, max(elements // columns, 1))
+
+
+def build_options(
+    spec: KernelSpec, tile: TilePass, block: Block, unscale: bool
+) -> tuple[dict[str, int], dict[str, int | bool]]:
+    """The constants that a pass is built with for tiles of a block, and the compiler's options.
+
+    Args:
+        spec: what the kernels are built from.
+        tile: the pass.
+        block: the tiles' sides.
+        unscale: whether gradients lose their loss scale.
+    """
+    held = held_rows(block, tile_traffic(spec, [tile]).bytes_read)
+    sides = dict(zip(("MATRICES", "ROWS", "COLUMNS"), block))
+    warps = min(max(block[0] * held * block[2] // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
+    registers = {"maxnreg": _REGISTERS} if spec.compute is torch.float32 else {}
+    stages = _STAGES if held < block[1] else 1
+    return {**sides, "HELD": held, "STAGES": stages, "UNSCALE": unscale}, {"num_warps": warps, **registers, **EXACT}
 
 
 class CudaSlices:
@@ -68,12 +149,9 @@ class CudaSlices:
     def __init__(self, spec: KernelSpec, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         self.spec, self.device = spec, device
         slices = spec.program.slices
-        self._cuts = {
-            reduced: SliceTables(slices, shapes, block_of(_REDUCED_ELEMENTS if reduced else _ELEMENTS))
-            for reduced in (False, True)
-        }
-        self.tables = tables = self._cuts[True]
-        self.most_tiles = max(cut.most_tiles for cut in self._cuts.values())
+        total = sum(math.prod(shape) for shape in shapes)
+        self.tables = tables = SliceTables(slices, shapes, block_of(elements_of(total)))
+        self.most_tiles = tables.most_tiles
         self._arrays = {
             "starts": self._table(tables.starts[:, :-1].T),
             "spans": self._table(tables.spans.reshape(len(slices.spans), len(shapes), 2).swapaxes(0, 1)),
@@ -82,7 +160,7 @@ class CudaSlices:
             self._arrays[f"slot_{slot}"] = torch.zeros(max(count, 1), dtype=spec.compute, device=device)
             if parts:
                 self._arrays[f"parts_{slot}"] = torch.zeros(parts, dtype=spec.compute, device=device)
-        self._views: dict[tuple[bool, int], dict[str, torch.Tensor]] = {}
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._combines: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
 
     def slot(self, slot: int) -> torch.Tensor:
@@ -95,16 +173,15 @@ class CudaSlices:
 
     def _tiles(self, tile: TilePass) -> tuple[ViewTiles, dict[str, torch.Tensor]]:
         assert tile.view is not None
-        reduced = bool(tile.parts)
         index = self.spec.program.slices.views.index(tile.view)
-        tiles = self._cuts[reduced].views[index]
-        if (reduced, index) not in self._views:
+        tiles = self.tables.views[index]
+        if index not in self._views:
             names = ("tile_tensor", "first_tile", "tile_count", "extents")
             found = {name: self._table(getattr(tiles, name)) for name in names}
             found["part_starts"] = self._table(tiles.parts)
             found.update({f"base_{first}": self._table(np.array([first])) for _, first, _ in tiles.ranges})
-            self._views[reduced, index] = found
-        return tiles, self._views[reduced, index]
+            self._views[index] = found
+        return tiles, self._views[index]
 
     def launches(
         self, module: ModuleType, tile: TilePass, tables: Mapping[str, torch.Tensor], unscale: bool, strided: np.ndarray
@@ -123,11 +200,7 @@ class CudaSlices:
         known = {**tables, **self._arrays, **own}
         launches: list[Launch] = []
         for block, first, count in tiles.ranges:
-            constants = {**dict(zip(("MATRICES", "ROWS", "COLUMNS"), block)), "UNSCALE": unscale}
-            options = {
-                "num_warps": max(1, min(_MOST_WARPS, block[0] * block[1] * block[2] // _ELEMENTS_A_WARP)),
-                **EXACT,
-            }
+            constants, options = build_options(self.spec, tile, block, unscale)
             here = {
                 "tile_tensor": own["tile_tensor"][first : first + count],
                 "tile_base": own[f"base_{first}"],
@@ -140,6 +213,7 @@ class CudaSlices:
                 here = {"tile_list": self._table(listed), "tile_base": here["tile_base"]}
                 pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, tile)]
                 strided_kernel = getattr(module, f"{name}_strided")
+                options.pop("maxnreg", None)
                 kernel = prepare(strided_kernel, len(listed), self.device, constants, **options)
                 launches.append((kernel, [{**known, **here}[pointer] for pointer in pointers]))
         return launches + self._finishing(module, tile, known)
@@ -153,11 +227,10 @@ class CudaSlices:
             assert tile.view is not None and reduction.over is not None
             along_rows = tile.view.place(reduction.over) == "row"
             found = self._combined(tile, slot, along_rows)
-            count = len(found["tile_tensor"]) if self._cuts[True].slot_counts[slot] else 0
+            count = len(found["tile_tensor"]) if self.tables.slot_counts[slot] else 0
             here = {**known, **found, "parts": known[f"parts_{slot}"], "out": known[f"slot_{slot}"]}
             constants = {
                 "OPERATION": reduction.operation,
-                "ALONG_ROWS": along_rows,
                 "SLICES": _COMBINED_SLICES,
                 "PARTS": _COMBINED_PARTS,
             }
@@ -176,12 +249,12 @@ class CudaSlices:
         view, kind = slices.views.index(tile.view), slices.kinds.index(slices.overs[slot])
         key = (view, kind, int(along_rows))
         if key not in self._combines:
-            tables = self._cuts[True]
+            tables = self.tables
             tiles, starts = tables.views[view], tables.starts[kind]
             counts = np.diff(starts)
             grid = -(-tiles.extents // tiles.blocks)
             part_counts = grid[:, 2] if along_rows else grid[:, 1]
-            inner = np.ones_like(counts) if along_rows else np.maximum(tiles.extents[:, 2], 1)
+            inner = np.maximum(counts if along_rows else tiles.extents[:, 2], 1)
             places = np.stack([counts, part_counts, inner, tiles.parts[:, int(not along_rows)], starts[:-1]], axis=1)
             programs = -(-counts // _COMBINED_SLICES)
             owners = np.repeat(np.arange(len(counts), dtype=np.int32), programs)
