@@ -105,7 +105,16 @@ def test_passes_over_elements_leave_registers_for_half_of_the_threads(dtype: tor
 
 @pytest.mark.parametrize(
     "extents",
-    [(1, 4096, 4096), (1, 3, 2**33), (1, 2**33, 1), (1, 2**20, 2**13), (64, 1, 2**26), (64, 16, 2**24), (2**31, 1, 1)],
+    [
+        (1, 4096, 4096),
+        (1, 3, 2**33),
+        (1, 2**33, 1),
+        (1, 2**20, 2**13),
+        (64, 1, 2**26),
+        (64, 16, 2**24),
+        (2**31, 1, 1),
+        (1, 5000, 0),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("elements", [4096, 32768])
