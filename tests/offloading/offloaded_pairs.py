@@ -65,6 +65,7 @@ class Pair:
         home: what moves the second one's state.
         shapes: of the parameters.
         dtype: of the parameters.
+        device: where they are.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Pair:
         home: Homes,
         shapes: Sequence[tuple[int, ...]] = tuple(SHAPES),
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
+        self.device = device
         self.generator = torch.Generator().manual_seed(0)
         self.plain = [torch.nn.Parameter(self.drawn(shape, dtype)) for shape in shapes]
         self.moved = [torch.nn.Parameter(param.detach().clone()) for param in self.plain]
@@ -81,7 +84,7 @@ class Pair:
         self.optimizer = home(make(self.moved))
 
     def drawn(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).to(dtype)
+        return torch.randn(shape, generator=self.generator).to(self.device, dtype)
 
     def set_gradients(self, missing: Callable[[int], bool] = lambda place: False, factor: float = 1.0) -> None:
         for place, (left, right) in enumerate(zip(self.plain, self.moved)):
