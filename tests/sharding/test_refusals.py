@@ -128,6 +128,11 @@ def what_a_sharded_optimizer_does_not_do() -> None:
         with pytest.raises(tilestep.CaptureError, match="on the CPU, which has no graphs"):
             capture()
     optimizer.push()
+    matrix = nn.Linear(4, 4, bias=False)
+    turning = tilestep.shard(tilestep.SOAP(matrix.parameters()), matrix)  # type: ignore[attr-defined]
+    for capture in (turning.prepare_capture, lambda: tilestep.capture(turning)):
+        with pytest.raises(tilestep.CaptureError, match="rule SOAP decomposes matrices in some steps, and ranks step"):
+            capture()
 
 
 CHECKS = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..engine import Stale, run_passes
+from ..engine import Stale, graph_for, run_passes
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..errors import CaptureError
+from ..matrices import MATRIX_OPERATIONS
 from .decide import build_decision, decide
 
 if TYPE_CHECKING:
@@ -59,6 +60,20 @@ def require_current(graphs: Graphs) -> None:
         raise CaptureError(
             f"the captured step is stale: {graphs.stale}. Capture it again, after optimizer.prepare_capture()"
         )
+
+
+def require_no_waits(optimizer: Optimizer) -> None:
+    """Raise `CaptureError` if the host waits in some steps of an optimizer whose ranks step together.
+
+    Each rank would decide by itself which steps run outside the graph. The answer is the same on all of them.
+    """
+    for group in optimizer.param_groups:
+        rule = optimizer.rule_of(group)
+        for dims in {param.dim() for param in group["params"]}:
+            graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, dims)
+            operations = (MATRIX_OPERATIONS.get(value.operation) for value in graph.values())
+            waits = any(operation is not None and operation.waits for operation in operations)
+            require(not waits, f"rule {rule.name} decomposes matrices in some steps, and ranks step together")
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:

@@ -16,7 +16,7 @@ from ..engine.capturing import require
 from ..engine.choices import HostChoices
 from ..errors import CaptureError, GradientError
 from ..marks import REPLAY, marked
-from ..optimizer.graphs import CHANGED, prepare_capture
+from ..optimizer.graphs import CHANGED, prepare_capture, require_no_waits
 
 if TYPE_CHECKING:
     from ..optimizer import Optimizer
@@ -63,6 +63,8 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
 
 def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
     """Capture a step that works on the tables of `updating`."""
+    if updating is not optimizer:
+        require_no_waits(optimizer)
     tables = prepare_capture(updating, alone=work is None)
     engine = tables.engines[0]
     choices = HostChoices(engine.segments)

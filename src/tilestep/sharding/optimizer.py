@@ -13,7 +13,7 @@ from ..compat import route_unscaling
 from ..engine import DeviceEngine
 from ..errors import GradientError
 from ..optimizer import Optimizer
-from ..optimizer.graphs import prepare_capture
+from ..optimizer.graphs import prepare_capture, require_no_waits
 from .agree import check_together, plain_module
 from .buckets import Options
 from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states
@@ -327,6 +327,7 @@ class ShardedOptimizer(Optimizer):
 
     def prepare_capture(self) -> None:
         """As for any optimizer; the graph has to hold backward too, or to be made by `tilestep.capture`."""
+        require_no_waits(self)
         with self._for_graph(alone=False) as updating:
             prepare_capture(updating)
 
