@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ..optimizer.build import check_parameter
 from ..optimizer.homes import StateHome
 from ..optimizer.overlap import check_not_shared
 from .chunks import sizes_of_chunks
+from .hooks import GradientHooks, check_plain
 from .lanes import Lane
 from .memory import HostMemory
 from .mirrors import Arrivals, Mirror, Mirrors, check_unchanged
@@ -34,11 +36,13 @@ class HostState(StateHome):
     Args:
         device: where the parameters are; a CPU goes through the same motions, for tests.
         chunk_bytes: of parameters in a chunk.
+        keeps_gradients: whether gradients are taken away as soon as backward has them, and added up here.
     """
 
     looks_at_gradients = True
 
-    def __init__(self, device: torch.device, chunk_bytes: int) -> None:
+    def __init__(self, device: torch.device, chunk_bytes: int, keeps_gradients: bool = False) -> None:
+        self.keeps_gradients = keeps_gradients
         self.device = device
         self.chunk_bytes = chunk_bytes
         self.memory = HostMemory(torch.device("cpu"))
@@ -48,6 +52,7 @@ class HostState(StateHome):
         self.arrivals = Arrivals(self.outward, self.compute, chunk_bytes)
         self.mirror_of: dict[int, Mirror] = {}
         self._versions = -1
+        self._hooks = GradientHooks(self)
         self._entries: list[Entry] = []
         self._norm: DeviceNorm | None = None
 
@@ -58,8 +63,12 @@ class HostState(StateHome):
             check_parameter(part_of(param), label)
         check_not_shared([(label, part_of(param)) for label, param in params])
         self.wait()
+        if self.keeps_gradients:
+            check_plain(params)
         if self.mirrors.follow([param for _, param in params]):
             self._versions = -1
+        if self.keeps_gradients:
+            self._hooks.follow([param for _, param in params])
         self.follow_parameters()
         self.mirror_of = {id(mirror.host): mirror for mirror in self.mirrors.values()}
         self._entries, self._norm = [], None
@@ -96,14 +105,59 @@ class HostState(StateHome):
         return found
 
     def _sent(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        mirror.sent = None
-        if gradient is None or not mirror.takes(gradient):
+        if gradient is not None and not mirror.takes(gradient):
             return gradient
+        if self.keeps_gradients:
+            self.take_gradient(mirror.param)
+            return mirror.gradient if mirror.present else None
+        mirror.sent, mirror.present = gradient, False
+        if gradient is None:
+            return None
         self.arrivals.send(mirror, gradient)
         return mirror.gradient
 
+    @torch.no_grad()
+    def take_gradient(self, param: torch.Tensor) -> None:
+        """Move a parameter's gradient to the host, without waiting, and add it to the one there."""
+        mirror, gradient = self.mirrors.get(param), param.grad
+        if mirror is None or gradient is None or not mirror.takes(gradient):
+            return  # the step says what is wrong with it
+        if mirror.present:
+            self.arrivals.add(mirror, gradient)
+        else:
+            self.arrivals.begin()
+            self.arrivals.send(mirror, gradient)
+        param.grad = None
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that are here."""
+        for mirror in self.mirrors.values():
+            mirror.present, mirror.sent = False, None
+        self.arrivals.forget()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients here."""
+        return any(mirror.present for mirror in self.mirrors.values())
+
+    @contextmanager
+    def as_parameters(self) -> Iterator[list[torch.Tensor]]:
+        """A block in which the copies on the host have the gradients that are there."""
+        self.arrivals.close()
+        self.arrivals.wait(list(self.mirrors.values()))
+        for mirror in self.mirrors.values():
+            mirror.host.grad = mirror.gradient if mirror.present else None
+        try:
+            yield [mirror.host for mirror in self.mirrors.values()]
+        finally:
+            for mirror in self.mirrors.values():
+                mirror.host.grad = None
+
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
-        """The sum of squares, computed on the device while gradients travel."""
+        """The sum of squares, computed where the gradients are: on the device while they travel, or here."""
+        if self.keeps_gradients:
+            self.arrivals.wait(list(self.mirrors.values()))
+            return [source.norm() for source in sources]
         if self._norm is None:
             self._norm = DeviceNorm(self.device, self._entries)
         return [self._norm.launch([self.mirror_of[id(entry.param)].sent for entry in self._norm.entries])]
@@ -127,8 +181,7 @@ class HostState(StateHome):
                 gradient = self.mirror_of[id(entry.param)].sent
                 if gradient is not None and _takes_writes(gradient):
                     gradient.mul_(control[INVERSE_SCALE])
-        for entry in engine.entries:
-            self.mirror_of[id(entry.param)].sent = None
+        self.drop_gradients()
 
     @property
     def host_bytes(self) -> int:
@@ -221,7 +274,7 @@ class HostUpdate:
             first = max(window.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
             stop = min((window.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
             mirror = self._mirrors[place]
-            if stop > first and mirror.sent is not None:
+            if stop > first and mirror.present:
                 pairs.append(_part_between(mirror, first, stop))
         self._home.inward.copy(pairs)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,7 +25,8 @@ class Mirror:
         part: what of it lies on this rank, on the device.
         host: the same, on the host: what the CPU's kernels update.
         gradient: memory for its gradient, in the same order.
-        sent: the gradient on the device that is on its way, or has arrived; None where there is none.
+        present: whether it has a gradient in this step, which is on its way or has arrived.
+        sent: that gradient on the device; None where it is kept on the host alone.
         arrival: the place of its arrival among those of the step.
     """
 
@@ -35,6 +34,7 @@ class Mirror:
     part: torch.Tensor
     host: torch.Tensor
     gradient: torch.Tensor
+    present: bool = False
     sent: torch.Tensor | None = None
     arrival: int = -1
 
@@ -113,18 +113,33 @@ class Arrivals:
 
     def begin(self) -> None:
         """Before the copies of a step: they follow what has been computed so far."""
-        self._marks, self._open = [], 0
         self._lane.after(self._compute.mark())
 
+    def forget(self) -> None:
+        """After a step: there is nothing to wait for."""
+        self._marks, self._open = [], 0
+
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Copy a gradient to the host, without waiting."""
+        """Copy a gradient to the host, without waiting; its memory is needed until then."""
         ordered = mirror.in_order(gradient)
-        mirror.sent = gradient
         if ordered is not gradient:
             self._lane.after(self._compute.mark())
         self._lane.copy([(mirror.gradient, ordered)])
+        self._sent(mirror, ordered)
+
+    def add(self, mirror: Mirror, gradient: torch.Tensor) -> None:
+        """Add a gradient to the one that is on the host, without waiting."""
+        ordered = mirror.in_order(gradient)
+        self._lane.after(self._compute.mark())
+        with self._lane.working():
+            # On the device, where backward adds them up as well: the sum is the same to the bit.
+            total = mirror.gradient.to(ordered.device, non_blocking=True).add_(ordered)
+            mirror.gradient.copy_(total, non_blocking=True)
+        self._sent(mirror, ordered)
+
+    def _sent(self, mirror: Mirror, ordered: torch.Tensor) -> None:
         self._lane.uses(ordered)
-        mirror.arrival = len(self._marks)
+        mirror.present, mirror.arrival = True, len(self._marks)
         self._open += ordered.nbytes
         if self._open >= self._step:
             self.close()
@@ -136,7 +151,7 @@ class Arrivals:
 
     def wait(self, mirrors: Sequence[Mirror]) -> None:
         """Have the host wait until these gradients are there."""
-        last = max((mirror.arrival for mirror in mirrors if mirror.sent is not None), default=-1)
+        last = max((mirror.arrival for mirror in mirrors if mirror.present), default=-1)
         mark = self._marks[last] if last >= 0 else None
         if mark is not None:
             mark.synchronize()
@@ -146,23 +161,3 @@ def check_unchanged(mirrors: Sequence[Mirror]) -> None:
     """Raise `Stale` if parameters have another shape, type or memory than their mirrors were made for."""
     if not all(mirror.fits(part_of(mirror.param)) for mirror in mirrors):
         raise Stale("parameters have changed their shape or dtype")
-
-
-def hook_gradients(param: torch.Tensor, home: Any) -> Any:
-    """Have a parameter's gradient taken as soon as backward has accumulated it.
-
-    Args:
-        param: a leaf that requires gradients.
-        home: its `take_gradient(param)` is called, as long as it lives.
-
-    Returns:
-        A handle to remove the hook.
-    """
-    known = weakref.ref(home)
-
-    def hook(leaf: torch.Tensor) -> None:
-        living = known()
-        if living is not None:
-            living.take_gradient(leaf)
-
-    return param.register_post_accumulate_grad_hook(hook)

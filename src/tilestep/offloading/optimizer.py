@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from ..optimizer import Optimizer
 from ..optimizer.build import labelled
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.homes import StateHome, deferred_state
+from ..overlapping import OverlappedOptimizer
 from ..sharding import ShardedOptimizer
 from .bandwidth import measure_bandwidths
 from .host_update import HostState
@@ -34,14 +35,13 @@ class OffloadedOptimizer(Optimizer):
     It is used as before. A tensor of `state` that was taken out before a step and is read after it needs a `wait()`.
     """
 
-    _stepping = False
+    _had_gradients = False
     _choice: tuple[str, str]
 
     @property
     def state(self) -> Any:
         """As torch's; whoever looks at it waits until the last step's values have arrived."""
-        if not self._stepping:
-            self._home.wait()
+        self._home.wait()
         return self.__dict__["state"]
 
     @state.setter
@@ -49,17 +49,31 @@ class OffloadedOptimizer(Optimizer):
         self.__dict__["state"] = value
 
     def _step(self) -> None:
-        with self._looking_at_no_values():
-            super()._step()
+        home = self._home
+        self._had_gradients = isinstance(home, HostState) and home.keeps_gradients and home.has_gradients
+        super()._step()
 
-    @contextmanager
-    def _looking_at_no_values(self) -> Iterator[None]:
-        """A block that uses the dictionary of states, not what is in the tensors."""
-        self._stepping = True
-        try:
-            yield
-        finally:
-            self._stepping = False
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; with `gradients=True` the gradients on the host are dropped too.
+
+        Args:
+            set_to_none: as torch's.
+        """
+        self._home.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
+        """For a scaler, after a step that checked for overflows: device and float32 scalar there, 1 for an overflow."""
+        if not self._had_gradients:
+            return super().overflow_flags()
+        engines = self._current()
+        return {engines[0].device: engines[0].overflow}
+
+    def _unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self._home, HostState) or not self._home.keeps_gradients:
+            return super()._unscale_with(unscale, *args, **kwargs)
+        with self._home.as_parameters() as params:
+            return unscale(SimpleNamespace(param_groups=[{"params": params}]), *args, **kwargs)
 
     def wait(self) -> None:
         """Have the state's tensors hold what the last step gave them."""
@@ -79,8 +93,7 @@ class OffloadedOptimizer(Optimizer):
             ('here', 8000)
         """
         where, reason = self._choice
-        with self._looking_at_no_values():
-            plan = plan_for(self)
+        plan = plan_for(self)
         home: Any = self._home
         if where == "here":
             return OffloadReport(where, reason, plan, host_bytes=plan.state)
@@ -102,6 +115,7 @@ def offload(
     optimizer: Optimizer | Makes,
     *,
     state: bool = True,
+    gradients: bool = False,
     where: str = "auto",
     chunk_mb: float = 64.0,
     buffers: int = 3,
@@ -119,6 +133,10 @@ def offload(
         optimizer: any optimizer of tilestep's, whose parameters are on one device; it is changed itself, and state it
             has is taken along. Or a function that makes one: then its state is never on the device.
         state: keep the state on the host.
+        gradients: move gradients to the host while backward runs, each as soon as it is there, and free them on the
+            device; those of several backwards are added up. Updates then run on the CPU. The parameters' `grad` is
+            None after backward, and `step` uses the gradients up: clip with `max_grad_norm`, scale losses with
+            `tilestep.GradScaler`.
         where: where updates run: "gpu", "cpu", or "auto" for what this machine's bandwidths, measured here, make
             faster. Parameters that are on the CPU (as by FSDP2's `CPUOffloadPolicy`) are updated there, with their
             state beside them.
@@ -152,10 +170,12 @@ def offload(
         raise ValueError("Invalid state: False; there would be nothing to offload")
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
+    if gradients and where == "gpu":
+        raise ValueError("Invalid where: 'gpu' with gradients=True; updates run where the gradients are, on the CPU")
     made = _made(optimizer)
     device = _device_of(made)
-    where, reason = _choose(made, device, where)
-    return move_state(made, _home(where, device, int(chunk_mb * _MIB), buffers), where, reason)
+    where, reason = _choose(made, device, "cpu" if gradients and device.type == "cuda" else where)
+    return move_state(made, _home(where, device, int(chunk_mb * _MIB), buffers, gradients), where, reason)
 
 
 def _made(optimizer: Any) -> Optimizer:
@@ -166,6 +186,8 @@ def _made(optimizer: Any) -> Optimizer:
         raise TypeError(f"offload() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
     if isinstance(optimizer, OffloadedOptimizer):
         raise OffloadError("the optimizer is offloaded already")
+    if isinstance(optimizer, OverlappedOptimizer):
+        raise OffloadError("the optimizer is overlapped already: offload it first, with where='gpu', then overlap it")
     if isinstance(optimizer, ShardedOptimizer):
         raise OffloadError(
             "the optimizer is sharded: its state is that of this rank's pieces, which offload() cannot move"
@@ -209,10 +231,10 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str) -> tuple[str
     return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
 
 
-def _home(where: str, device: torch.device, chunk: int, buffers: int) -> StateHome:
+def _home(where: str, device: torch.device, chunk: int, buffers: int, gradients: bool) -> StateHome:
     if where == "here":
         return StateHome()
-    return StreamedState(device, chunk, buffers) if where == "gpu" else HostState(device, chunk)
+    return StreamedState(device, chunk, buffers) if where == "gpu" else HostState(device, chunk, gradients)
 
 
 @torch.no_grad()

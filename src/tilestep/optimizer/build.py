@@ -113,7 +113,7 @@ class Tables:
         groups = optimizer.param_groups
         params = _all_params(optimizer)
         return (
-            optimizer.state is self.state
+            vars(optimizer)["state"] is self.state
             and _changes(self.state) == self.state_changes
             and _same(groups, self.groups)
             and _same(params, self.params)
@@ -132,7 +132,7 @@ class Tables:
         """What of `fit` can be seen without looking at every parameter."""
         groups = optimizer.param_groups
         known = sum(len(group["params"]) for group in groups) == len(self.params)
-        same_state = optimizer.state is self.state and _changes(self.state) == self.state_changes
+        same_state = vars(optimizer)["state"] is self.state and _changes(self.state) == self.state_changes
         return known and same_state and _same(groups, self.groups)
 
     def gradients(self) -> list[list[torch.Tensor | None]]:

@@ -107,6 +107,9 @@ class StateHome:
     def note_parameters(self) -> None:
         """After a step: the parameters are as the step has left them."""
 
+    def drop_gradients(self) -> None:
+        """Forget gradients that are kept here."""
+
     def finish(self, engine: DeviceEngine) -> None:
         """After the passes of a step.
 

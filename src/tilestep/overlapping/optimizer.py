@@ -64,7 +64,8 @@ def overlap(
 
     Raises:
         ValueError: for a schedule that there is not; for parameters on several devices; for an optimizer that is
-            sharded or overlapped already; for a DistributedDataParallel that says too late which gradients there are.
+            sharded or overlapped already, or whose updates run on the CPU; for a DistributedDataParallel that says too
+            late which gradients there are.
 
     Source: torch.distributed.optim._apply_optimizer_in_backward, https://github.com/pytorch/pytorch/pull/98667.
 
@@ -84,6 +85,8 @@ def overlap(
         raise ValueError("shard() overlaps communication by itself; its optimizers cannot be given to overlap()")
     if isinstance(optimizer, OverlappedOptimizer):
         raise ValueError("the optimizer is overlapped already")
+    if optimizer._home.looks_at_gradients:
+        raise ValueError("updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'")
     if during not in ("backward", "forward"):
         raise ValueError(f'Invalid during: {during!r}; it is "backward" or "forward"')
     if not bucket_cap_mb > 0:

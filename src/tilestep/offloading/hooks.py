@@ -1,0 +1,69 @@
+"""Taking gradients away as soon as backward has them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import OffloadError
+from ..placements import is_distributed
+
+__all__ = ["GradientHooks", "TakesGradients", "check_plain"]
+
+
+class TakesGradients(Protocol):
+    """What gradients go to."""
+
+    def take_gradient(self, param: torch.Tensor) -> None:
+        """Take a parameter's gradient away."""
+
+
+def check_plain(params: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise for a parameter whose gradient others complete after backward's hooks.
+
+    Args:
+        params: what messages call them, and the parameters.
+
+    Raises:
+        OffloadError: for a DTensor, naming it.
+    """
+    for label, param in params:
+        if is_distributed(param):
+            raise OffloadError(
+                f"{label} is a DTensor, and gradients=True takes plain tensors; FSDP2 moves gradients itself with its "
+                "CPUOffloadPolicy"
+            )
+
+
+class GradientHooks:
+    """Hooks on parameters, as long as whoever takes their gradients lives.
+
+    Args:
+        taker: what gradients go to.
+    """
+
+    def __init__(self, taker: TakesGradients) -> None:
+        self._taker = weakref.ref(taker)
+        self._handles: dict[torch.Tensor, Any] = {}
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Have hooks on these parameters and no others."""
+        wanted = set(params)
+        for param in [param for param in self._handles if param not in wanted]:
+            self._handles.pop(param).remove()
+        for param in params:
+            if param not in self._handles and param.requires_grad and param.is_leaf:
+                self._handles[param] = param.register_post_accumulate_grad_hook(self._hook())
+
+    def _hook(self) -> Any:
+        taker = self._taker
+
+        def hook(param: torch.Tensor) -> None:
+            living = taker()
+            if living is not None:
+                living.take_gradient(param)
+
+        return hook
