@@ -477,7 +477,7 @@ def _gathering_streams(group: Any, async_op: bool) -> list[Any]:
     try:
         streams = list(group.comm_ctx.get_all_gather_streams(async_op, group._training_state))
         gathers = group._all_gather_process_group.size() > 1
-    except AttributeError:
+    except (AttributeError, AssertionError):
         # Before its first forward, or where torch keeps its streams otherwise.
         known = vars(getattr(group, "comm_ctx", None) or object).values()
         streams, gathers = [each for each in known if isinstance(each, torch.cuda.Stream)], False

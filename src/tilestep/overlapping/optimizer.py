@@ -8,13 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..compat import local_parts, uncompiled
+from ..compat import uncompiled
 from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
 from ..errors import CaptureError
 from ..optimizer import Optimizer
 from ..optimizer.build import Tables, labelled
 from ..optimizer.decide import decide, needs_norm
+from ..placements.local import local_part
 from ..sharding import ShardedOptimizer
 from .data_parallel import CommHook, follow_buckets, wrappers
 from .groups import Group, Grouping, divide
@@ -222,7 +223,7 @@ class OverlappedOptimizer(Optimizer):
             works = [(group, self._work(tables, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self._lane.mark()
-            self._lane.keep([part for taken in held.values() for part in local_parts(taken)])
+            self._lane.keep([local_part(gradient) for taken in held.values() for gradient in taken])
             self._pending.put(works)
         current = self._lane.current()
         if current is not None and decided is not None:

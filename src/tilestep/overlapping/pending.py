@@ -104,6 +104,9 @@ class Pending:
         """Wait for what nobody could be made to wait for later."""
         if self.compiled:
             self.complete()
+            # Whatever compiled code does comes after that on this stream.
+            self._updates.clear()
+            self._end_watch()
             return
         for update in list(self._updates.values()):
             if not update.group.is_guarded:
@@ -138,9 +141,12 @@ class Pending:
             streams = [] if current is None else [current]
         if update.wait(streams):
             self._updates.pop(group.index, None)
-            if not self._updates and self._forwards is not None:
-                self._forwards.remove()
-                self._forwards = None
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        if not self._updates and self._forwards is not None:
+            self._forwards.remove()
+            self._forwards = None
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """Another model may have the same parameters, without looking them up where this one does."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import after_backward, backward_pass, local_parts
+from ..compat import after_backward, backward_pass
 from ..engine import Stale
 from ..errors import GradientError
 from ..optimizer.decide import decide, needs_norm
+from ..placements.local import local_part
 from .groups import Group
 from .lanes import Lane
 
@@ -134,7 +135,9 @@ class Round:
         if optimizer._evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
         tables = optimizer._fitting_tables()
-        self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
+        # Host updates take copies of all gradients.
+        waits = optimizer._is_scaled() or needs_norm(optimizer) or tables.home.looks_at_gradients
+        self.applies = not waits
         self.is_open = True
         if not self.applies:
             return
@@ -185,7 +188,7 @@ class Round:
         for param in own:
             param.grad = None
         if self._on_two_streams(group, streams):
-            lane.keep(local_parts(gradients))
+            lane.keep(list(map(local_part, gradients)))
             gradients = []
         self._let_go(streams)
         self._held.append((gradients, event))
