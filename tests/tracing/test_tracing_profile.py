@@ -125,6 +125,31 @@ def test_the_command_traces_the_demo_s_model(optimizer: str, tmp_path: Path, cap
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("during", ["backward", "forward"])
+def test_updates_beside_other_work_have_their_lane(during: Any) -> None:
+    """On the CPU nothing runs beside anything: what was updated in backward or forward is not counted as theirs."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    optimizer = tilestep.overlap(tilestep.AdamW(model.parameters()), model, during, bucket_cap_mb=0.01)
+
+    def iterate() -> None:
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        iterate()
+    with tilestep.profile(None) as traced:
+        for _ in range(3):
+            iterate()
+    for iteration in traced.report.iterations:
+        lanes = iteration.lanes
+        assert overlap(lanes.update, union(lanes.forward, lanes.backward)) == []
+        first, last = (
+            (lanes.backward[0][0], lanes.backward[-1][1]) if during == "backward" else (0.0, lanes.backward[0][0])
+        )
+        inside = [span for span in lanes.update if first < span[0] and span[1] < last]
+        assert len(inside) >= 2
+
+
 SCRIPT = """
 import sys
 import torch, tilestep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,14 @@ import typer
 if TYPE_CHECKING:
     from tilestep.demo.traced import Traced
     from tilestep.tracing import Report
+
+
+class During(str, Enum):
+    """When updates run."""
+
+    neither = "neither"
+    backward = "backward"
+    forward = "forward"
 
 
 def register(app: typer.Typer) -> None:
@@ -31,6 +40,8 @@ def register(app: typer.Typer) -> None:
         context: Annotated[int, typer.Option(min=1, help="Bytes in a sequence.")] = 64,
         batch: Annotated[int, typer.Option(min=1, help="Sequences in an iteration.")] = 16,
         bf16: Annotated[bool, typer.Option(help="Parameters in bfloat16.")] = False,
+        clip: Annotated[float, typer.Option(min=0, help="Clip gradients to this norm; 0 does not.")] = 1.0,
+        during: Annotated[During, typer.Option(help="When updates run: see tilestep.overlap.")] = During.neither,
     ) -> None:
         """Trace a few training iterations: when forward, backward, update, copies and communication ran.
 
@@ -46,7 +57,8 @@ def register(app: typer.Typer) -> None:
         console = Console()
         if script is None:
             size = Size(layers, width, 1 if width % 64 else width // 64, context)
-            traced = Traced(chosen_device(device), iterations, optimizer, size, batch, bf16)
+            schedule = "" if during is During.neither else during.value
+            traced = Traced(chosen_device(device), iterations, optimizer, size, batch, bf16, clip, schedule)
             reports = [_demo(traced, out)]
         else:
             reports = _script(script, arguments or [], out)

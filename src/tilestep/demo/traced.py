@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -28,6 +30,8 @@ class Traced:
         size: of the model.
         batch: sequences an iteration.
         bf16: whether parameters are bfloat16.
+        clip: the global norm that gradients are clipped to; 0 for no clip.
+        during: "backward" or "forward", see `tilestep.overlap`; empty for steps between them.
     """
 
     device: torch.device
@@ -36,6 +40,8 @@ class Traced:
     size: Size
     batch: int
     bf16: bool
+    clip: float = 1.0
+    during: str = ""
 
 
 def train_traced(traced: Traced, out: Path) -> Report:
@@ -51,28 +57,51 @@ def train_traced(traced: Traced, out: Path) -> Report:
     torch.manual_seed(0)
     model = GPT(traced.size).to(traced.device, torch.bfloat16 if traced.bf16 else torch.float32)
     parameters = list(model.parameters())
-    optimizer: torch.optim.Optimizer
-    if traced.optimizer == "torch":
-        optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    else:
-        optimizer = tilestep.Optimizer(parameters, traced.optimizer, max_grad_norm=1.0)
+    take = _torch_step(parameters, traced) if traced.optimizer == "torch" else _tilestep_step(model, traced)
     text = documentation().to(traced.device)
     window = torch.arange(traced.size.context + 1, device=traced.device)
 
     def iterate() -> None:
         starts = torch.randint(len(text) - len(window), (traced.batch, 1), device=traced.device)
         model.loss(text[starts + window].long()).backward()
-        if traced.optimizer == "torch":
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take()
 
     for _ in range(WARM_UP):
         iterate()
-    millions = sum(parameter.numel() for parameter in parameters) / 1e6
-    name = "torch's fused AdamW" if traced.optimizer == "torch" else f"tilestep's {traced.optimizer}"
-    title = f"{name}, clip by norm; GPT of {millions:.1f} M parameters, {device_name(traced.device)}"
-    with tilestep.profile(out, title=title) as profile:
+    with tilestep.profile(out, title=_title(traced, parameters)) as profile:
         for _ in range(traced.iterations):
             iterate()
     return profile.report
+
+
+def _torch_step(parameters: Sequence[torch.Tensor], traced: Traced) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+    def take() -> None:
+        if traced.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, traced.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return take
+
+
+def _tilestep_step(model: GPT, traced: Traced) -> Callable[[], None]:
+    optimizer = tilestep.Optimizer(model.parameters(), traced.optimizer, max_grad_norm=traced.clip or None)
+    if traced.during:
+        during: Literal["backward", "forward"] = "backward" if traced.during == "backward" else "forward"
+        optimizer = tilestep.overlap(optimizer, model, during, bucket_cap_mb=1.0)
+
+    def take() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return take
+
+
+def _title(traced: Traced, parameters: Sequence[torch.Tensor]) -> str:
+    millions = sum(parameter.numel() for parameter in parameters) / 1e6
+    name = "torch's fused AdamW" if traced.optimizer == "torch" else f"tilestep's {traced.optimizer}"
+    name += f" during {traced.during}" if traced.during else ""
+    clip = "clip by norm; " if traced.clip else ""
+    return f"{name}, {clip}GPT of {millions:.1f} M parameters, {device_name(traced.device)}"
