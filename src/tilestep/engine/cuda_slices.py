@@ -37,12 +37,18 @@ elements."""
 _STAGES = 3
 """Sub-blocks of a tile that are computed or being read; those behind the first wait in shared memory."""
 
+_FEW_BYTES = 2
+"""A pass that reads no more than this of an element computes about as long as it reads: the three instructions an
+element that copies through shared memory take would show."""
+
 _REGISTERS = 64
 """Registers of a thread where float32 is computed in: as many as leave half of a processor's threads in flight. Left to
 itself the assembler takes twice that for the loop over unaligned rows, and the aligned ones pay for it."""
 
 _ELEMENTS_A_WARP, _MOST_WARPS = 128, 4
-_WIDEST = 128
+_WIDEST, _WIDE = 128, 1024
+"""Columns of a tile at most, and where a last tile of half of them is no great part of a row any more."""
+
 _LONGEST = 1024
 """Columns of the tiles of one long row."""
 
@@ -82,8 +88,8 @@ def block_of(elements: int) -> Callable[[int, int, int], Block]:
 
     Example:
         >>> choose = block_of(32768)
-        >>> choose(1, 4096, 4096), choose(1, 4096, 10), choose(64, 3, 3), choose(1, 1, 4096)
-        ((1, 256, 128), (1, 2048, 16), (64, 4, 4), (1, 1, 1024))
+        >>> choose(1, 4096, 4096), choose(1, 4096, 320), choose(1, 4096, 10), choose(64, 3, 3), choose(1, 1, 4096)
+        ((1, 256, 128), (1, 512, 64), (1, 2048, 16), (64, 4, 4), (1, 1, 1024))
     """
 
     def side(size: int, most: int) -> int:
@@ -92,7 +98,7 @@ def block_of(elements: int) -> Callable[[int, int, int], Block]:
     def choose(matrices: int, rows: int, columns: int) -> Block:
         if matrices * rows == 1 and columns > _LONGEST:
             return 1, 1, _LONGEST
-        width = side(columns, _WIDEST)
+        width = side(columns, _WIDEST if columns % _WIDEST != _WIDEST // 2 or columns > _WIDE else _WIDEST // 2)
         held = _WHOLE_ELEMENTS // width
         if rows > held:
             return 1, _power_below(min(elements // width, _SPANNED // max(columns, 1))), width
@@ -129,11 +135,12 @@ def build_options(
         block: the tiles' sides.
         unscale: whether gradients lose their loss scale.
     """
-    held = held_rows(block, tile_traffic(spec, [tile]).bytes_read)
+    bytes_read = tile_traffic(spec, [tile]).bytes_read
+    held = held_rows(block, bytes_read)
     sides = dict(zip(("MATRICES", "ROWS", "COLUMNS"), block))
     warps = min(max(block[0] * held * block[2] // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
     registers = {"maxnreg": _REGISTERS} if spec.compute is torch.float32 else {}
-    stages = _STAGES if held < block[1] else 1
+    stages = _STAGES if held < block[1] and bytes_read > _FEW_BYTES else 1
     return {**sides, "HELD": held, "STAGES": stages, "UNSCALE": unscale}, {"num_warps": warps, **registers, **EXACT}
 
 
