@@ -11,10 +11,13 @@ from torch.profiler import record_function
 
 from .compat import profiler_is_running
 
-__all__ = ["ITERATION", "REPLAY", "UPDATE", "marked"]
+__all__ = ["HOST_UPDATE", "ITERATION", "REPLAY", "UPDATE", "marked"]
 
 UPDATE = "tilestep::update"
 """What is launched inside is the optimizer's, wherever it runs: in a step, in backward, before a forward."""
+
+HOST_UPDATE = "tilestep::host_update"
+"""The same for what the host computes itself, though the training may be on a GPU."""
 
 REPLAY = "tilestep::replay"
 """A CUDA graph with a step alone: the optimizer's as well, and the end of an iteration."""

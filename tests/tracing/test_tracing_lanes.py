@@ -149,6 +149,21 @@ def test_a_replayed_graph_of_a_step_alone_is_all_update() -> None:
     assert [each.exposed_milliseconds for each in report_on(trace.events).iterations] == [0.008, 0.008]
 
 
+def test_an_update_on_the_host_counts_beside_a_gpu() -> None:
+    trace = Trace()
+    trace.call("autograd::engine::evaluate_function: MmBackward0", 0, 10, thread=AUTOGRAD)
+    trace.kernel("ampere_sgemm", 1, 5, 30, thread=AUTOGRAD)
+    trace.range("tilestep::update", 8, 9, thread=AUTOGRAD)
+    trace.kernel("Memcpy DtoH", 8.5, 25, 34, thread=AUTOGRAD, cat="gpu_memcpy")  # a gradient goes to the host
+    trace.range("Optimizer.step#AdamW.step", 11, 50)
+    trace.range("tilestep::host_update", 28, 47)
+    trace.kernel("Memcpy HtoD", 48, 48, 52, cat="gpu_memcpy")
+    (only,) = report_on(trace.events).iterations
+    assert only.lanes.update == [(28.0, 47.0)] and only.lanes.copies == [(25.0, 34.0), (48.0, 52.0)]
+    assert only.lanes.optimizer == [(25.0, 47.0), (48.0, 52.0)]
+    assert only.exposed_milliseconds == 0.021
+
+
 def test_on_a_cpu_ranges_and_operators_are_the_work() -> None:
     trace = Trace()
     trace.call("aten::mm", 0, 10)

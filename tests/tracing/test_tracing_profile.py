@@ -64,7 +64,7 @@ def test_our_update_has_its_range_and_costs_nothing_without_a_profiler(monkeypat
     iterate = training(tilestep.AdamW)  # type: ignore[attr-defined]
     with torch.profiler.profile() as profiler:
         iterate()
-    assert "tilestep::update" in {event.key for event in profiler.key_averages()}
+    assert "tilestep::host_update" in {event.key for event in profiler.key_averages()}
     monkeypatch.setattr("tilestep.marks.record_function", lambda name: pytest.fail("recorded"))
     iterate()
 

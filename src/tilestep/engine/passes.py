@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..marks import UPDATE, marked
+from ..marks import HOST_UPDATE, UPDATE, marked
 from .segment import Segment
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = (
         engines: prepared and decided engines, one a device.
         shared: for each device with tensors that are sharded, what combines the reductions over one tensor.
     """
-    with marked(UPDATE):
+    on_host = all(engine.device.type == "cpu" for engine in engines)
+    with marked(HOST_UPDATE if on_host else UPDATE):
         _run([segment for engine in engines for segment in engine.segments], shared)
 
 

@@ -6,9 +6,11 @@ On a CPU, where nothing runs beside anything, both lanes are immediate: the same
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+from ..marks import UPDATE, marked
 
 __all__ = ["Buffer", "Lane", "Lanes", "Mark"]
 
@@ -43,10 +45,7 @@ class Lane:
     @contextmanager
     def working(self) -> Iterator[None]:
         """A block whose launches and copies go into this lane."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
+        with marked(UPDATE), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             yield
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

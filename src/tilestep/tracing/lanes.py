@@ -12,6 +12,7 @@ from .names import (
     is_communication_kernel,
     is_communication_operator,
     is_communication_range,
+    is_host_update,
     is_list_kernel,
     is_update_kernel,
     is_update_operator,
@@ -30,7 +31,7 @@ class Lanes:
         forward: computing, outside backward and the optimizer.
         backward: computing, launched by autograd.
         communication: between ranks, whoever asked for it.
-        update: the optimizer's own: updates, norms, clips, scaler.
+        update: the optimizer's own: updates, norms, clips, scaler; also what of it the host computes beside a GPU.
         copies: copies and fills, on a GPU.
         host: on a GPU, calls of the host of any kind; else what is left of the main thread: Python.
         host_update: the part of the host's time that is the optimizer's.
@@ -124,6 +125,10 @@ def _of_devices(events: Events, contexts: dict[Any, _Contexts]) -> Lanes:
         context = contexts.get(thread, _NOWHERE)
         for lane in _lanes_of(work, context, moment):
             found[lane].append((work.start, work.stop))
+    for call in events.calls:
+        if call.is_range and is_host_update(call.name):
+            found["update"].append((call.start, call.stop))
+            found["optimizer"].append((call.start, call.stop))
     found["host"] = [(call.start, call.stop) for call in events.calls]
     found["host_update"] = [each for context in contexts.values() for each in context.update]
     return Lanes(**{name: union(intervals) for name, intervals in found.items()})

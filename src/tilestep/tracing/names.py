@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
-from ..marks import ITERATION, REPLAY, UPDATE
+from ..marks import HOST_UPDATE, ITERATION, REPLAY, UPDATE
 
 __all__ = [
     "is_communication_kernel",
     "is_communication_operator",
     "is_communication_range",
     "is_end_of_iteration",
+    "is_host_update",
     "is_iteration_mark",
     "is_list_kernel",
     "is_update_kernel",
@@ -28,7 +29,7 @@ _COMMUNICATION_KERNELS = re.compile(r".*(nccl|symm_mem|multimem).*", re.IGNORECA
 _COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional|fsdp)::.*")
 _COMMUNICATION_RANGES = re.compile(r"(gloo|nccl|mpi|ucc):\w+")
 _STEP = re.compile(r"Optimizer\.step#.*")
-_UPDATE_RANGES = re.compile(rf"Optimizer\.(step|zero_grad)#.*|{UPDATE}|{REPLAY}")
+_UPDATE_RANGES = re.compile(rf"Optimizer\.(step|zero_grad)#.*|{UPDATE}|{HOST_UPDATE}|{REPLAY}")
 
 
 def is_update_kernel(name: str) -> bool:
@@ -54,6 +55,11 @@ def is_update_operator(name: str) -> bool:
 def is_update_range(name: str) -> bool:
     """Whether what runs in a named range is an optimizer's: torch's or ours."""
     return _UPDATE_RANGES.fullmatch(name) is not None
+
+
+def is_host_update(name: str) -> bool:
+    """Whether what runs in a named range is an update that the host computes."""
+    return name == HOST_UPDATE
 
 
 def is_communication_kernel(name: str) -> bool:
