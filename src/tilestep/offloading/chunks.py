@@ -167,7 +167,9 @@ class _Span:
 
     def run(self) -> Run:
         storage = self.array.untyped_storage()
-        host = torch.empty(0, dtype=torch.uint8).set_(storage, self.start, (self.stop - self.start,), (1,))
+        host = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            storage, self.start, (self.stop - self.start,), (1,)
+        )
         return Run(host, self.place)
 
 

@@ -73,7 +73,7 @@ class Buffer:
     """Device memory through which chunks pass one after the other."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.free: Mark = None
         """When the last chunk has left it."""
 

@@ -76,8 +76,10 @@ class OffloadedOptimizer(Optimizer):
             return unscale(SimpleNamespace(param_groups=[{"params": params}]), *args, **kwargs)
 
     def wait(self) -> None:
-        """Have the state's tensors hold what the last step gave them."""
+        """Have the state's tensors hold what the last step gave them; of a sharded optimizer also the parameters."""
         self._home.wait()
+        if isinstance(self, ShardedOptimizer):
+            super().wait()  # type: ignore[misc]
 
     def offload_report(self) -> OffloadReport:
         """Where the state is, where updates run and why, with the machine's measured bandwidths and predicted times.
@@ -93,7 +95,7 @@ class OffloadedOptimizer(Optimizer):
             ('here', 8000)
         """
         where, reason = self._choice
-        plan = plan_for(self)
+        plan = plan_for(_owner(self))
         home: Any = self._home
         if where == "here":
             return OffloadReport(where, reason, plan, host_bytes=plan.state)
@@ -170,6 +172,8 @@ def offload(
         raise ValueError("Invalid state: False; there would be nothing to offload")
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
+    if gradients and isinstance(optimizer, ShardedOptimizer):
+        raise OffloadError("gradients=True, but a sharded optimizer keeps this rank's part of them on the device")
     if gradients and where == "gpu":
         raise ValueError("Invalid where: 'gpu' with gradients=True; updates run where the gradients are, on the CPU")
     made = _made(optimizer)
@@ -188,10 +192,6 @@ def _made(optimizer: Any) -> Optimizer:
         raise OffloadError("the optimizer is offloaded already")
     if isinstance(optimizer, OverlappedOptimizer):
         raise OffloadError("the optimizer is overlapped already: offload it first, with where='gpu', then overlap it")
-    if isinstance(optimizer, ShardedOptimizer):
-        raise OffloadError(
-            "the optimizer is sharded: its state is that of this rank's pieces, which offload() cannot move"
-        )
     return optimizer
 
 
@@ -215,6 +215,10 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str) -> tuple[str
         if where == "gpu":
             raise OffloadError("where='gpu', but the parameters are on the CPU: move the model to a GPU first")
         return "here", "the parameters are on the CPU, and so is the state"
+    if isinstance(optimizer, ShardedOptimizer):
+        if where == "cpu":
+            raise OffloadError("where='cpu', but pieces of sharded parameters are updated on the device: take 'gpu'")
+        where = "gpu"
     able = {"gpu": triton_is_there(), "cpu": compiler() is not None}
     needs = {"gpu": "Triton", "cpu": "a C++ compiler"}
     if where != "auto":
@@ -247,6 +251,8 @@ def move_state(optimizer: Optimizer, home: StateHome, where: str, reason: str) -
         where: what its reports say.
         reason: why there.
     """
+    if isinstance(optimizer, ShardedOptimizer):
+        return _move_pieces(optimizer, home, where, reason)
     kind = type(optimizer)
     try:
         with unchanged_on_error(optimizer):
@@ -261,6 +267,23 @@ def move_state(optimizer: Optimizer, home: StateHome, where: str, reason: str) -
         optimizer.__class__ = kind
         raise
     return optimizer
+
+
+def _owner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose state it is: of a sharded one, that of this rank's pieces."""
+    return optimizer._sharding.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+
+
+def _move_pieces(optimizer: ShardedOptimizer, home: StateHome, where: str, reason: str) -> OffloadedOptimizer:
+    """As `move_state`, for the pieces of a sharded optimizer."""
+    move_state(_owner(optimizer), home, where, reason)
+    optimizer._home = home
+    optimizer._show_states()
+    moved: Optimizer = optimizer
+    moved.__class__ = _offloaded_class(type(optimizer))
+    assert isinstance(moved, OffloadedOptimizer)
+    moved._choice = where, reason
+    return moved
 
 
 _classes: dict[type[Optimizer], type[Optimizer]] = {}

@@ -14,6 +14,7 @@ from ..engine import DeviceEngine
 from ..errors import GradientError
 from ..optimizer import Optimizer
 from ..optimizer.graphs import prepare_capture, require_no_waits
+from ..optimizer.homes import StateHome
 from .agree import check_together, plain_module
 from .buckets import Options
 from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states
@@ -96,6 +97,8 @@ def shard(
         raise TypeError(f"shard() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
+    if type(optimizer._home) is not StateHome:
+        raise ValueError("the optimizer is offloaded already: shard it first, then offload it")
     model = plain_module(model)
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
     ranks = ranks_of(mesh, device)

@@ -1,0 +1,107 @@
+"""This rank's pieces of a sharded optimizer with their state on the host, on two gloo ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offloaded_pairs import streamed
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sharding"))
+from sharded_ranks import run_on_ranks
+from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train
+
+import tilestep
+from tilestep.offloading.streaming import StreamedState
+
+
+def adamw(params: Any) -> tilestep.Optimizer:
+    return tilestep.AdamW(params, lr=0.01, eps=0.1)
+
+
+def loss_of(data: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
+    return lambda model: (model(data) * data).sum()
+
+
+def offloaded(pair: Pair) -> Any:
+    before = pair.optimizer
+    pair.optimizer = streamed(64, 2)(pair.optimizer)
+    assert pair.optimizer is before
+    return pair.optimizer
+
+
+def pieces_are_updated_as_without() -> None:
+    pair = Pair(Elementwise(size=50), adamw, bucket_cap_mb=TINY)
+    optimizer = offloaded(pair)
+    assert isinstance(optimizer, tilestep.ShardedOptimizer) and isinstance(optimizer, tilestep.OffloadedOptimizer)
+    assert isinstance(optimizer._sharding.inner._home, StreamedState)
+    for _ in range(4):
+        train(pair, [loss_of(inputs(5, 50)), loss_of(inputs(5, 50))])
+        pair.compare()
+    pair.compare_states()
+
+
+def norms_and_reductions_meet() -> None:
+    for make in (
+        lambda params: tilestep.LAMB(params, lr=0.01),
+        lambda params: tilestep.AdamW(params, lr=0.01, eps=0.1, max_grad_norm=0.5),
+    ):
+        pair = Pair(Convolutions(), make, bucket_cap_mb=200 / 2**20)
+        offloaded(pair)
+        for _ in range(3):
+            data = inputs(2, 3, 8, 8)
+            train(pair, [lambda model, data=data: model(data).square().sum()])
+        pair.compare(rtol=1e-5, atol=1e-6)
+
+
+def checkpoints_come_and_go() -> None:
+    pair = Pair(Elementwise(size=50), adamw, bucket_cap_mb=TINY)
+    optimizer = offloaded(pair)
+    train(pair, [loss_of(inputs(5, 50))])
+    saved = optimizer.full_state_dict()
+    train(pair, [loss_of(inputs(5, 50))])
+    optimizer.load_state_dict(saved)
+    pair.twin_optimizer.load_state_dict(saved)
+    home = optimizer._home
+    for state in optimizer.state.values():
+        assert all(home.keeps(value, value) for name, value in state.items() if name != "step")
+    pair.compare_states()
+    with torch.no_grad():
+        for mine, theirs in zip(pair.model.parameters(), pair.twin.parameters()):
+            mine.copy_(theirs)
+    train(pair, [loss_of(inputs(5, 50))])
+    pair.compare()
+
+
+def the_order_of_wrappers_is_said() -> None:
+    model = Elementwise()
+    optimizer = streamed()(adamw(model.parameters()))
+    with pytest.raises(ValueError, match="shard it first, then offload it"):
+        tilestep.shard(optimizer, model)
+    sharded = tilestep.shard(adamw(model.parameters()), model)
+    with pytest.raises(tilestep.OffloadError, match="keeps this rank's part of them on the device"):
+        tilestep.offload(sharded, gradients=True)
+    assert tilestep.offload(sharded).offload_report().where == "here"
+
+
+CHECKS = [
+    pieces_are_updated_as_without,
+    norms_and_reductions_meet,
+    checkpoints_come_and_go,
+    the_order_of_wrappers_is_said,
+]
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return run_on_ranks(CHECKS, 2)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_ranks(check: Callable[[], None], failures: dict[str, str]) -> None:
+    assert check.__name__ not in failures, failures[check.__name__]
