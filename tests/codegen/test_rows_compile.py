@@ -17,7 +17,7 @@ from tilestep.codegen.spec import KernelSpec
 from tilestep.codegen.storage import Plain
 from tilestep.codegen.triton_slices import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from tilestep.engine import graph_for, kernel_spec
-from tilestep.engine.cuda_slices import block_of, build_options
+from tilestep.engine.cuda_slices import block_of, build_options, held_rows
 from tilestep.rules import registry
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -123,6 +123,15 @@ def test_tiles_span_what_is_counted_in_32_bits(extents: tuple[int, int, int], el
     sides = [min(side, extent) for side, extent in zip(block, extents)]
     last = ((sides[0] - 1) * extents[1] + block[1] - 1) * extents[2] + block[2] - 1
     assert last < 2**31 and math.prod(block) <= elements
+
+
+@pytest.mark.parametrize("bytes_read", [0, 2, 4, 6, 10, 14, 24, 100])
+@pytest.mark.parametrize("extents", [(1, 4096, 4096), (1, 4096, 320), (1, 5, 4096), (1, 70, 3), (9, 30, 3), (1, 1, 9)])
+def test_what_is_held_divides_the_tile(extents: tuple[int, int, int], bytes_read: int) -> None:
+    block = block_of(32768)(*extents)
+    held = held_rows(block, bytes_read)
+    assert all(side & (side - 1) == 0 for side in (*block, held)) and block[1] % held == 0
+    assert block[0] * held * block[2] <= 2048
 
 
 @pytest.mark.parametrize("operation", ["reduce_sum", "reduce_amax", "reduce_amin"])

@@ -120,7 +120,7 @@ def held_rows(block: Block, bytes_read: int) -> int:
         (16, 8, 4)
     """
     matrices, rows, columns = block
-    elements = min(max(_HELD_BYTES // max(bytes_read, 1), _FEWEST_HELD), _MOST_HELD)
+    elements = min(max(_power_below(_HELD_BYTES // max(bytes_read, 1)), _FEWEST_HELD), _MOST_HELD)
     return rows if matrices > 1 else min(rows, max(elements // columns, 1))
 
 
