@@ -558,19 +558,3 @@ def test_parameters_outside_of_the_model() -> None:
         assert torch.equal(extras[0], extras[1])
         twins.reference.zero_grad()
     twins.compare()
-
-
-@both
-@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("offloads_first", [True, False])
-def test_state_in_host_memory(during: str, make: Make, offloads_first: bool) -> None:
-    def build(params: Any) -> tilestep.Optimizer:
-        optimizer = make(params)
-        return tilestep.offload(optimizer) if offloads_first else optimizer
-
-    twins = Twins(build, during)
-    if not offloads_first:
-        tilestep.offload(twins.optimizer)
-    for step in range(6):
-        twins.step(step)
-    twins.compare()

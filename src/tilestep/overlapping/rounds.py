@@ -135,9 +135,7 @@ class Round:
         if optimizer._evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
         tables = optimizer._fitting_tables()
-        # Host updates take copies of all gradients.
-        waits = optimizer._is_scaled() or needs_norm(optimizer) or tables.home.looks_at_gradients
-        self.applies = not waits
+        self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
         self.is_open = True
         if not self.applies:
             return
