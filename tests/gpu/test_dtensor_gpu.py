@@ -79,7 +79,7 @@ CHECKS = {
     **steps.CHECKS,
     **{name: check for name, check in decisions.CHECKS.items() if name != "agrees_over_meshes"},
     **slices.CHECKS,
-    **{name: check for name, check in matrices.CHECKS.items() if name != "two_cuts_are_refused_by_name"},
+    **matrices.CHECKS,
     **checkpoints.ON_FOUR,
     **checkpoints.ON_TWO,
     "dtensors_have_what_we_know": compat.dtensors_have_what_we_know,

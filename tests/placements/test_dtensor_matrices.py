@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_on_ranks
-from sharded_models import device, full
+from sharded_models import LAYOUTS, device, full, plain
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
 from tilestep.placements.matrices import MatrixExchange
@@ -27,6 +27,9 @@ def _meshes() -> dict[str, tuple[DeviceMesh, list[Any]]]:
         "rows": (flat, [Shard(0)]),
         "columns": (flat, [Shard(1)]),
         "replicated rows": (grid, [Replicate(), Shard(0)]),
+        "rows and columns": (grid, [Shard(0), Shard(1)]),
+        "columns and rows": (grid, [Shard(1), Shard(0)]),
+        "rows twice": (grid, [Shard(0), Shard(0)]),
         "whole": (flat, [Replicate()]),
     }
 
@@ -148,7 +151,7 @@ def beside_other_rules() -> None:
 def work_is_divided() -> None:
     """Every matrix has one owner, the same on all ranks, and the largest are with different ones."""
     mesh, _ = _meshes()["rows"]
-    exchange = MatrixExchange(mesh, 0, everywhere=False)
+    exchange = MatrixExchange(mesh, [0], everywhere=False)
     places = [
         exchange.add("a matrix", distribute_tensor(torch.zeros(8 * (place % 4 + 1), 16), mesh, [Shard(0)]))
         for place in range(8)
@@ -169,11 +172,25 @@ def two_messages_for_each_pass() -> None:
     assert counts == {"c10d::alltoall_base_": 2}
 
 
-def two_cuts_are_refused_by_name() -> None:
-    grid = init_device_mesh(device(), (2, 2))
-    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 8), grid, [Shard(0), Shard(1)]))
-    with pytest.raises(tilestep.GradientError, match=r"up\.weight.* is sharded.*whole matrices.*two dimensions"):
-        tilestep.Muon([("up.weight", weight)])
+def tensor_parallel_and_sharded() -> None:
+    """What tensor parallelism has cut, FSDP cuts again, along the same dimension too."""
+    for layout in ("mixed", "fsdp", "tensor_parallel"):
+        net, reference = LAYOUTS[layout][0](), plain()
+        for name in ("Muon", "SOAP"):
+            given = {"lr": 0.02} if name == "Muon" else {"lr": 0.01, "precondition_frequency": 2}
+            mine, others = ([param for param in each.parameters() if param.dim() == 2] for each in (net, reference))
+            optimizer, expected = getattr(tilestep, name)(mine, **given), getattr(tilestep, name)(others, **given)
+            for step in range(4):
+                torch.manual_seed(step)
+                for param, other in zip(mine, others):
+                    other.grad = torch.randn(other.shape).to(other)
+                    param.grad = other.grad
+                    if isinstance(param, DTensor):
+                        whole = DTensor.from_local(other.grad, param.device_mesh, run_check=False)
+                        param.grad = whole.redistribute(placements=param.placements)
+                optimizer.step()
+                expected.step()
+                _same(mine, others, atol=1e-3, rtol=1e-3)
 
 
 CHECKS = {
@@ -185,7 +202,7 @@ CHECKS = {
         beside_other_rules,
         work_is_divided,
         two_messages_for_each_pass,
-        two_cuts_are_refused_by_name,
+        tensor_parallel_and_sharded,
     )
 }
 

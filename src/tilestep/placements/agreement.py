@@ -14,7 +14,7 @@ from ..compat import group_device_types, root_mesh
 from ..errors import GradientError
 from .local import is_distributed
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "group_of"]
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """Process groups made here, for each initialization of torch.distributed."""
@@ -87,7 +87,7 @@ class Agreement:
         if len(self.ranks) == 1:
             return
         if self._group is None:
-            self._group = _group_of(self.ranks, self.meshes)
+            self._group = group_of(self.ranks, self.meshes)
         able = group_device_types(self._group)
         if values.device.type == "cpu" and able is not None and "cpu" not in able and torch.cuda.is_available():
             # Parameters offloaded to the host under a backend for GPUs alone.
@@ -120,8 +120,13 @@ def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
     )
 
 
-def _group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
-    """A process group of these ranks: one that is there, or a new one that only they must ask for."""
+def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
+    """A process group of these ranks: one that is there, or a new one that only they must ask for.
+
+    Args:
+        ranks: in order.
+        meshes: whose groups are there.
+    """
     world = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return world

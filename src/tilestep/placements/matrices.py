@@ -6,20 +6,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..errors import GradientError
-from .local import local_part, sharded_dims
+from .agreement import group_of
+from .local import slices_here
 
 __all__ = ["Exchanges", "MatrixExchange"]
+
+Bounds = tuple[tuple[int, int], tuple[int, int]]
+"""First row and the one after the last; the same of columns."""
 
 
 class Exchanges:
     """The exchanges of an optimizer: one for the matrices that the same ranks share and work on in the same way."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, int, bool], MatrixExchange] = {}
+        self._known: dict[tuple[Any, tuple[int, ...], bool], MatrixExchange] = {}
 
     def add(self, label: str, param: Any, *, everywhere: bool) -> tuple[MatrixExchange, int]:
         """Take in a matrix.
@@ -33,49 +38,56 @@ class Exchanges:
             Its exchange, and the number by which that knows it.
 
         Raises:
-            GradientError: for a DTensor that is cut along more than one dimension of its mesh.
+            GradientError: for a DTensor that is cut in a way that is not known here.
         """
         mesh = param.device_mesh
-        cuts = [at for at, each in enumerate(param.placements) if not each.is_replicate() and mesh.size(at) > 1]
-        if len(cuts) != 1:
-            raise GradientError(
-                f"{label} is sharded, a DTensor with placements {tuple(param.placements)}, and its rule works on whole "
-                "matrices: those that are cut along two dimensions of a mesh cannot be put together yet; give it to "
-                "another rule in a param group of its own"
-            )
-        key = mesh, cuts[0], everywhere
+        cuts = tuple(at for at, each in enumerate(param.placements) if not each.is_replicate() and mesh.size(at) > 1)
+        key = mesh, cuts, everywhere
         if key not in self._known:
-            self._known[key] = MatrixExchange(mesh, cuts[0], everywhere)
+            self._known[key] = MatrixExchange(mesh, cuts, everywhere)
         return self._known[key], self._known[key].add(label, param)
 
 
 class MatrixExchange:
-    """Sends parts of matrices along one dimension of a mesh, all of a call's in one message to each rank.
+    """Sends parts of matrices between ranks of a mesh, all of a call's in one message to each rank.
 
     Args:
         mesh: the mesh.
-        along: its dimension.
+        along: its dimensions along which the matrices are cut.
         everywhere: whether every rank works on every matrix; else each matrix has one owner, the largest first to the
             rank that has least to do.
     """
 
-    def __init__(self, mesh: Any, along: int, everywhere: bool) -> None:
-        self._group = mesh.get_group(along)
-        self._ranks, self._rank = mesh.size(along), mesh.get_local_rank(along)
-        self._everywhere = everywhere
+    def __init__(self, mesh: Any, along: Sequence[int], everywhere: bool) -> None:
+        self._sizes = [mesh.size(at) for at in along]
+        here = mesh.get_coordinate()
+        sharing = mesh.mesh.cpu().numpy()[tuple(slice(None) if at in along else here[at] for at in range(mesh.ndim))]
+        members = sorted(sharing.reshape(-1).tolist())
+        self._group = mesh.get_group(along[0]) if len(along) == 1 else group_of(members, [mesh])
+        self._coordinates = [tuple(np.argwhere(sharing == rank)[0].tolist()) for rank in members]
+        self._along, self._everywhere = list(along), everywhere
+        self._ranks, self._rank = len(members), members.index(dist.get_rank())
         self._shapes: list[torch.Size] = []
-        self._dims: list[int] = []
+        self._bounds: list[list[Bounds]] = []
+        """For each matrix and rank which rows and which columns that rank has."""
         self._owners: list[int] | None = None
 
     def add(self, label: str, param: Any) -> int:
         """Take in a matrix; its number."""
-        (dim,) = sharded_dims(param)
+        placements = [param.placements[at] for at in self._along]
+        # What tensor parallelism cuts, FSDP cuts again: its placement, further to the left, says so.
+        order = sorted(range(len(placements)), key=lambda at: not placements[at].is_shard())
+        cuts = [(placements[at].dim % param.dim(), at) for at in order]
         self._shapes.append(param.shape)
-        self._dims.append(dim)
+        self._bounds.append([self._bounds_of(param.shape, cuts, rank) for rank in range(self._ranks)])
         self._owners = None
         place = len(self._shapes) - 1
-        if local_part(param).shape != self._part_shape(place, self._rank):
-            raise GradientError(f"{label} is not cut into equal parts as DTensors are; its matrices cannot be gathered")
+        mine = [slices_here(param, (1 - dim, 2 - dim)).tolist() for dim in range(2)]
+        if mine != [list(range(*bounds)) for bounds in self._bounds[place][self._rank]]:
+            raise GradientError(
+                f"{label} is a DTensor with placements {tuple(param.placements)}, and its rule takes whole matrices; "
+                "they cannot be put together from such parts yet; give it to another rule in a param group of its own"
+            )
         return place
 
     def owns(self, place: int) -> bool:
@@ -92,24 +104,34 @@ class MatrixExchange:
                 load[owner] += work[each]
         return self._owners[place]
 
-    def _bounds(self, place: int, rank: int) -> tuple[int, int]:
-        """Which rows or columns a rank has: as `torch.chunk` cuts."""
-        size = self._shapes[place][self._dims[place]]
-        step = -(-size // self._ranks)
-        return min(rank * step, size), min((rank + 1) * step, size)
+    def _bounds_of(self, shape: torch.Size, cuts: Sequence[tuple[int, int]], rank: int) -> Bounds:
+        """Which rows and columns a rank has: each cut, of a dimension along one of ours, as `torch.chunk` does."""
+        bounds = [(0, size) for size in shape]
+        for dim, at in cuts:
+            start, stop = bounds[dim]
+            step = -(-(stop - start) // self._sizes[at])
+            first = start + self._coordinates[rank][at] * step
+            bounds[dim] = min(first, stop), min(first + step, stop)
+        return bounds[0], bounds[1]
 
-    def _part_shape(self, place: int, rank: int) -> torch.Size:
-        start, stop = self._bounds(place, rank)
-        shape = list(self._shapes[place])
-        shape[self._dims[place]] = stop - start
-        return torch.Size(shape)
+    def _part_shape(self, place: int, rank: int) -> tuple[int, int]:
+        (top, bottom), (left, right) = self._bounds[place][rank]
+        return bottom - top, right - left
 
     def _bytes(self, place: int, rank: int, dtype: torch.dtype) -> int:
-        return math.prod(self._part_shape(place, rank)) * dtype.itemsize
+        rows, columns = self._part_shape(place, rank)
+        return rows * columns * dtype.itemsize
 
     def _cut(self, whole: torch.Tensor, place: int, rank: int) -> torch.Tensor:
-        start, stop = self._bounds(place, rank)
-        return whole.narrow(self._dims[place], start, stop - start)
+        (top, bottom), (left, right) = self._bounds[place][rank]
+        return whole[top:bottom, left:right]
+
+    def _whole(self, place: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A matrix, from the parts of all ranks."""
+        whole = pieces[0].new_empty(self._shapes[place])
+        for rank, piece in enumerate(pieces):
+            self._cut(whole, place, rank).copy_(piece)
+        return whole
 
     def gather(self, parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
         """Put matrices together where they are worked on; arguments and result as for `matrices.shared.Exchange`."""
@@ -126,10 +148,7 @@ class MatrixExchange:
             for rank, buffer in enumerate(received)
         ]
         wholes = iter(zip(*pieces))
-        return [
-            torch.cat(next(wholes), dim=self._dims[place]) if self.owns(place) else None  # type: ignore[arg-type]
-            for place, _ in parts
-        ]
+        return [self._whole(place, next(wholes)) if self.owns(place) else None for place, _ in parts]
 
     def scatter(self, wholes: Sequence[tuple[int, torch.Tensor | None, torch.Tensor]]) -> None:
         """Take matrices apart; arguments as for `matrices.shared.Exchange`."""
@@ -180,8 +199,13 @@ def _packed(tensors: Sequence[torch.Tensor], like: Sequence[tuple[int, torch.Ten
     return torch.cat([none, *(tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)])
 
 
-def _unpacked(buffer: torch.Tensor, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+def _unpacked(buffer: torch.Tensor, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
     """Tensors of these shapes and dtypes, out of their bytes."""
-    sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
-    # A copy each: a tensor begins at a multiple of its items' size.
-    return [each.clone().view(dtype).view(shape) for each, (shape, dtype) in zip(buffer.split(sizes), kinds)]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+    return [_seen_as(each, dtype).view(*shape) for each, (shape, dtype) in zip(buffer.split(sizes), kinds)]
+
+
+def _seen_as(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # A tensor begins at a multiple of its items' size.
+    aligned = piece.storage_offset() % dtype.itemsize == 0
+    return (piece if aligned else piece.clone()).view(dtype)
