@@ -227,7 +227,6 @@ def test_the_device_holds_buffers_and_no_state() -> None:
     report = optimizer.offload_report()
     assert report.where == "gpu" and report.host_bytes >= 12 * 100_000_000 and report.gpu_seconds
     assert report.bandwidths is not None and report.bandwidths.both > 1e9
-    print(report)
 
 
 def test_auto_decides_by_what_it_measures() -> None:

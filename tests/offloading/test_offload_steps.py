@@ -54,13 +54,15 @@ def test_steps_are_the_same_to_the_bit(rule: str, dtype: torch.dtype, master: bo
             shapes_for(rule),
             dtype,
         )
-        for step in range(6):
+        for step in range(3 if rule == "SOAP" else 6):
             # Some parameters have no gradient in some steps.
             pair.step(missing=lambda place, step=step: (place + step) % 5 == 1)
         pair.compare()
 
 
-def test_a_hundred_steps_with_clip_and_schedule(home: Homes) -> None:
+@pytest.mark.parametrize("name", ["streamed, 200 kB, two buffers", "on the host, one chunk"])
+def test_a_hundred_steps_with_clip_and_schedule(name: str) -> None:
+    home = HOMES[name]
     pair = Pair(lambda params: tilestep.AdamW(params, lr=1e-2, max_grad_norm=1.0), home)
     schedulers = [
         torch.optim.lr_scheduler.CosineAnnealingLR(each, T_max=100) for each in (pair.reference, pair.optimizer)
