@@ -43,7 +43,8 @@ element that copies through shared memory take would show."""
 
 _REGISTERS = 64
 """Registers of a thread where float32 is computed in: as many as leave half of a processor's threads in flight. Left to
-itself the assembler takes twice that for the loop over unaligned rows, and the aligned ones pay for it."""
+itself the assembler takes twice that for the loop over unaligned rows, and the aligned ones pay for it. Tiles held
+whole have all that they read under way at once; they may have twice as many."""
 
 _ELEMENTS_A_WARP, _MOST_WARPS = 128, 4
 _WIDEST, _WIDE = 128, 1024
@@ -137,11 +138,16 @@ def build_options(
     """
     bytes_read = tile_traffic(spec, [tile]).bytes_read
     held = held_rows(block, bytes_read)
-    sides = dict(zip(("MATRICES", "ROWS", "COLUMNS"), block))
+    walks = held < block[1]
+    constants = {
+        **dict(zip(("MATRICES", "ROWS", "COLUMNS"), block)),
+        "HELD": held,
+        "STAGES": _STAGES if walks and bytes_read > _FEW_BYTES else 1,
+        "UNSCALE": unscale,
+    }
     warps = min(max(block[0] * held * block[2] // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
-    registers = {"maxnreg": _REGISTERS} if spec.compute is torch.float32 else {}
-    stages = _STAGES if held < block[1] and bytes_read > _FEW_BYTES else 1
-    return {**sides, "HELD": held, "STAGES": stages, "UNSCALE": unscale}, {"num_warps": warps, **registers, **EXACT}
+    registers = {"maxnreg": _REGISTERS if walks else 2 * _REGISTERS} if spec.compute is torch.float32 else {}
+    return constants, {"num_warps": warps, **registers, **EXACT}
 
 
 class CudaSlices:
