@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import tilestep
-from tilestep.matrices import COEFFICIENTS, orthogonal
+from tilestep.matrices import COEFFICIENTS, batches, orthogonal
 from tilestep.matrices.gram import gram_newton_schulz, takes
 from tilestep.matrices.orthogonal import newton_schulz
 from tilestep.matrices.symmetric import BLOCKS, Blocks, symmetric_product
@@ -154,6 +155,52 @@ def test_a_captured_step_is_the_step() -> None:
         plain.step()
     for left, right in zip(mine, theirs):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+
+
+def recorded_passes(optimizer: tilestep.Optimizer) -> list[Any]:
+    [engine] = optimizer._current()
+    return [each for segment in engine.segments for each in segment.matrices._recorded.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_recorded_in_graphs_are_the_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps of 40 matrices, one skipped, all with other rates; after the second, ours replay graphs of their own."""
+    results = []
+    for least in (32, 1000):
+        monkeypatch.setattr(batches, "LEAST_MATRICES", least)
+        params = params_of([(256, 256), (64, 192)] * 20, dtype)
+        optimizer = tilestep.Muon(params, lr=0.02, skip_nonfinite=True)
+        for step in range(6):
+            set_gradients(params, step)
+            if step == 4:
+                params[3].grad[1, 1] = torch.nan
+            optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+            with no_synchronization() if step in (1, 4, 5) else nullcontext():
+                optimizer.step()
+        recorded = [each.is_recorded for each in recorded_passes(optimizer)]
+        assert recorded == ([True] if least == 32 else [])
+        assert int(optimizer.skipped_steps) == 1
+        results.append([param.detach().clone() for param in params])
+    assert all(map(torch.equal, *results))
+
+
+def test_recordings_give_their_memory_back() -> None:
+    def train() -> None:
+        params = params_of([(256, 256)] * 40)
+        optimizer = tilestep.Muon(params, lr=0.02)
+        for step in range(4):
+            set_gradients(params, step)
+            optimizer.step()
+        assert [each.is_recorded for each in recorded_passes(optimizer)] == [True]
+
+    train()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    train()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_a_skipped_step_changes_nothing() -> None:

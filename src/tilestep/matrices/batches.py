@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from ..graph import LibraryPass, evaluate
 from .batch import Batch
 from .conditions import Conditions, GroupNumbers
 from .operations import MATRIX_OPERATIONS
+from .recorded import LEAST_MATRICES, RecordedPass
 from .running import run_chunk
 from .shared import SharedMatrices
 from .workspace import matrices_at_once
@@ -59,6 +62,7 @@ class MatrixBatches:
         """Which tensors took part in the last step, where it matters."""
         self.is_built = False
         """Whether all passes have run, so that nothing is left to compile."""
+        self._recorded = self._recordings()
 
     def _keys(self) -> list[tuple[Any, ...]]:
         """Shape and numbers of each tensor."""
@@ -183,7 +187,26 @@ class MatrixBatches:
 
     def run(self, index: int) -> None:
         """Run the library pass after tile pass `index`, if there is one; nothing is waited for."""
-        self._run(index, self.leaves_out, stores=True)
+        if index in self._recorded:
+            self._recorded[index].run()
+        else:
+            self._run(index, self.leaves_out, stores=True)
+
+    def _recordings(self) -> dict[int, RecordedPass]:
+        """The passes that are the same launches at every step, where the host is spared enough of them."""
+        device = self.segment.device
+        differs = self.waits or self.conditions is not None or self.shared is not None
+        if device.type != "cuda" or differs or len(self.entries) < LEAST_MATRICES:
+            return {}
+        pool, this = torch.cuda.graph_pool_handle(), weakref.ref(self)
+
+        def work(index: int) -> None:
+            batches = this()
+            assert batches is not None
+            batches._run(index, batches.leaves_out, stores=True)
+
+        places = [index for index, here in enumerate(self.library.passes) if here]
+        return {index: RecordedPass(device, partial(work, index), pool) for index in places}
 
     def _active(self) -> np.ndarray:
         """Which tensors take part in this step."""

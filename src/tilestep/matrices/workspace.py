@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["limit_workspace", "matrices_at_once"]
 
-_limit: int = 4 << 30
+_limit: int = 1 << 30
 
 
 def limit_workspace(size: int) -> int:
@@ -24,7 +24,7 @@ def limit_workspace(size: int) -> int:
     more launches.
 
     Args:
-        size: bytes; 4 GiB at first.
+        size: bytes; 1 GiB at first.
 
     Returns:
         The bound so far.
@@ -33,8 +33,8 @@ def limit_workspace(size: int) -> int:
         ValueError: for a negative number.
 
     Example:
-        >>> before = limit_workspace(1 << 30)
-        >>> limit_workspace(before) == 1 << 30
+        >>> before = limit_workspace(4 << 30)
+        >>> limit_workspace(before) == 4 << 30
         True
     """
     global _limit
