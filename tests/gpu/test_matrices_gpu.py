@@ -164,7 +164,7 @@ def recorded_passes(optimizer: tilestep.Optimizer) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_recorded_in_graphs_are_the_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six steps of 40 matrices, one skipped, all with other rates; after the second, ours replay graphs of their own."""
+    """Six steps of 40 matrices, one skipped, all with other rates; from the third on they replay graphs."""
     results = []
     for least in (32, 1000):
         monkeypatch.setattr(batches, "LEAST_MATRICES", least)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class RecordedPass:
         pool: memory that the recordings of one segment share, as `torch.cuda.graph_pool_handle` gives it.
     """
 
-    def __init__(self, device: torch.device, work: Callable[[], None], pool: tuple[int, int]) -> None:
+    def __init__(self, device: torch.device, work: Callable[[], None], pool: Any) -> None:
         self._device = device
         self._work = work
         self._pool = pool
