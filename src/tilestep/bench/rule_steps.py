@@ -18,6 +18,7 @@ from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import Settings, free, measured_group
 from tilestep.bench.traffic import has_matrix_work, step_bytes
 from tilestep.bench.workloads import Workload, cpu_workloads, gpu_workloads, make_parameters
+from tilestep.errors import MatrixError
 
 __all__ = ["run_rules"]
 
@@ -45,7 +46,11 @@ def run_rules(settings: Settings, names: Sequence[str] = ()) -> Result:
     result = Result("rules", environment(settings.device))
     if settings.device.type == "cuda":
         workload = gpu_workloads(settings.quick)[1]
-        result.groups.append(_all_alone(chosen, workload, settings))
+        group = _all_alone(chosen, workload, settings)
+        refused = [row for row in group.rows if (row.failure or "").startswith(MatrixError.__name__)]
+        group.rows = [row for row in group.rows if row not in refused]
+        result.notes.extend(f"left out: {row.contender} works on matrices only" for row in refused)
+        result.groups.append(group)
         if MUON in chosen:
             result.groups.append(_muon(workload, settings))
     else:
