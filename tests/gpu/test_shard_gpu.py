@@ -5,10 +5,14 @@ python -m pytest tests/gpu/test_shard_gpu.py
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from sharded_ranks import run_on_ranks
 from sharded_twins import TINY, Elementwise, Pair, inputs, train
 
 import tilestep
+from tilestep.sharding import roll_call
 from tilestep.sharding.streams import Channel
 
 GPUS = torch.cuda.device_count()
@@ -190,3 +195,36 @@ def test_two_gpus(check: Callable[[], None], failures_of_two: dict[str, str]) ->
 @pytest.mark.parametrize("check", FOUR, ids=lambda check: check.__name__)
 def test_four_gpus(check: Callable[[], None], failures_of_four: dict[str, str]) -> None:
     assert check.__name__ not in failures_of_four, failures_of_four[check.__name__]
+
+
+def left_alone(rank: int, folder: str) -> None:
+    """Trains until rank 1 is killed; NCCL raises nothing, and torch's watchdog ends the process after the timeout."""
+    os.dup2(os.open(f"{folder}/errors{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    roll_call.PATIENCE = 2.0
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    rendezvous, timeout = f"file://{folder}/rendezvous", timedelta(seconds=30)
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=2, timeout=timeout, device_id=device)
+    with device:
+        model = Elementwise()
+        optimizer = tilestep.shard(clipped(model.parameters()), model, bucket_cap_mb=TINY)
+        for step in range(2):
+            if step and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss_of(torch.ones(5, 7))(model).backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+            time.sleep(5)
+    os._exit(0)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 CUDA devices")
+def test_a_process_that_is_ended_has_said_who_is_gone(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=left_alone, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+    assert processes[1].exitcode == -signal.SIGKILL and processes[0].exitcode not in (0, None)
+    assert "rank 1 is gone" in (tmp_path / "errors0").read_text()

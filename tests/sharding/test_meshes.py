@@ -118,12 +118,26 @@ def stages_that_share_a_norm() -> None:
             next(whole[1].parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
             if dist.get_rank() == 3:
                 next(mine.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
+        if step == 1:
+            stages_that_share_a_clip(optimizer, mine, whole, mesh.get_group("stage"))
         optimizer.step()
         plain_one.step()
         torch.testing.assert_close(optimizer.grad_norm, plain_one.grad_norm, equal_nan=True)
         for param, known in zip(mine.parameters(), whole[place].parameters()):
             torch.testing.assert_close(param, known, rtol=1e-6, atol=1e-7)
     assert int(optimizer.skipped_steps) == int(plain_one.skipped_steps) == 1
+
+
+def stages_that_share_a_clip(optimizer: Any, mine: torch.nn.Module, whole: torch.nn.Module, stages: Any) -> None:
+    """Norms and clips of the parameters of several stages, by the optimizer's own functions."""
+    firsts = [next(stage.parameters()) for stage in whole]  # type: ignore[operator]
+    found = optimizer.grad_norm_of(next(mine.parameters()), process_group=stages)
+    torch.testing.assert_close(found, torch.cat([param.grad.flatten() for param in firsts]).norm())  # type: ignore[union-attr]
+    alone = optimizer.grad_norm_of(next(mine.parameters()))
+    assert float(alone) < float(found)
+    clipped = optimizer.clip_grad_norm_(2.0, next(mine.parameters()), process_group=stages)
+    torch.testing.assert_close(clipped, torch.nn.utils.clip_grad_norm_(firsts, 2.0))
+    torch.testing.assert_close(optimizer.clip_grad_norm_(7.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 7.0))
 
 
 THREE = [sums_of_whole_numbers_are_exact_on_any_number_of_ranks, clips_over_all_ranks]

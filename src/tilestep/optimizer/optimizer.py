@@ -131,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
             for key in {*self._rule.hyperparameters, *self._rule.options}:
                 if key not in rule.hyperparameters and key not in rule.options and key not in param_group:
                     del group[key]
-            if self._ready:
+            if self._ready and not is_deferred():
                 self._build()
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:

@@ -16,7 +16,7 @@ from ..optimizer import Optimizer
 from .buckets import Bucket, Options, make_buckets, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
-from .inner import PieceOptimizer, make_inner, mirror, needs_whole
+from .inner import make_inner, mirror, needs_whole
 from .layout import Slot
 from .parameters import ParameterSync
 from .streams import Channel
@@ -123,48 +123,85 @@ class Sharding:
         options: Options,
         norm_groups: Sequence[Any] = (),
     ) -> None:
+        self.model = model
         self.ranks = ranks
         self.deciders = Deciders(ranks, norm_groups)
         self.options = options
-        order = {param: place for place, param in enumerate(names)}
-        groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        params = sorted(groups, key=order.__getitem__)
-        whole = needs_whole(optimizer)
-        device = params[0].device
-        self.channel = Channel(device)
-        self.buckets, places = make_buckets(params, [whole[param] for param in params], ranks, options)
-        self.members = [
-            Member(names[param], param, groups[param], bucket, slot)
-            for bucket in self.buckets
-            for slot, param in zip(bucket.layout.slots, bucket.params)
-        ]
-        self.members.sort(key=lambda member: order[member.param])
-        self.member_of = {member.param: member for member in self.members}
-        self._align(model)
-        self.inner = self._make_inner(optimizer)
+        self.buckets: list[Bucket] = []
+        self.members: list[Member] = []
+        self.member_of: dict[Any, Member] = {}
+        places = self._lay_out(optimizer, names)
+        self.channel = Channel(self.buckets[0].flat.device)
+        self._align(self.buckets)
+        self._align_others()
+        wholes = self._cut(self.members)
+        pieces = [self._named_pieces(group["params"]) for group in optimizer.param_groups]
+        self.inner = make_inner(optimizer, pieces, ranks, self.deciders, wholes)
         self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel)
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
         self._known: _Known | None = None
         self.captures_alone = False
         """Whether a step is being captured without the backward before it."""
 
+    def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[tuple[int, ...]]:
+        """Bring the parameters that are not there yet into buckets.
+
+        Returns:
+            For each new bucket the places of its parameters among all.
+        """
+        groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        params = [param for param in names if param not in self.member_of]
+        whole, known = needs_whole(optimizer), len(self.members)
+        buckets, places = make_buckets(params, [whole[param] for param in params], self.ranks, self.options)
+        made = {
+            param: Member(names[param], param, groups[param], bucket, slot)
+            for bucket in buckets
+            for slot, param in zip(bucket.layout.slots, bucket.params)
+        }
+        self.buckets += buckets
+        self.members += [made[param] for param in params]
+        self.member_of.update(made)
+        return [tuple(known + place for place in each) for each in places]
+
+    def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
+        """Bring the parameters of a param group that was added to the optimizer into buckets of their own.
+
+        Args:
+            optimizer: the optimizer, its last group the new one.
+            names: the names of all of its parameters, in the order of the model.
+        """
+        self.follow_parameters()
+        buckets, members, group = len(self.buckets), len(self.members), optimizer.param_groups[-1]
+        places = self._lay_out(optimizer, names)
+        self._align(self.buckets[buckets:])
+        wholes = self._cut(self.members[members:])
+        self.inner.add_pieces(group, optimizer.rule_of(group), self._named_pieces(group["params"]), wholes)
+        self.gradients.take_in(self.buckets[buckets:], places)
+        self.parameters.take_in(self.model, self.buckets[buckets:])
+        self._known = None
+
     @torch.no_grad()
-    def _align(self, model: nn.Module) -> None:
-        """Begin with the first rank's parameters and buffers everywhere."""
-        for bucket in self.buckets:
+    def _align(self, buckets: Sequence[Bucket]) -> None:
+        """Begin with the first rank's parameters everywhere."""
+        for bucket in buckets:
             self.ranks.broadcast(bucket.flat)
             if bucket.exact is not None:
                 bucket.exact.copy_(bucket.section_of(bucket.flat))
+
+    @torch.no_grad()
+    def _align_others(self) -> None:
+        """Begin with what the model of the first rank has beside the optimizer's parameters."""
         device = self.buckets[0].flat.device
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor not in self.member_of and tensor.device == device:
                 whole = tensor.detach().contiguous()
                 self.ranks.broadcast(whole)
                 tensor.detach().copy_(whole)
 
-    def _make_inner(self, optimizer: Optimizer) -> PieceOptimizer:
+    def _cut(self, members: Sequence[Member]) -> dict[Any, torch.Tensor]:
+        """Give parameters this rank's pieces of them; what stands for a parameter that is cut, by its piece."""
         wholes: dict[Any, torch.Tensor] = {}
-        for member in self.members:
+        for member in members:
             start, stop = member.bucket.piece(member.slot)
             if member.is_whole and start == stop and member.slot.numel:
                 continue
@@ -175,15 +212,11 @@ class Sharding:
                 member.piece.grad_dtype = member.bucket.grad_dtype
             if not member.is_whole:
                 wholes[member.piece] = torch.empty(member.param.shape, dtype=member.param.dtype, device="meta")
-        groups = [
-            [
-                (member.name, member.piece)
-                for param in group["params"]
-                if (member := self.member_of[param]).piece is not None
-            ]
-            for group in optimizer.param_groups
-        ]
-        return make_inner(optimizer, groups, self.ranks, self.deciders, wholes)
+        return wholes
+
+    def _named_pieces(self, params: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        members = [self.member_of[param] for param in params]
+        return [(member.name, member.piece) for member in members if member.piece is not None]
 
     @torch.no_grad()
     def follow_parameters(self) -> None:

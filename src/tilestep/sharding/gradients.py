@@ -159,19 +159,12 @@ class GradientSync:
         self.options = options
         self.channel = channel
         self.syncing = True
-        memory = _contiguous(buckets) if options.grad_buffer == "contiguous" else [None] * len(buckets)
-        self.sums = [_Sums(bucket, flat) for bucket, flat in zip(buckets, memory)]
-        self._places = [list(each) for each in places]
-        known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
-        self.params = [known[place] for place in range(len(known))]
+        self.sums: list[_Sums] = []
+        self._places: list[list[int]] = []
+        self.params: list[torch.Tensor] = []
         """All parameters by place."""
-        count = len(self.params)
-        device = buckets[0].flat.device
-        self.used = torch.zeros(count, dtype=torch.float32, device=device)
-        """For each parameter how many ranks had a gradient of it since the last step."""
         self._used_here: set[int] = set()
-        self._used_known: set[int] = set()
-        self._used_sent = self.used.clone()
+        self._handles: list[Any] = []
         self._open = False
         self._next = 0
         self._rounds = 0
@@ -179,12 +172,36 @@ class GradientSync:
         self._pass: int | None = None
         self.summed_in_graph = False
         """Whether the last round is a part of a CUDA graph that is being captured."""
-        self._handles = [
+        self.take_in(buckets, places)
+
+    def take_in(self, buckets: Sequence[Bucket], places: Sequence[Sequence[int]]) -> None:
+        """Sum up the gradients of further buckets too; there must be none of others now.
+
+        Args:
+            buckets: in the order in which backward completes them.
+            places: for each bucket the places of its parameters among all.
+        """
+        memory = _contiguous(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
+        added = [_Sums(bucket, flat) for bucket, flat in zip(buckets, memory)]
+        self.sums += added
+        self._places += [list(each) for each in places]
+        known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
+        self.params += [known[place] for place in sorted(known)]
+        self.used = torch.zeros(len(self.params), dtype=torch.float32, device=buckets[0].flat.device)
+        """For each parameter how many ranks had a gradient of it since the last step."""
+        self._used_known: set[int] = set()
+        self._used_sent = self.used.clone()
+        self._handles += [
             param.register_post_accumulate_grad_hook(partial(self._arrived, sums, place))
-            for sums in self.sums
+            for sums in added
             for place, param in enumerate(sums.bucket.params)
             if param.requires_grad
         ]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no gradients: after a step, or when they were dropped."""
+        return not self._open and not self._used_here and not self._was_given()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -44,6 +44,22 @@ class PieceOptimizer(Optimizer):
         """The ranks that decide together."""
         return self._deciders
 
+    def add_pieces(
+        self, group: Mapping[str, Any], rule: Any, named: Iterable[Any], wholes: Mapping[Any, torch.Tensor]
+    ) -> None:
+        """Take in what this rank has of a further param group.
+
+        Args:
+            group: the group of the optimizer that is sharded.
+            rule: its rule.
+            named: name and piece of each of its parameters.
+            wholes: as for `make_inner`.
+        """
+        self._wholes.update(wholes)
+        self.add_param_group(_mirrored(group, rule, named))
+        if ANCHOR in self.param_groups[-2]:
+            self.param_groups.insert(-1, self.param_groups.pop())
+
     def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._wholes.get(param)
 
@@ -98,13 +114,7 @@ def make_inner(
         deciders: those that decide its steps.
         wholes: for each piece that is cut from a parameter what stands for that parameter.
     """
-    params: list[dict[str, Any]] = []
-    for group, named in zip(outer.param_groups, groups):
-        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        listed = list(named)
-        # torch wants names in every group or in none, and finds none in an empty one.
-        names: dict[str, Any] = {} if listed else {"param_names": []}
-        params.append({**own, **names, "rule": outer.rule_of(group), "params": listed})
+    params = [_mirrored(group, outer.rule_of(group), named) for group, named in zip(outer.param_groups, groups)]
     if not any(piece.requires_grad for group in params for _, piece in group["params"]):
         device = next(param.device for group in outer.param_groups for param in group["params"])
         nothing = torch.zeros(0, device=device, requires_grad=True)
@@ -123,6 +133,15 @@ def make_inner(
         skip_above=outer._skip.above,
         **given,
     )
+
+
+def _mirrored(group: Mapping[str, Any], rule: Any, named: Iterable[Any]) -> dict[str, Any]:
+    """A param group of pieces like one of whole parameters."""
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    listed = list(named)
+    # torch wants names in every group or in none, and finds none in an empty one.
+    names: dict[str, Any] = {} if listed else {"param_names": []}
+    return {**own, **names, "rule": rule, "params": listed}
 
 
 def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from ..compat import route_unscaling
 from ..engine import DeviceEngine
 from ..errors import GradientError
 from ..optimizer import Optimizer
+from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.graphs import prepare_capture, require_no_waits
-from ..optimizer.homes import StateHome
+from ..optimizer.homes import StateHome, deferred_state
 from .agree import check_together, plain_module
 from .buckets import Options
 from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states
@@ -26,8 +27,14 @@ __all__ = ["ShardedOptimizer", "shard"]
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
 
+class Makes(Protocol):
+    """What makes an optimizer."""
+
+    def __call__(self) -> Optimizer: ...
+
+
 def shard(
-    optimizer: Optimizer,
+    optimizer: Optimizer | Makes,
     model: nn.Module,
     mesh: Any = None,
     *,
@@ -52,7 +59,8 @@ def shard(
     are in the buckets, so clip with `max_grad_norm` or `clip_grad_norm_` of the optimizer.
 
     Args:
-        optimizer: any optimizer of tilestep's; state it has is taken along.
+        optimizer: any optimizer of tilestep's; state it has is taken along. Or a function that makes one: then no rank
+            ever has more than its part of the state.
         model: the plain module that has its parameters, not wrapped for data parallelism.
         mesh: None for all ranks; or a DeviceMesh of one dimension, or of two that are called "shard" and "replicate":
             state is split over the first and held in copies over the second. Without names the second splits.
@@ -93,6 +101,9 @@ def shard(
         [[0.5, 0.0]]
         >>> torch.distributed.destroy_process_group()
     """
+    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        with deferred_state():
+            optimizer = optimizer()
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"shard() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
     if isinstance(optimizer, ShardedOptimizer):
@@ -115,6 +126,10 @@ def shard(
     names = check_together(optimizer, model, ranks, options)
     route_unscaling(lambda each: isinstance(each, ShardedOptimizer), _unscale)
     state = begun_state(optimizer)
+    if state is None:
+        # It is made again, for this rank's pieces alone.
+        optimizer._tables = None
+        optimizer.state.clear()
     sharding = Sharding(optimizer, model, names, ranks, options, norm_groups)
     if state is not None:
         load_into_pieces(sharding, optimizer, state)
@@ -286,8 +301,41 @@ class ShardedOptimizer(Optimizer):
         self._show_states()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: add groups before sharding."""
-        raise RuntimeError("add param groups before shard(): the buckets are laid out")
+        """As for any optimizer, with parameters of the model; all ranks must call it, when there are no gradients.
+
+        The parameters get buckets of their own.
+
+        Args:
+            param_group: `params` and any hyperparameters; `rule` for a rule of its own.
+
+        Raises:
+            ValueError: for parameters that are not the model's, and if ranks differ.
+            RuntimeError: if there are gradients: add groups after a step, or after `zero_grad`. All ranks raise, and
+                nothing is changed.
+        """
+        sharding = self._sharding
+        with unchanged_on_error(self):
+            own = self._added(param_group)
+            said = sharding.ranks.everyone("" if own is None else str(own))
+            if any(said):
+                rank = next(rank for rank, text in enumerate(said) if text)
+                raise own or RuntimeError(f"rank {rank} cannot add the param group: {said[rank]}")
+            names = check_together(self, sharding.model, sharding.ranks, sharding.options)
+        sharding.add_group(self, names)
+        self._show_states()
+
+    def _added(self, param_group: dict[str, Any]) -> Exception | None:
+        """Add a group as an optimizer does that is not sharded; why it cannot be."""
+        if self._evaluating:
+            return RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
+        if not self._sharding.gradients.is_idle:
+            return RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
+        try:
+            with deferred_state():
+                super().add_param_group(param_group)
+        except (TypeError, ValueError, RuntimeError) as error:
+            return error
+        return None
 
     def eval(self) -> None:
         """As for any optimizer; all ranks must call it."""

@@ -85,19 +85,35 @@ class ParameterSync:
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: Channel) -> None:
-        self.params = [param for bucket in buckets for param in bucket.params]
-        self._buckets, self._channel = list(buckets), channel
-        self._gathers = [_Gather(bucket, channel) for bucket in reversed(buckets)]
+        self._channel = channel
         self._overlaps = options.overlap_param_sync
+        self.params: list[torch.Tensor] = []
+        self._buckets: list[Bucket] = []
+        self._gathers: list[_Gather] = []
         self._pending: dict[int, _Gather] = {}
-        self._of = {id(param): gather for gather in self._gathers for param in gather.bucket.params}
-        self._watch = TensorWatch(self.params)
-        self._versions = self._version()
+        self._of: dict[int, _Gather] = {}
         self._handles: list[Any] = []
         self.compiled = any(map(is_compiled, model.modules()))
         """Whether compiled code uses the model: it takes parameters without looking them up."""
+        self.take_in(model, buckets)
+
+    def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+        """Gather further buckets too.
+
+        Args:
+            model: whose parameters they have.
+            buckets: in the order in which backward completes them.
+        """
+        gathers = [_Gather(bucket, self._channel) for bucket in reversed(buckets)]
+        own = {id(param): gather for gather in gathers for param in gather.bucket.params}
+        self.params += [param for bucket in buckets for param in bucket.params]
+        self._buckets += buckets
+        self._gathers += gathers
+        self._of.update(own)
+        self._watch = TensorWatch(self.params)
+        self._versions = self._version()
         if self._overlaps:
-            self._handles = guard_model(model, self, lambda param: id(param) in self._of)
+            self._handles += guard_model(model, self, lambda param: id(param) in own)
 
     @property
     def is_pending(self) -> bool:

@@ -1,0 +1,181 @@
+"""The scenarios in which apex tests its distributed fused Adam, against DDP and torch's Adam, with tolerances no wider.
+
+Its checkpoints on one and on several ranks are in test_checkpoints.py, its CUDA graph in sharded_captures.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_ranks import run_on_ranks
+from sharded_twins import TINY, Elementwise
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tilestep
+
+STEPS, MICROBATCHES = 3, 3
+ADAM = {"lr": 0.1, "betas": (0.1, 0.2), "eps": 0.25, "weight_decay": 0.1}
+TOLERANCES = {
+    torch.float64: {"rtol": 1.3e-6, "atol": 1e-5},
+    torch.float32: {"rtol": 1.3e-6, "atol": 1e-5},
+    torch.float16: {"rtol": 5e-3, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 5e-2, "atol": 1e-5},
+}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.2}]
+
+
+class Beside:
+    """A sharded model beside one under DistributedDataParallel with torch's optimizer."""
+
+    def __init__(self, model: nn.Module, kind: str = "AdamW", **options: Any) -> None:
+        self.theirs = copy.deepcopy(model)
+        self.wrapped = DistributedDataParallel(self.theirs)
+        self.their_optimizer = getattr(torch.optim, kind)(groups(self.theirs), **ADAM)
+        self.mine = model
+        clip = {"max_grad_norm": options.pop("clip")} if "clip" in options else {}
+        made = getattr(tilestep, kind)(groups(model), **ADAM, **clip)
+        self.optimizer = tilestep.shard(made, model, bucket_cap_mb=TINY, **options)
+
+    def backward(self, sync: bool, scales: Any = None, spoil: float | None = None) -> None:
+        generator = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())) + dist.get_rank())
+        data, given = (torch.rand(5, 7, generator=generator) - 0.5 for _ in range(2))
+        if spoil is not None and dist.get_rank() == 1:
+            given[2, 3] = spoil
+        first = next(self.mine.parameters()).dtype
+        blocks = (nullcontext(), nullcontext()) if sync else (self.optimizer.no_sync(), self.wrapped.no_sync())
+        for place, (model, block) in enumerate(zip((self.mine, self.wrapped), blocks)):
+            with block:
+                loss = (model(data.to(first)) * given.to(first)).sum()
+                (loss if scales is None else scales[place].scale(loss)).backward()
+
+    def step(self, clip: float | None = None) -> None:
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.theirs.parameters(), clip)
+        self.optimizer.step()
+        self.their_optimizer.step()
+        self.their_optimizer.zero_grad()
+
+    def compare(self) -> None:
+        self.optimizer.wait()
+        for mine, theirs in zip(self.mine.parameters(), self.theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, **TOLERANCES[mine.dtype])
+
+    def train(self, sync_all: bool = False, clip: float | None = None) -> None:
+        before = [param.detach().clone() for param in self.mine.parameters()]
+        for _ in range(STEPS):
+            for microbatch in range(MICROBATCHES):
+                self.backward(sync_all or microbatch == MICROBATCHES - 1)
+            self.step(clip)
+            self.compare()
+        assert not any(map(torch.equal, before, self.mine.parameters()))
+
+
+def matches_torch() -> None:
+    Beside(Elementwise()).train()
+
+
+def l2_regularization() -> None:
+    Beside(Elementwise(), "Adam").train()
+
+
+def no_overlap() -> None:
+    Beside(Elementwise(), overlap_grad_sync=False, overlap_param_sync=False).train()
+
+
+def a_sync_at_every_step() -> None:
+    Beside(Elementwise()).train(sync_all=True)
+
+
+def contiguous_buffers() -> None:
+    for grads in ("contiguous", "bucket"):
+        for params in ("contiguous", "bucket"):
+            Beside(Elementwise(), grad_buffer=grads, param_buffer=params).train()
+
+
+def parameters_sent_as_whole_numbers() -> None:
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        Beside(Elementwise(), param_sync_dtype=dtype).train()
+
+
+def other_dtypes() -> None:
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        Beside(Elementwise().to(dtype)).train()
+
+
+def gradients_and_parameters_sent_in_other_dtypes() -> None:
+    Beside(Elementwise().bfloat16(), grad_sync_dtype=torch.float32).train()
+    Beside(Elementwise(), grad_sync_dtype=torch.float64).train()
+
+
+def mixed_dtypes() -> None:
+    model = Elementwise()
+    for place, dtype in ((1, torch.float16), (4, torch.bfloat16), (7, torch.float64)):
+        model.weights[place] = nn.Parameter(model.weights[place].to(dtype))
+    beside = Beside(model)
+    for param, theirs in zip(beside.mine.parameters(), beside.theirs.parameters(), strict=True):
+        assert param.dtype is theirs.dtype
+    beside.train()
+
+
+def a_clip() -> None:
+    beside = Beside(Elementwise(), "Adam", clip=0.5)
+    beside.train(clip=0.5)
+
+
+def scalers_with_overflows() -> None:
+    for kind in (torch.amp.GradScaler, tilestep.GradScaler):
+        for clip in (None, 0.5):
+            beside = Beside(Elementwise(), **({} if clip is None else {"clip": clip}))
+            options: dict[str, Any] = {"init_scale": 218.0, "growth_interval": 2}
+            scales = kind("cpu", **options), torch.amp.GradScaler("cpu", **options)
+            for spoil in (None, math.inf, None, math.nan, None, -math.inf, None):
+                for microbatch in range(MICROBATCHES):
+                    last = microbatch == MICROBATCHES - 1
+                    beside.backward(last, scales, spoil if last else None)
+                if clip is not None:
+                    scales[1].unscale_(beside.their_optimizer)
+                    torch.nn.utils.clip_grad_norm_(beside.theirs.parameters(), clip)
+                for scaler, optimizer in zip(scales, (beside.optimizer, beside.their_optimizer)):
+                    scaler.step(optimizer)
+                    scaler.update()
+                beside.their_optimizer.zero_grad()
+                assert scales[0].get_scale() == scales[1].get_scale()
+                beside.compare()
+            assert int(beside.optimizer.skipped_steps) == 3
+
+
+CHECKS = [
+    matches_torch,
+    l2_regularization,
+    no_overlap,
+    a_sync_at_every_step,
+    contiguous_buffers,
+    parameters_sent_as_whole_numbers,
+    other_dtypes,
+    gradients_and_parameters_sent_in_other_dtypes,
+    mixed_dtypes,
+    a_clip,
+    scalers_with_overflows,
+]
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return run_on_ranks(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_ranks(check: Callable[[], None], failures: dict[str, str]) -> None:
+    assert check.__name__ not in failures, failures[check.__name__]
