@@ -200,8 +200,8 @@ def what_cannot_be_captured() -> None:
         training = warmed(adamw, "iteration")
         training.backward()
         training.optimizer.prepare_capture()
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(tilestep.CaptureError, match="capture backward too"), torch.cuda.graph(graph):
+        graph = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+        with pytest.raises(tilestep.CaptureError, match="capture backward too"), graph:
             training.optimizer.step()
         training.optimizer.zero_grad()
         training.iteration()

@@ -277,12 +277,13 @@ class Sharding:
             self.gradients.forget()
         self.parameters.gather()
 
-    def prepare_graph(self, optimizer: Optimizer, *, alone: bool) -> None:
+    def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:
         """Before a capture or a replay: bring everything that a graph takes for granted to where it looks for it.
 
         Args:
             optimizer: whose param groups count.
             alone: whether the graph has the step alone, and takes gradients that are summed up.
+            replays: whether it is a replay, for which the host does not wait.
         """
         mirror(optimizer.param_groups, self.inner.param_groups)
         if alone:
@@ -290,6 +291,8 @@ class Sharding:
         else:
             self.follow_parameters()
         self.channel.settle()
+        if not replays:
+            self.parameters.wait_on_host()
 
     def replayed(self, *, alone: bool) -> None:
         """After a replay: what a step does on the host."""

@@ -367,7 +367,7 @@ class ShardedOptimizer(Optimizer):
     @contextmanager
     def _for_graph(self, *, alone: bool, replays: bool = False) -> Iterator[Optimizer]:
         sharding = self._sharding
-        sharding.prepare_graph(self, alone=alone)
+        sharding.prepare_graph(self, alone=alone, replays=replays)
         sharding.captures_alone = alone and not replays
         try:
             yield sharding.inner
@@ -383,8 +383,8 @@ class ShardedOptimizer(Optimizer):
             prepare_capture(updating)
 
     def push(self) -> None:
-        """As for any optimizer."""
-        with self._for_graph(alone=False) as updating:
+        """As for any optimizer, before a replay."""
+        with self._for_graph(alone=False, replays=True) as updating:
             updating.push()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -136,6 +136,14 @@ class ParameterSync:
             if gather.wait():
                 self._pending.pop(key, None)
 
+    def wait_on_host(self) -> None:
+        """Let the host wait too: what begins now need not know that buckets were on their way."""
+        for gather in self._pending.values():
+            gather.wait()
+            if gather.event is not None:
+                gather.event.synchronize()
+        self._pending.clear()
+
     def gather(self) -> None:
         """After a step: let every rank have the parameters that the others have updated."""
         for gather in self._gathers:
