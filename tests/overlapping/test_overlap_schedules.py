@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilestep
 from tilestep import TimesMean
+from tilestep.engine import JointNorm
 
 DURING = ["backward", "forward"]
 
@@ -184,9 +185,15 @@ def test_skip_above_a_running_mean(during: str) -> None:
 @pytest.mark.parametrize("kind", [tilestep.GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 @pytest.mark.parametrize("unscales", [False, True])
 def test_scaler(during: str, kind: Any, unscales: bool) -> None:
+    _train_scaled(during, kind, unscales, adamw, tells=True)
+    _train_scaled(during, kind, unscales, clipped, tells=True)
+    # With a clip updates wait for the step anyway.
+    _train_scaled(during, kind, unscales, clipped, tells=False)
+
+
+def _train_scaled(during: str, kind: Any, unscales: bool, make: Make, *, tells: bool) -> None:
     scalers = [kind(overlapped_models.DEVICE, init_scale=1024.0, growth_interval=3) for _ in range(2)]
-    make = adamw if kind is torch.amp.GradScaler else clipped
-    twins = Twins(make, during, scaler=scalers[1])
+    twins = Twins(make, during, scaler=scalers[1] if tells else None)
     for step in range(9):
         for (model, optimizer), scaler in zip(twins.pairs, scalers):
             loss = loss_of(model, step) * (float("inf") if step == 4 else 1.0)
@@ -480,6 +487,30 @@ def test_gradients_that_are_dropped_or_set_by_hand(during: str) -> None:
                     param.grad = torch.full_like(param, 0.5)
             optimizer.step()
             optimizer.zero_grad()
+    twins.compare()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_norms_are_summed_in_backward(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(clipped, "backward")
+    summed: list[int] = []
+    put = JointNorm.put
+    monkeypatch.setattr(JointNorm, "put", lambda joint, engine: (summed.append(id(engine)), put(joint, engine)))
+    for step in range(4):
+        for model, optimizer in twins.pairs:
+            loss_of(model, step).backward()
+            if optimizer is twins.optimizer:
+                in_backward = len(summed)
+            if changes:
+                with torch.no_grad():
+                    model.first.weight.grad.mul_(3.0)
+            optimizer.step()
+        groups = len(twins.optimizer._grouping.groups)
+        # The group of the layer without gradients is never complete; one that has changed is summed twice.
+        assert in_backward == groups - 1 and len(summed) == groups + changes
+        summed.clear()
+        assert twins.optimizer.grad_norm == twins.reference.grad_norm > 0
+        twins.reference.zero_grad()
     twins.compare()
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..codegen.compile_cpp import load_library, warn_without_compiler
@@ -84,6 +85,28 @@ class CpuNorm:
             _threads(self._most_threads),
         )
         out.fill_(total.value)
+
+    @property
+    def partials(self) -> torch.Tensor:
+        """The tiles' sums."""
+        return self._partials
+
+    def places_of(self, tensors: Sequence[int]) -> torch.Tensor:
+        """The tiles of some tensors."""
+        return torch.from_numpy(self._tiles.places_of(tensors))
+
+    def sum_tiles(self, addresses: torch.Tensor) -> torch.Tensor:
+        """Sum the tiles for the 2-norm."""
+        self.norm(addresses, torch.empty(1, dtype=torch.float64, device="cpu"), 2.0, False)
+        return self._partials[: self._tiles.count]
+
+    def finish(self, out: torch.Tensor) -> None:
+        """Add up the sums that are there, one after the other, as the library does."""
+        tiles = self._partials[: self._tiles.count].numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = float(np.add.accumulate(tiles)[-1]) if len(tiles) else 0.0
+        # Finite tiles may not sum up to infinity.
+        out.fill_(min(total, sys.float_info.max) if np.isfinite(tiles).all() else total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """One call."""

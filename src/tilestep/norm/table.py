@@ -21,6 +21,7 @@ class NormTable:
         device: a CUDA device or the CPU.
         numels: elements of each tensor; 0 for an empty one, which has no tiles.
         dtypes: of each tensor: bfloat16, float16, float32 or float64.
+        elements: how many all tensors have that this table's tiles are to be like; None for those given.
 
     Raises:
         GradientError: for another dtype, naming the tensor.
@@ -35,12 +36,18 @@ class NormTable:
         5.0
     """
 
-    def __init__(self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        elements: int | None = None,
+    ) -> None:
         self._backend: TritonNorm | CpuNorm | EagerNorm
         if device.type == "cuda":
             if device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
-            self._backend = TritonNorm(device, numels, dtypes)
+            self._backend = TritonNorm(device, numels, dtypes, elements)
         else:
             self._backend = cpu_norm(numels, dtypes)
 
@@ -69,6 +76,38 @@ class NormTable:
             Sums of squares float64[tiles] and their number int64[1], on the device; None where there is one launch.
         """
         return self._backend.tiles(addresses) if isinstance(self._backend, TritonNorm) else None
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether a norm can be put together from tiles that were summed at other times."""
+        return not isinstance(self._backend, EagerNorm)
+
+    @property
+    def _tiled(self) -> TritonNorm | CpuNorm:
+        assert not isinstance(self._backend, EagerNorm)
+        return self._backend
+
+    def places_of(self, tensors: Sequence[int]) -> torch.Tensor:
+        """Which of the tiles belong to some tensors, in their order: int64 on the device."""
+        return self._tiled.places_of(tensors)
+
+    def put_tiles(self, addresses: torch.Tensor, whole: NormTable, places: torch.Tensor) -> None:
+        """Sum this table's tiles for the 2-norm of another one, which has these tensors among others.
+
+        Args:
+            addresses: as for `launch`.
+            whole: the other table; its tiles are cut alike.
+            places: what its `places_of` says of these tensors.
+        """
+        whole._tiled.partials.index_copy_(0, places, self._tiled.sum_tiles(addresses))
+
+    def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `launch_tiles`, when all tiles were put there."""
+        return self._backend.tiles_put() if isinstance(self._backend, TritonNorm) else None
+
+    def finish(self, out: torch.Tensor) -> None:
+        """As `launch` for the 2-norm without its root, when all tiles were put there: to the bit the same."""
+        self._tiled.finish(out)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, max_norm / (norm + 1e-6)) in place: one launch, no synchronization.

@@ -34,6 +34,17 @@ class Tiles:
         """Number of tiles."""
         return len(self.tensor_of)
 
+    def places_of(self, tensors: Sequence[int]) -> np.ndarray:
+        """The tiles of some tensors, in the order of these.
+
+        Example:
+            >>> cut([5, 0, 9], [torch.float32] * 3, 4).places_of([2, 0])
+            array([2, 3, 4, 0, 1])
+        """
+        ends = np.append(self.rows[1:, 1], self.count)
+        spans = [np.arange(self.rows[tensor, 1], ends[tensor]) for tensor in tensors]
+        return np.concatenate([np.empty(0, dtype=np.int64), *spans])
+
 
 def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Tiles:
     """Cut tensors of these lengths into tiles; an empty tensor has none.

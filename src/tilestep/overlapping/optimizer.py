@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..amp import GradScaler
 from ..compat import uncompiled
 from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
@@ -20,6 +21,7 @@ from ..sharding import ShardedOptimizer
 from .data_parallel import CommHook, follow_buckets, wrappers
 from .groups import Group, Grouping, divide
 from .lanes import Lane
+from .norms import EarlyNorms
 from .pending import Pending
 from .rounds import Round, scale_error
 
@@ -149,6 +151,7 @@ class OverlappedOptimizer(Optimizer):
         if during == "backward":
             for wrapper in wrappers(model):
                 self._elsewhere |= follow_buckets(wrapper, self._round, comm_hook)
+        self._norms = EarlyNorms()
         self._pending = Pending(model, lambda: self._grouping, self._lane)
         self._round.watch(self._elsewhere)
         self._rebuild()
@@ -164,6 +167,10 @@ class OverlappedOptimizer(Optimizer):
     def _is_scaled(self) -> bool:
         """Whether gradients carry a loss scale that the step takes away."""
         return self._gradients_scaled or (self._scaler is not None and self._scaler.is_enabled())
+
+    def _needs_norm_early(self) -> bool:
+        """Whether the step is going to ask for the norm of the gradients, as far as can be seen in backward."""
+        return needs_norm(self) or self._gradients_scaled or isinstance(self._scaler, GradScaler)
 
     def _part_of(self, param: torch.Tensor) -> Any:
         return self._grouping.of[id(param)].index
@@ -215,7 +222,13 @@ class OverlappedOptimizer(Optimizer):
         with self._lane.after():
             tables, gradients = self._prepared()
             tables.follow_parameters()
+            if hasattr(self, "found_inf"):
+                # A scaler has divided the gradients since backward, which their versions do not tell.
+                self._norms.forget()
+            elif needs_norm(self):
+                self._norms.complete(tables)
             decide(self, tables.engines)
+            self._norms.forget()
             self._count_versions(tables)
             groups = self._pending.order(self._grouping.groups)
             held = {group: self._take_gradients(group) for group in groups}
@@ -335,6 +348,7 @@ class OverlappedOptimizer(Optimizer):
     def _unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._round.has_updated:
             raise scale_error()
+        self._norms.forget()
         return super()._unscale_with(unscale, *args, **kwargs)
 
     def prepare_capture(self) -> None:

@@ -48,6 +48,7 @@ class Round:
 
     def _begin(self) -> None:
         self.is_open = False
+        self._sums = False
         self.applies = False
         self.applied: list[Group] = []
         self._updated: set[int] = set()
@@ -136,14 +137,15 @@ class Round:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
         tables = optimizer._fitting_tables()
         self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
+        self._sums = not self.applies and optimizer._needs_norm_early()
         self.is_open = True
-        if not self.applies:
-            return
         self.watch(optimizer._elsewhere)
         self._missing = {
             group.index: {id(param) for param in group.params if param.requires_grad}
             for group in optimizer._grouping.groups
         }
+        if not self.applies:
+            return
         with self._lane.after():
             decide(optimizer, tables.engines)
             tables.follow_parameters()
@@ -151,7 +153,7 @@ class Round:
 
     def _arrived(self, param: torch.Tensor) -> None:
         group = self._optimizer._grouping.of.get(id(param))
-        if group is None or not self.applies:
+        if group is None or not (self.applies or self._sums):
             return
         if id(param) in self._updated:
             raise RuntimeError(
@@ -163,9 +165,14 @@ class Round:
         if stream is not None:
             self._streams.setdefault(group.index, {})[stream.cuda_stream] = stream
         missing = self._missing[group.index]
-        missing.discard(id(param))
         if not missing:
+            # Its norm is known; backward runs once more.
+            missing.update(id(each) for each in group.params if each.requires_grad)
+        missing.discard(id(param))
+        if not missing and self.applies:
             self._update(group)
+        elif not missing:
+            self._sum(group)
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._reduced.get(id(param), param.grad)
@@ -211,6 +218,21 @@ class Round:
             gradients[place] = tables.gradients_at(place, self._gradient)
             tables.engines[place].prepare(gradients[place])
         return gradients
+
+    def _sum(self, group: Group) -> None:
+        """Sum the squares of a group's gradients, for a norm that the step finishes."""
+        optimizer = self._optimizer
+        tables = optimizer._tables
+        if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)):
+            return
+        _await_copies(group)
+        with self._lane.after(*self._streams.pop(group.index, {}).values()):
+            try:
+                self._prepared(tables, group)
+            except (Stale, GradientError):
+                # The step says so, if it is still true then.
+                return
+            optimizer._norms.put(tables, tables.places.get(group.index, []))
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
         """Whether gradients may be memory of other streams than the one that completes them."""
