@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "placements"))
 import overlapped_models
 import overlapped_ranks
 import test_overlap_schedules as schedules
-from overlapped_models import TINY, Make, Twins, adamw, clipped, small
+from overlapped_models import TINY, Make, Twins, adamw, clipped, loss_of, small
 from rank_processes import run_on_ranks
 
 import tilestep
@@ -163,13 +163,14 @@ def test_forward_waits_for_its_own_module_alone() -> None:
     put, late = optimizer._pending.put, torch.cuda.Event()
 
     def put_late(works: Any) -> None:
-        (first, work), *others = works
+        # The first layer's weight and bias come first.
+        group, work = works[2]
 
         def held_up() -> None:
             torch.cuda._sleep(500_000_000)
+            work()
 
-        group, next_work = others[0]
-        put([(first, work), (group, lambda: (held_up(), next_work())), *others[1:]])  # type: ignore[func-returns-value]
+        put([*works[:2], (group, held_up), *works[3:]])
         late.record(optimizer._lane.stream)
 
     optimizer._pending.put = put_late  # type: ignore[method-assign]
@@ -198,6 +199,25 @@ def test_the_host_never_waits(during: str, make: Make) -> None:
             optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_parameters_that_are_read_between_backward_and_step() -> None:
+    """Whoever looks them up waits for the updates that backward has made."""
+    model, serial = small(), small()
+    optimizer, reference = adamw(model.parameters()), adamw(serial.parameters())
+    tilestep.overlap(optimizer, model, "backward", bucket_cap_mb=TINY)
+    with delays():
+        for step in range(5):
+            loss_of(model, step).backward()
+            applied = {name for name, param in model.named_parameters() if param.grad is None}
+            seen = {name: value.clone() for name, value in model.state_dict().items() if name in applied}
+            optimizer.step()
+            loss_of(serial, step).backward()
+            reference.step()
+            reference.zero_grad()
+            wanted = serial.state_dict()
+            assert len(seen) > 6
+            assert all(torch.equal(value, wanted[name]) for name, value in seen.items())
 
 
 def _peak(during: str | None, layers: int = 16, width: int = 1024) -> int:

@@ -60,6 +60,8 @@ class Pending:
         self._grouping = grouping
         self._lane = lane
         self._updates: dict[int, _Update] = {}
+        self._made: dict[int, torch.cuda.Event] = {}
+        """Events of updates that backward has made, which its step waits for."""
         self._needed: list[int] = []
         """Groups in the order in which they were asked for since the last step."""
         self._forwards: Any = None
@@ -74,7 +76,21 @@ class Pending:
     @property
     def is_pending(self) -> bool:
         """Whether an update may still have to be waited for."""
-        return bool(self._updates)
+        return bool(self._updates or self._made)
+
+    def note(self, group: Group, event: torch.cuda.Event | None) -> None:
+        """Note an update that backward has made; whoever looks its parameters up before the step waits for it.
+
+        Args:
+            group: whose update it is.
+            event: comes after it on a GPU.
+        """
+        if event is not None:
+            self._made[group.index] = event
+
+    def joined(self) -> None:
+        """The current stream has waited for all updates that backward has made."""
+        self._made.clear()
 
     def order(self, groups: Sequence[Group]) -> list[Group]:
         """Groups in the order in which the last forward needed them; at first from the last to the first.
@@ -119,8 +135,13 @@ class Pending:
             param: a parameter, or None.
         """
         group = self._grouping().of.get(id(param))
-        if group is not None and group.index in self._updates:
+        if group is None:
+            return
+        if group.index in self._updates:
             self._wait(group)
+        event, current = self._made.get(group.index), self._lane.current()
+        if event is not None and current is not None:
+            current.wait_event(event)
 
     def complete(self) -> None:
         """Wait for all of them."""

@@ -186,6 +186,7 @@ class Round:
         with lane.after(*streams):
             self._run(group)
             event = lane.mark()
+        self._optimizer._pending.note(group, event)
         own = [param for param in group.params if id(param) not in self._reduced]
         gradients = [param.grad for param in own if param.grad is not None]
         self.applied.append(group)
@@ -287,6 +288,7 @@ class Round:
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
         self._held.clear()
+        self._optimizer._pending.joined()
         self._begin()
 
     def require_whole(self) -> None:
