@@ -377,7 +377,8 @@ def test_fsdp_shards(one_rank: None) -> None:
         found = trained(model, optimizer)
         for left, right in zip(found, wanted):
             if place:
-                torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+                # The host's norm has another order of sums, and Adam makes much of the smallest gradients.
+                torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
             else:
                 assert torch.equal(left, right)
         state = optimizer.state[next(iter(model.parameters()))]["exp_avg"]

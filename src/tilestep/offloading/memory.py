@@ -152,7 +152,8 @@ class HostMemory:
         if self.device.type == "cuda":
             self._lock(array, array.ctypes.data + first, size)
         self._pieces.append((array.ctypes.data, array.nbytes, weakref.ref(array)))
-        return torch.from_numpy(array)[first : first + size]
+        # The slice is made first: the tensor's memory then begins with what is locked, and torch calls it pinned.
+        return torch.from_numpy(array[first : first + size])
 
     def _missing(self, size: int, there: int, limit: str, why: str = "") -> HostMemoryError:
         kind = "page-locked host memory" if self.device.type == "cuda" else "host memory"
