@@ -71,6 +71,18 @@ def test_cpu_is_held_against_a_plain_loop(quick: Settings) -> None:
     assert "core" in result.environment["device"]
 
 
+def test_the_loop_over_tensors_updates_each() -> None:
+    loop = bandwidth.loop_over_tensors([5, 0, 100_003], torch.float32)
+    if loop is None:
+        pytest.skip("needs a C++ compiler")
+    (held,) = loop.call.__defaults__  # type: ignore[attr-defined]
+    (param, grad, *moments), _ = held
+    for _ in range(2):
+        loop.call()
+    assert all(bool((array == 3).all()) for arrays in (param, *moments) for array in arrays)
+    assert all(bool((array == 1).all()) for array in grad)
+
+
 def test_the_plain_loop_updates_what_adamw_would() -> None:
     loop = bandwidth.plain_loop(100_003, torch.bfloat16)
     if loop is None:

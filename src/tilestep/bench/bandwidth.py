@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tilestep.bench.measure import Contender
 
-__all__ = ["COPY", "PLAIN_LOOP", "READ", "copy", "flat_reads", "plain_loop"]
+__all__ = ["COPY", "LOOP_OVER_TENSORS", "PLAIN_LOOP", "READ", "copy", "flat_reads", "loop_over_tensors", "plain_loop"]
 
 COPY = "copy"
 READ = "flat read"
 PLAIN_LOOP = "plain loop"
+LOOP_OVER_TENSORS = "plain loop over tensors"
 
 SOURCE = """
 #include <cstdint>
@@ -32,6 +33,27 @@ static void update(T *__restrict p, const T *__restrict g, T *__restrict m, T *_
         m[i] += x;
         v[i] += x;
     }
+}
+template <typename T>
+static void update_each(T *const *p, T *const *g, T *const *m, T *const *v, const int64_t *n, int64_t count) {
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < count; ++t) {
+        T *__restrict pt = p[t], *__restrict mt = m[t], *__restrict vt = v[t];
+        const T *__restrict gt = g[t];
+#pragma omp simd
+        for (int64_t i = 0; i < n[t]; ++i) {
+            T x = gt[i];
+            pt[i] += x;
+            mt[i] += x;
+            vt[i] += x;
+        }
+    }
+}
+extern "C" void update_each_4(uint32_t **p, uint32_t **g, uint32_t **m, uint32_t **v, const int64_t *n, int64_t count) {
+    update_each(p, g, m, v, n, count);
+}
+extern "C" void update_each_2(uint16_t **p, uint16_t **g, uint16_t **m, uint16_t **v, const int64_t *n, int64_t count) {
+    update_each(p, g, m, v, n, count);
 }
 extern "C" void update_4(uint32_t *p, uint32_t *g, uint32_t *m, uint32_t *v, int64_t n) { update(p, g, m, v, n); }
 extern "C" void update_2(uint16_t *p, uint16_t *g, uint16_t *m, uint16_t *v, int64_t n) { update(p, g, m, v, n); }
@@ -97,6 +119,32 @@ def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
         update(*addresses, ctypes.c_int64(elements))
 
     return Contender(PLAIN_LOOP, call, bytes_moved=7 * elements * size)
+
+
+def loop_over_tensors(sizes: Sequence[int], dtype: torch.dtype) -> Contender | None:
+    """Return `plain_loop` over as many arrays as a model has tensors, each an allocation of its own.
+
+    Args:
+        sizes: elements of each tensor.
+        dtype: as for `plain_loop`.
+
+    >>> loop = loop_over_tensors([10, 990], torch.float32)
+    >>> loop is None or loop.bytes_moved == 28000
+    True
+    """
+    update = _compiled(f"update_each_{dtype.itemsize}")
+    if update is None:
+        return None
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    arrays = [[torch.ones(size, dtype=integer) for size in sizes] for _ in range(4)]
+    tables = [torch.tensor([array.data_ptr() for array in each] or [0]) for each in arrays]
+    tables.append(torch.tensor(list(sizes) or [0]))
+    addresses = [ctypes.c_void_p(table.data_ptr()) for table in tables]
+
+    def call(held: object = (arrays, tables)) -> None:  # the default keeps the arrays alive
+        update(*addresses, ctypes.c_int64(len(sizes)))
+
+    return Contender(LOOP_OVER_TENSORS, call, bytes_moved=7 * sum(sizes) * dtype.itemsize)
 
 
 def _compiled(function: str) -> Callable[..., None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -168,9 +169,11 @@ def run_cpu(settings: Settings) -> Result:
             if peer.name != "torch foreach"  # a loop on the CPU, like the default
         ]
         loop = bandwidth.plain_loop(workload.elements, workload.dtype)
-        limits = [loop] if loop is not None else [bandwidth.copy(device, settings.buffer_bytes)]
+        pieces = bandwidth.loop_over_tensors([math.prod(shape) for shape in workload.shapes], workload.dtype)
+        limits = [limit for limit in (loop, pieces) if limit is not None]
+        limits = limits or [bandwidth.copy(device, settings.buffer_bytes)]
         result.groups.append(measured_group(f"AdamW, {workload.title}", contenders, limits, settings, device))
-        del contenders, limits, loop
+        del contenders, limits, loop, pieces
         free(device)
     return result
 
