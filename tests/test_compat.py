@@ -62,6 +62,29 @@ def test_torch_has_tensor_guards() -> None:
     assert tensor_guards(tensors).__qualname__.startswith("TensorGuards") or "check" in repr(tensor_guards(tensors))
 
 
+def test_torch_keeps_the_hooks_of_all_optimizers() -> None:
+    kept = [found("torch.optim.optimizer", f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
+    assert kept[0] is compat._EVERY_PRE_HOOK and kept[1] is compat._EVERY_POST_HOOK
+
+
+def test_steps_are_marked_for_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = tilestep.SGD([torch.zeros(2, requires_grad=True)])
+    seen: list[str] = []
+    assert not compat.step_is_watched(optimizer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert compat.step_is_watched(optimizer)
+        optimizer.step()
+    assert "Optimizer.step#SGD.step" in {event.key for event in profiler.key_averages()}
+    handle = optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
+    assert compat.step_is_watched(optimizer)
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert seen == ["hook"] and not compat.step_is_watched(optimizer)
+    monkeypatch.delattr(optimizer, "_optimizer_step_pre_hooks")
+    assert compat.step_is_watched(optimizer)
+
+
 def test_torch_compares_addresses() -> None:
     if not torch.version.cuda:
         pytest.skip("only builds of torch for CUDA have it")

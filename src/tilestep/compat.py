@@ -41,6 +41,7 @@ __all__ = [
     "profiler_is_running",
     "root_mesh",
     "route_unscaling",
+    "step_is_watched",
     "tensor_guards",
     "uncompiled",
     "wrapper_tensor",
@@ -106,6 +107,23 @@ def profiler_is_running() -> bool:
 _profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
 
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody wants to know of an optimizer's steps: hooks, its own or of all optimizers, or a profiler.
+
+    Where torch keeps hooks otherwise the answer is yes.
+    """
+    try:
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return bool(hooks or _EVERY_PRE_HOOK or _EVERY_POST_HOOK) or profiler_is_running()
+    except AttributeError:
+        return True
+
+
+_UNKNOWN = {"": "hooks of all optimizers are kept otherwise"}
+_EVERY_PRE_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_pre_hooks", _UNKNOWN)
+_EVERY_POST_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_post_hooks", _UNKNOWN)
 
 
 def addresses_equal(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:

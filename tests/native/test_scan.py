@@ -9,6 +9,7 @@ import torch
 
 import tilestep
 from tilestep import native
+from tilestep.compat import DTENSOR_PARTS
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -167,3 +168,34 @@ def test_norms_are_the_same() -> None:
         torch.testing.assert_close(tilestep.total_norm(tensors), expected)
         tensors[7] = torch.zeros(33)
         expected = torch.cat(tensors).double().norm().float()
+
+
+def test_several_threads_see_the_same() -> None:
+    """From 500 tensors on a CPU optimizer's are looked at by the threads that will update them."""
+    module = native.module(500)
+    params = [torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(700)]
+    for param in params:
+        param.grad = torch.zeros(3, 2)
+    tables = [torch.zeros(700, dtype=torch.int64) for _ in range(2)]
+    scanners = [module.create(params, DTENSOR_PARTS) for _ in tables]
+
+    def looked() -> list[int]:
+        found = zip(scanners, tables, (1, 4))
+        return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in found]
+
+    assert looked() == [0, 0]
+    params[650].grad = torch.zeros(3, 2)
+    assert looked() == [1, 1]
+    assert torch.equal(*tables)
+    assert tables[0].tolist() == [param.grad.data_ptr() for param in params]  # type: ignore[union-attr]
+    assert looked() == [0, 0]
+    params[699].grad = torch.zeros(2, 3).t()
+    assert looked() == [2, 2]
+    params[0].grad = None
+    assert looked() == [2, 2]
+
+
+def test_which_threads_look() -> None:
+    few, many = (tilestep.SGD([torch.zeros(1, requires_grad=True) for _ in range(count)]) for count in (499, 500))
+    assert few._current()[0].looking_threads == 1
+    assert many._current()[0].looking_threads == min(8, torch.get_num_threads())

@@ -16,6 +16,7 @@ from .backends import build_segment
 from .capturing import PREPARE, WARM_UP, GraphTables, require
 from .choices import nothing_left_out, require_no_choices
 from .control import Decision
+from .cpu import thread_count
 from .decider import Decider, JointNorm, SharedNorm, norm_table
 from .gradients import Gradients, Seen
 from .group_watch import GroupWatch
@@ -23,6 +24,9 @@ from .recipes import guards_hold
 from .segment import Entry, Segment
 
 __all__ = ["DeviceEngine", "Stale"]
+
+
+_WORTH_THREADS, _MOST_LOOKING = 500, 8
 
 
 class Stale(Exception):
@@ -105,6 +109,12 @@ class DeviceEngine:
     def is_steady(self) -> bool:
         """After `start`: whether the gradients are those of the last step, but for their addresses."""
         return bool(self._known_gradients)
+
+    @property
+    def looking_threads(self) -> int:
+        """How many threads look at the tensors before a step: on a CPU those that will update them, awake anyway."""
+        many = self.device.type == "cpu" and len(self.entries) >= _WORTH_THREADS
+        return min(thread_count(), _MOST_LOOKING) if many else 1
 
     @property
     def can_scan(self) -> bool:

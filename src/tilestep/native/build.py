@@ -24,7 +24,7 @@ __all__ = ["module", "wait"]
 LEAST_TENSORS = 500
 """Fewer tensors than this are looked at in Python faster than anyone notices."""
 
-_FLAGS = ["-std=c++20", "-O2", "-shared", "-fPIC", "-w"]
+_FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]
 _lock = threading.Lock()
 _builder: threading.Thread | None = None
 _process: subprocess.Popen[str] | None = None

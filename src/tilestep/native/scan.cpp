@@ -8,6 +8,7 @@
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -30,6 +31,7 @@ struct Known {
 struct Scanner {
   PyObject* names;
   std::vector<Known> tensors;
+  bool all_plain = true;
 };
 
 void destroy(Scanner* scanner) {
@@ -140,6 +142,7 @@ PyObject* create(PyObject*, PyObject* args) {
     Py_INCREF(object);
     scanner->tensors.push_back(Known{object, local, layout, nullptr, nullptr, 0, 0, at::kFloat, false});
     Known& known = scanner->tensors.back();
+    scanner->all_plain = scanner->all_plain && local == nullptr;
     plain = (local == nullptr) == (layout == nullptr) && (local == nullptr || is_exact(local));
     if (!plain) break;
     const at::Tensor& param = THPVariable_Unpack(local == nullptr ? object : local);
@@ -180,34 +183,49 @@ bool same_tensor(const Known& known, const at::Tensor& param, const at::Tensor& 
          layout_of(grad) == known.grad_layout_key;
 }
 
-// scan(scanner, address of int64[count]) -> SAME, MOVED (the addresses are written) or CHANGED
+// What a tensor and its gradient are by now; the gradient's address goes into the table.
+int look_at(Known& known, const at::Tensor& param, const at::Tensor& grad, int64_t& entry) {
+  if (!same_tensor(known, param, grad)) return CHANGED;
+  if (!known.has_grad) return SAME;
+  void* address = address_of(grad);
+  const bool moved = address != known.grad_address;
+  known.grad_address = address;
+  // An empty gradient may have no address; it is there all the same.
+  entry = param.numel() == 0 ? 1 : reinterpret_cast<int64_t>(address);
+  return moved ? MOVED : SAME;
+}
+
+int look_at_part(Scanner* scanner, Known& known, int64_t& entry) {
+  if (!same_local(scanner->names, known)) return CHANGED;
+  const at::Tensor& param = THPVariable_Unpack(known.local == nullptr ? known.param : known.local);
+  const at::Tensor& grad = THPVariable_Unpack(known.param).grad();
+  if (known.local == nullptr || !grad.defined()) return look_at(known, param, grad, entry);
+  return look_at(known, param, local_gradient(scanner->names, known, grad), entry);
+}
+
+// scan(scanner, address of int64[count], threads) -> SAME, MOVED (the addresses are written) or CHANGED
 PyObject* scan(PyObject*, PyObject* args) {
   PyObject* capsule;
   unsigned long long table_address;
-  if (!PyArg_ParseTuple(args, "OK", &capsule, &table_address)) return nullptr;
+  int threads;
+  if (!PyArg_ParseTuple(args, "OKi", &capsule, &table_address, &threads)) return nullptr;
   Scanner* scanner = unpack(capsule);
   if (scanner == nullptr) return nullptr;
   auto* table = reinterpret_cast<int64_t*>(table_address);
+  const auto count = static_cast<int64_t>(scanner->tensors.size());
   int answer = SAME;
-  for (size_t index = 0; index < scanner->tensors.size(); ++index) {
-    Known& known = scanner->tensors[index];
-    if (!same_local(scanner->names, known)) return PyLong_FromLong(CHANGED);
-    const at::Tensor& param = THPVariable_Unpack(known.local == nullptr ? known.param : known.local);
-    const at::Tensor& whole_grad = THPVariable_Unpack(known.param).grad();
-    const at::Tensor part = known.local != nullptr && whole_grad.defined()
-                                ? local_gradient(scanner->names, known, whole_grad)
-                                : at::Tensor();
-    const at::Tensor& grad = known.local == nullptr ? whole_grad : part;
-    if (!same_tensor(known, param, grad)) return PyLong_FromLong(CHANGED);
-    if (!known.has_grad) continue;
-    void* address = address_of(grad);
-    if (address != known.grad_address) {
-      known.grad_address = address;
-      answer = MOVED;
+  if (threads > 1 && scanner->all_plain) {
+    // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(max : answer)
+    for (int64_t index = 0; index < count; ++index) {
+      Known& known = scanner->tensors[index];
+      const at::Tensor& param = THPVariable_Unpack(known.param);
+      answer = std::max(answer, look_at(known, param, param.grad(), table[index]));
     }
-    // An empty gradient may have no address; it is there all the same.
-    table[index] = param.numel() == 0 ? 1 : reinterpret_cast<int64_t>(address);
+    return PyLong_FromLong(answer);
   }
+  for (int64_t index = 0; index < count && answer != CHANGED; ++index)
+    answer = std::max(answer, look_at_part(scanner, scanner->tensors[index], table[index]));
   return PyLong_FromLong(answer);
 }
 

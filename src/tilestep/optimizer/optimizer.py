@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..compat import step_is_watched
 from ..engine import DeviceEngine, Stale
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
@@ -61,9 +63,17 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As torch's, with which it wraps `step`; what comes out is one opaque call to `torch.compile`."""
+        """As torch's, with which it wraps `step`; what comes out is one opaque call to `torch.compile`.
+
+        torch marks each step for profilers, which costs more host time than a launch: here only if somebody listens.
+        """
         hooked = torch.optim.Optimizer.profile_hook_step(func)
-        return torch.compiler.disable(hooked, reason="an optimizer's step is one opaque call")
+
+        @functools.wraps(func)
+        def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return (hooked if step_is_watched(self) else func)(self, *args, **kwargs)
+
+        return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
     _check_overflow = False
     """Set by `GradScaler` for one step: gradients that are not finite are an overflow."""

@@ -57,7 +57,8 @@ class Scan:
         """
         answers = []
         for scanner, host, engine in zip(self._scanners, self._hosts, tables.engines):
-            answers.append(engine.can_scan and self._module.scan(scanner, host.ctypes.data) in (_SAME, _MOVED))
+            threads = engine.looking_threads
+            answers.append(engine.can_scan and self._module.scan(scanner, host.ctypes.data, threads) in (_SAME, _MOVED))
         if not all(answers):
             for engine in tables.engines:
                 engine.gradients.look_again()
