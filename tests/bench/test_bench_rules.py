@@ -70,6 +70,13 @@ def test_muon_is_measured_with_adamw_for_the_rest(settings: Settings) -> None:
     assert [row.failure for row in group.rows] == [None] * 3
 
 
+def test_rules_for_matrices_alone_are_left_out_with_a_note(settings: Settings) -> None:
+    result = run_rules(settings, ["SOAP", "SGD"])
+    assert result.notes == ["left out: SOAP works on matrices only"]
+    assert {group.tags["rule"] for group in result.groups} == {"SGD"}
+    assert all(row.failure is None for group in result.groups for row in group.rows)
+
+
 def test_an_unknown_rule_is_an_error(settings: Settings) -> None:
     with pytest.raises(ValueError, match="'Adaw'"):
         run_rules(settings, ["Adaw"])

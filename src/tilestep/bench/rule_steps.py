@@ -46,11 +46,7 @@ def run_rules(settings: Settings, names: Sequence[str] = ()) -> Result:
     result = Result("rules", environment(settings.device))
     if settings.device.type == "cuda":
         workload = gpu_workloads(settings.quick)[1]
-        group = _all_alone(chosen, workload, settings)
-        refused = [row for row in group.rows if (row.failure or "").startswith(MatrixError.__name__)]
-        group.rows = [row for row in group.rows if row not in refused]
-        result.notes.extend(f"left out: {row.contender} works on matrices only" for row in refused)
-        result.groups.append(group)
+        result.groups.append(_all_alone(chosen, workload, settings))
         if MUON in chosen:
             result.groups.append(_muon(workload, settings))
     else:
@@ -58,7 +54,21 @@ def run_rules(settings: Settings, names: Sequence[str] = ()) -> Result:
             result.groups.extend(_beside_torch(name, workload, settings) for name in chosen if name != MUON)
         if MUON in chosen:
             result.groups.append(_muon(gpu_workloads(quick=True)[1], settings))
+    _leave_out_refused(result)
     return result
+
+
+def _leave_out_refused(result: Result) -> None:
+    """Say in a note which rules do not take a list with vectors in it, instead of in a row without figures."""
+    left_out: list[str] = []
+    for group in result.groups:
+        refused = [row for row in group.rows if (row.failure or "").startswith(MatrixError.__name__)]
+        left_out += [group.tags["rule"] if row.contender == OURS else row.contender for row in refused]
+        group.rows = [row for row in group.rows if row not in refused]
+        if refused and group.tags:
+            group.rows.clear()
+    result.groups = [group for group in result.groups if group.rows]
+    result.notes.extend(f"left out: {name} works on matrices only" for name in dict.fromkeys(left_out))
 
 
 def _all_alone(names: Sequence[str], workload: Workload, settings: Settings) -> Group:
