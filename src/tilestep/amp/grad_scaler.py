@@ -61,6 +61,7 @@ class GradScaler(torch.amp.GradScaler):
             _check_scale(init_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _make_opaque_step()
 
     def scale(self, outputs: Any) -> Any:
         """Multiply losses by the scale, as torch does.
@@ -117,6 +118,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not isinstance(optimizer, Optimizer):
             return super().step(optimizer, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            # What the optimizer is told for one step is not for a compiler to follow.
+            return _opaque_step(self, optimizer, *args, **kwargs)
         if args or "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._known.add(optimizer)
@@ -199,3 +203,17 @@ class GradScaler(torch.amp.GradScaler):
 def _check_scale(scale: float) -> None:
     if not 0 < scale < math.inf:
         raise ValueError(f"Invalid loss scale: {scale}; it must be positive and finite")
+
+
+def _step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return scaler.step(optimizer, *args, **kwargs)
+
+
+_opaque_step = _step
+"""`_step` as one call that compilers do not look into; made with the first scaler, since it imports them."""
+
+
+def _make_opaque_step() -> None:
+    global _opaque_step
+    if _opaque_step is _step:
+        _opaque_step = torch.compiler.disable(_step, reason="a scaler's step is one opaque call")

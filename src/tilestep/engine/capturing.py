@@ -27,7 +27,8 @@ def is_capturing() -> bool:
         >>> is_capturing()
         False
     """
-    return _BUILT and torch.cuda.is_current_stream_capturing()
+    # Without a driver the question itself may fail, with the error of whoever asked the driver before: a profiler.
+    return _BUILT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def require(condition: bool, reason: str) -> None:
