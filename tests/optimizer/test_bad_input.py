@@ -165,6 +165,26 @@ def test_hyperparameters_out_of_range(kwargs: dict[str, Any], error: type[Except
     assert_unchanged(optimizer, before)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("betas", (0.9, float("nan")), "betas.1"),
+        ("eps", float("nan"), "eps"),
+        ("weight_decay", float("nan"), "weight_decay"),
+    ],
+)
+def test_a_number_that_becomes_nan_is_named(key: str, value: Any, named: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    param.grad = torch.ones(3)
+    optimizer = tilestep.AdamW([param])
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ValueError, match=rf"Invalid {named} of group 0: nan"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
 def test_a_rate_that_becomes_nan_stops_the_step() -> None:
     params = make_params()
     optimizer = tilestep.AdamW([{"params": params[:2]}, {"params": params[2:]}])

@@ -78,9 +78,7 @@ class GroupWatch:
             if not self._mutable:
                 self._values = now
             return False
-        for name, value in numbers:
-            if value != value:
-                raise ValueError(f"Invalid {name} of group {self.index}: nan")
+        self._refuse_nan(numbers)
         return True
 
     def _other_numbers(self, now: tuple[Any, ...]) -> bool:
@@ -88,14 +86,18 @@ class GroupWatch:
         if now == self._values:
             self._values = now
             return False
-        for key, value in zip(self.keys, now):
-            if value != value or (isinstance(value, tuple) and any(entry != entry for entry in value)):
-                raise ValueError(f"Invalid {key} of group {self.index}: nan")
+        self._refuse_nan(flat_numbers(self.chosen()))
         self._only_numbers_differ = True
         return True
 
+    def _refuse_nan(self, numbers: Sequence[tuple[str, Any]]) -> None:
+        for name, value in numbers:
+            if value != value:
+                raise ValueError(f"Invalid {name} of group {self.index}: nan")
+
     def _known_numbers(self) -> list[tuple[str, Any]]:
-        return self._seen if self._mutable else _numbers(dict(zip(self.keys, self._values)))
+        # The first key is asked for twice, so the first value stands there twice.
+        return self._seen if self._mutable else _numbers(dict(zip(self.keys, self._values[1:])))
 
     def same_statics(self) -> bool:
         """Whether flags, strings, None and the kinds of all values are the known ones."""
