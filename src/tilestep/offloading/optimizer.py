@@ -14,6 +14,7 @@ from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.build import labelled
 from ..optimizer.checkpoint import unchanged_on_error
+from ..optimizer.extended import extended_class
 from ..optimizer.homes import StateHome, deferred_state
 from ..overlapping import OverlappedOptimizer
 from ..sharding import ShardedOptimizer
@@ -259,7 +260,7 @@ def move_state(optimizer: Optimizer, home: StateHome, where: str, reason: str) -
             if optimizer._tables is not None:
                 optimizer._tables.follow_parameters()
             optimizer._home = home
-            optimizer.__class__ = _offloaded_class(kind)
+            optimizer.__class__ = extended_class(OffloadedOptimizer, kind)
             assert isinstance(optimizer, OffloadedOptimizer)
             optimizer._choice = where, reason
             optimizer._build()
@@ -280,17 +281,7 @@ def _move_pieces(optimizer: ShardedOptimizer, home: StateHome, where: str, reaso
     optimizer._home = home
     optimizer._show_states()
     moved: Optimizer = optimizer
-    moved.__class__ = _offloaded_class(type(optimizer))
+    moved.__class__ = extended_class(OffloadedOptimizer, type(optimizer))
     assert isinstance(moved, OffloadedOptimizer)
     moved._choice = where, reason
     return moved
-
-
-_classes: dict[type[Optimizer], type[Optimizer]] = {}
-
-
-def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
-    if kind not in _classes:
-        bases = (OffloadedOptimizer,) if kind is Optimizer else (OffloadedOptimizer, kind)
-        _classes[kind] = type(f"Offloaded{kind.__name__}", bases, {"__doc__": OffloadedOptimizer.__doc__})
-    return _classes[kind]

@@ -16,6 +16,7 @@ from ..errors import CaptureError
 from ..optimizer import Optimizer
 from ..optimizer.build import Tables, labelled
 from ..optimizer.decide import decide, needs_norm
+from ..optimizer.extended import extended_class
 from ..placements.local import local_part
 from ..sharding import ShardedOptimizer
 from .data_parallel import CommHook, follow_buckets, wrappers
@@ -98,7 +99,7 @@ def overlap(
     device = _only_device(optimizer)
     bucket_bytes = int(bucket_cap_mb * 2**20)
     grouping = divide(optimizer, model, bucket_bytes)
-    optimizer.__class__ = _overlapped_class(type(optimizer))
+    optimizer.__class__ = extended_class(OverlappedOptimizer, type(optimizer))
     assert isinstance(optimizer, OverlappedOptimizer)
     try:
         optimizer._begin(model, grouping, device, during, bucket_bytes, scaler, comm_hook)
@@ -114,16 +115,6 @@ def _only_device(optimizer: Optimizer) -> torch.device:
         (first, label), (second, other), *_ = devices.items()
         raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
     return next(iter(devices), torch.device("cpu"))
-
-
-_classes: dict[type[Optimizer], type[Optimizer]] = {}
-
-
-def _overlapped_class(kind: type[Optimizer]) -> type[Optimizer]:
-    if kind not in _classes:
-        bases = (OverlappedOptimizer,) if kind is Optimizer else (OverlappedOptimizer, kind)
-        _classes[kind] = type(f"Overlapped{kind.__name__}", bases, {"__doc__": OverlappedOptimizer.__doc__})
-    return _classes[kind]
 
 
 class OverlappedOptimizer(Optimizer):

@@ -14,6 +14,7 @@ from ..engine import DeviceEngine
 from ..errors import GradientError
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import unchanged_on_error
+from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
 from ..optimizer.homes import StateHome, deferred_state
 from .agree import check_together, plain_module
@@ -134,7 +135,7 @@ def shard(
     if state is not None:
         load_into_pieces(sharding, optimizer, state)
     optimizer._tables = None
-    optimizer.__class__ = _sharded_class(type(optimizer))
+    optimizer.__class__ = extended_class(ShardedOptimizer, type(optimizer))
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer._begin(sharding)
     return optimizer
@@ -143,16 +144,6 @@ def shard(
 def _unscale(unscale: Any, optimizer: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
     """What torch's scalers do with a sharded optimizer."""
     return optimizer._unscale_with(unscale, *args, **kwargs)
-
-
-_classes: dict[type[Optimizer], type[Optimizer]] = {}
-
-
-def _sharded_class(kind: type[Optimizer]) -> type[Optimizer]:
-    if kind not in _classes:
-        bases = (ShardedOptimizer,) if kind is Optimizer else (ShardedOptimizer, kind)
-        _classes[kind] = type(f"Sharded{kind.__name__}", bases, {"__doc__": ShardedOptimizer.__doc__})
-    return _classes[kind]
 
 
 class ShardedOptimizer(Optimizer):
