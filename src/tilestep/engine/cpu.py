@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,29 +13,13 @@ from ..codegen import cpp
 from ..codegen.compile_cpp import load_library
 from ..codegen.cpp_support import Launch
 from ..codegen.spec import KernelSpec
+from ..threads import thread_count
 from ..tuning import tile_shape
 from .cpu_slices import CpuSlices
 from .segment import Entry, Segment
 from .windows import Window
 
-__all__ = ["CpuSegment", "thread_count"]
-
-_forked = False
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
-
-
-def thread_count() -> int:
-    """Threads to use: torch's number, or one after a fork, where OpenMP's threads are gone."""
-    return 1 if _forked else torch.get_num_threads()
-
+__all__ = ["CpuSegment"]
 
 _libraries: dict[int, ctypes.CDLL] = {}
 

@@ -11,12 +11,12 @@ import torch
 from ..codegen.spec import KernelSpec
 from ..compat import TensorWatch
 from ..norm import NormTable
+from ..threads import thread_count
 from . import capturing
 from .backends import build_segment
 from .capturing import PREPARE, WARM_UP, GraphTables, require
 from .choices import nothing_left_out, require_no_choices
 from .control import Decision
-from .cpu import thread_count
 from .decider import Decider, JointNorm, SharedNorm, norm_table
 from .gradients import Gradients, Seen
 from .group_watch import GroupWatch

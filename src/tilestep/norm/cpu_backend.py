@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,31 +14,15 @@ import torch
 
 from ..codegen.compile_cpp import load_library, warn_without_compiler
 from ..errors import BuildError
+from ..threads import thread_count
 from .cpp_source import SOURCE, TILE
 from .orders import DTYPES, Order, combine, order_of
 from .tiles import Tiles, cut
 
 __all__ = ["CpuNorm", "EagerNorm", "cpu_norm"]
 
-_forked = False
-
-
-def _after_fork() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 PER_THREAD = 32768
 """Elements below which one more thread takes longer to wake than to work."""
-
-
-def _threads(most: int) -> int:
-    """A forked child has none of its parent's OpenMP threads, and asking for them would wait forever."""
-    return 1 if _forked else min(most, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=1)
@@ -82,7 +65,7 @@ class CpuNorm:
             root,
             self._partials.data_ptr(),
             ctypes.addressof(total),
-            _threads(self._most_threads),
+            min(self._most_threads, thread_count()),
         )
         out.fill_(total.value)
 
@@ -111,7 +94,7 @@ class CpuNorm:
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """One call."""
         self._library.tilestep_scale(
-            *self._tables(addresses), clip_coefficient(norm, limit), _threads(self._most_threads)
+            *self._tables(addresses), clip_coefficient(norm, limit), min(self._most_threads, thread_count())
         )
 
     def _tables(self, addresses: torch.Tensor) -> tuple[int, int, int, int]:
