@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .ir import Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join
+from .ir import SCALAR_LEVELS, Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join
 from .library import Library, LibraryPass
 from .operations import ACROSS, OPERATIONS, REDUCTIONS
-from .passes import SCALAR_LEVELS, ScalarPass, TilePass
+from .passes import ScalarPass, TilePass
 from .phases import Program, program, scalar_needs
 from .reductions import size_from_end
 from .slices import Slices

@@ -9,7 +9,7 @@ from typing import Any
 
 from .operations import OPERATIONS
 
-__all__ = ["Builder", "Graph", "Guard", "Level", "Value", "ancestors", "Over", "evaluate", "join"]
+__all__ = ["Builder", "Graph", "Guard", "SCALAR_LEVELS", "Level", "Value", "ancestors", "Over", "evaluate", "join"]
 
 
 class Level(IntEnum):
@@ -27,6 +27,9 @@ class Level(IntEnum):
     ELEMENT = 5
     MATRIX = 6
 
+
+SCALAR_LEVELS = (Level.CONSTANT, Level.GROUP, Level.TENSOR)
+"""Levels of values that are one number for a whole tensor."""
 
 Over = tuple[int, int]
 """A block of neighbouring dimensions, first and one past the last."""

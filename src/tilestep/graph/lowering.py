@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .ir import Builder, Level, Value
+from .ir import Builder, Value
 
 __all__ = ["LOWERINGS", "Lowering", "Unsupported"]
 
@@ -220,5 +220,3 @@ LOWERINGS: dict[str, Lowering] = {
     "scalar_tensor": _same,
 }
 """Name of an ATen operation to its meaning; in-place spellings use the entry of the out-of-place one."""
-
-SCALAR_LEVELS = (Level.CONSTANT, Level.GROUP, Level.TENSOR)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .ir import Level, Over, Value
+from .ir import SCALAR_LEVELS, Level, Over, Value
 from .operations import REDUCTIONS
 from .views import View
 
-__all__ = ["SCALAR_LEVELS", "ScalarPass", "TilePass"]
-
-SCALAR_LEVELS = (Level.CONSTANT, Level.GROUP, Level.TENSOR)
+__all__ = ["ScalarPass", "TilePass"]
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .ir import Graph, Level, Value
+from .ir import SCALAR_LEVELS, Graph, Level, Value
 from .library import Library, plan, stage_of
 from .matrices import is_matrix_work
 from .operations import ACROSS, REDUCTIONS
-from .passes import SCALAR_LEVELS, ScalarPass, TilePass
+from .passes import ScalarPass, TilePass
 from .slices import SliceCutter, Slices
 
 __all__ = ["Program", "program", "scalar_needs"]

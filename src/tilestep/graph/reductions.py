@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .ir import Builder, Level, Over, Value
-from .lowering import LOWERINGS, SCALAR_LEVELS, Unsupported
+from .ir import SCALAR_LEVELS, Builder, Level, Over, Value
+from .lowering import LOWERINGS, Unsupported
 
 __all__ = ["count", "register", "size_from_end"]
 
