@@ -20,7 +20,6 @@ __all__ = [
     "TensorDispatch",
     "TensorWatch",
     "addresses_equal",
-    "as_list",
     "after_backward",
     "backward_pass",
     "before_gathering",
@@ -133,11 +132,6 @@ def addresses_equal(tensors: list[torch.Tensor], addresses: list[int], indices: 
     return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
 
-def as_list(tensors: Iterable[Any]) -> list[Any]:
-    """A list of what is given; itself where it is one, since copying thousands of references touches every tensor."""
-    return tensors if type(tensors) is list else list(tensors)
-
-
 class TensorWatch:
     """Remembers a list of tensors' metadata and addresses, and tells cheaply whether another list has the same.
 
@@ -170,10 +164,10 @@ class TensorWatch:
         if self._known is not None:
             self._module.remember(self._known, list(tensors))
 
-    def same_metadata(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def same_metadata(self, tensors: list[torch.Tensor]) -> bool:
         """Whether dtype, device, sizes and strides of every tensor are the remembered ones."""
         if self._known is not None:
-            return self._module.compare(self._known, as_list(tensors)) != _CHANGED
+            return self._module.compare(self._known, tensors) != _CHANGED
         same = len(tensors) == len(self._indices) and self._check(*tensors)
         if same and len(tensors) >= _WORTH_NATIVE:
             self._look_natively(tensors)

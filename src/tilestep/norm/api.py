@@ -10,7 +10,6 @@ from typing import TypeGuard
 
 import torch
 
-from ..compat import as_list
 from ..marks import UPDATE, marked
 from .recipes import find_recipe
 from .sharded import sharded_norm
@@ -51,7 +50,7 @@ def total_norm(
         >>> total_norm([torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)])
         tensor(5.)
     """
-    listed = [tensors] if isinstance(tensors, torch.Tensor) else as_list(tensors)
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else _listed(tensors)
     norm_type = float(norm_type)
     if not listed:
         return torch.tensor(0.0)
@@ -105,7 +104,7 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         listed = [parameters]
     else:
-        listed = as_list(parameters)
+        listed = _listed(parameters)
         if not listed and isinstance(parameters, types.GeneratorType):
             warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
     gradients = [gradient for parameter in listed if (gradient := parameter.grad) is not None]
@@ -133,6 +132,11 @@ def clip_grad_norm_(
             _require_finite(norm, norm_type)
         recipe.scale(gradients, norm, max_norm if _on_device(max_norm) else float(max_norm))
     return norm
+
+
+def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """A list of what is given; itself where it is one, since copying thousands of references touches every tensor."""
+    return tensors if type(tensors) is list else list(tensors)
 
 
 def _on_device(value: float | torch.Tensor) -> TypeGuard[torch.Tensor]:

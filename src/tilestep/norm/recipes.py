@@ -28,7 +28,7 @@ class Recipe:
         tensors: strided floating-point tensors on CUDA devices or the CPU.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.lock = threading.Lock()
         self._watch = TensorWatch(tensors)
         self._loose = [index for index, tensor in enumerate(tensors) if not _is_dense(tensor)]
