@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
+from shard_contenders import TINY, Shape, make_model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -39,72 +40,9 @@ BACK_TO_BACK = 3
 """Iterations for one figure, without waiting for the device in between, as in training."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model of Llama's kind."""
-
-    layers: int = 24
-    width: int = 2048
-    heads: int = 16
-    key_value_heads: int = 4
-    inner: int = 5504
-    vocabulary: int = 32000
-    tokens: int = 2048
-
-
-SMALL = Shape(layers=2, width=64, heads=4, key_value_heads=1, inner=172, vocabulary=500, tokens=32)
-
-
-class Block(nn.Module):
-    """Attention and a gated layer, each behind a norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        key_value = shape.width // shape.heads * shape.key_value_heads
-        self.query, self.out = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(2))
-        self.key, self.value = (nn.Linear(shape.width, key_value, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(shape.width, shape.inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(shape.inner, shape.width, bias=False)
-        self.first_norm, self.second_norm = (nn.RMSNorm(shape.width) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self.first_norm(x)
-        query, key, value = (
-            project(normed).unflatten(-1, (-1, self.shape.width // self.shape.heads)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        normed = self.second_norm(x)
-        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
-
-
-class Language(nn.Module):
-    """Blocks between an embedding and a head of its own."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
-
-
 def sharded(shape: Shape, device: torch.device) -> Any:
     """The model under FSDP2, a group for each block; the same numbers at each call."""
-    torch.manual_seed(0)
-    with device:
-        model = Language(shape)
-    for param in model.parameters():
-        if param.dim() > 1:
-            nn.init.normal_(param, std=0.02)
+    model = make_model(shape, device, torch.float32)
     # A CPU's reductions take what they get.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
     for block in model.blocks:
@@ -212,7 +150,7 @@ def _rank(rank: int, settings: Settings, folder: str) -> None:
         torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", settings.ranks)
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=settings.ranks)
-    shape = SMALL if settings.small else Shape()
+    shape = TINY if settings.small else Shape()
     result = Result(f"overlap-{settings.ranks}", environment(device))
     for clips in (True, False):
         contenders = trainings(shape, device, clips=clips)
@@ -234,7 +172,7 @@ def _measure(contenders: list[Training], shape: Shape, device: torch.device, siz
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def drawn() -> list[torch.Tensor]:
-        sizes = (size, shape.tokens)
+        sizes = (size, shape.length + 1)
         return [torch.randint(shape.vocabulary, sizes, generator=generator, device=device) for _ in range(BACK_TO_BACK)]
 
     for turn in range(rounds + 2):
