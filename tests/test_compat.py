@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import torch
 
 import tilestep
 from tilestep import compat
-from tilestep.compat import TensorWatch, addresses_equal, decomposition, fake_tensors, tensor_guards
+from tilestep.codegen.triton_key import keep_triton_key
+from tilestep.compat import addresses_equal, decomposition, fake_tensors, tensor_guards
 from tilestep.graph import Graph, Value, trace
 from tilestep.rules import registry
+from tilestep.tensor_watch import TensorWatch
 
 SOURCES = Path(tilestep.__file__).parent
 OWN = sorted(name for name, rule in registry.items() if rule.__module__.startswith("tilestep."))
@@ -28,14 +31,14 @@ def found(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        pytest.fail(f"torch {torch.__version__} has no {module}.{name}: {error}; tilestep falls back (compat.py)")
+        pytest.fail(f"torch {torch.__version__} has no {module}.{name}: {error}; tilestep falls back (compat)")
 
 
 def works(name: str, use: Callable[[], Any]) -> Any:
     try:
         return use()
     except Exception as error:
-        pytest.fail(f"torch {torch.__version__} changed {name}: {type(error).__name__}: {error} (compat.py)")
+        pytest.fail(f"torch {torch.__version__} changed {name}: {type(error).__name__}: {error} (compat)")
 
 
 def test_torch_has_fake_tensors() -> None:
@@ -64,7 +67,7 @@ def test_torch_has_tensor_guards() -> None:
 
 def test_torch_keeps_the_hooks_of_all_optimizers() -> None:
     kept = [found("torch.optim.optimizer", f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
-    assert kept[0] is compat._EVERY_PRE_HOOK and kept[1] is compat._EVERY_POST_HOOK
+    assert kept[0] is compat.optimizers._EVERY_PRE_HOOK and kept[1] is compat.optimizers._EVERY_POST_HOOK
 
 
 def test_steps_are_marked_for_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,7 @@ def test_private_torch_is_used_in_compat_alone() -> None:
     allowed = {"_pytree", "_foreach_mul_"}  # both in use all over PyTorch's own downstream projects
     offenders = []
     for path in SOURCES.rglob("*.py"):
-        if path.name == "compat.py" or path.parent.name == "bench":
+        if path.parent.name in ("compat", "bench"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             private = ""
@@ -156,7 +159,7 @@ def test_guards_see_every_change_of_metadata(private: bool, monkeypatch: pytest.
 def test_a_watch_sees_moves_and_counts(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not private:
         without(monkeypatch, "torch._C._dynamo.guards")
-        monkeypatch.setattr(compat, "_pointers_equal", None)
+        monkeypatch.setattr(compat.tensors, "_pointers_equal", None)
     tensors = [torch.zeros(3), torch.zeros(2, 2)]
     watch = TensorWatch(tensors)
     moved = [tensors[0], torch.zeros(2, 2)]
@@ -170,8 +173,8 @@ def test_a_watch_sees_moves_and_counts(private: bool, monkeypatch: pytest.Monkey
 def test_addresses_are_compared_without_the_private_call(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.zeros(3), torch.zeros(2)]
     pointers = [tensor.data_ptr() for tensor in tensors]
-    for call in (compat._pointers_equal, None):
-        monkeypatch.setattr(compat, "_pointers_equal", call)
+    for call in (compat.tensors._pointers_equal, None):
+        monkeypatch.setattr(compat.tensors, "_pointers_equal", call)
         assert addresses_equal(tensors, pointers, [0, 1])
         assert not addresses_equal(tensors, pointers[::-1], [0, 1])
 
@@ -237,9 +240,31 @@ def test_torch_says_whether_a_profiler_runs() -> None:
 
 
 def test_work_is_always_marked_without_knowing_of_profilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_profiler_enabled", None)
+    monkeypatch.setattr(compat.profiler, "_profiler_enabled", None)
     assert compat.profiler_is_running()
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     tilestep.SGD([weight], lr=1.0).step()  # type: ignore[attr-defined]
     assert weight.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_triton_has_a_hash_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    cache = importlib.import_module("triton.runtime.cache")
+    compute = getattr(cache, "triton_key", None)
+    assert compute is not None, f"triton {triton.__version__} keeps its hash elsewhere (compat)"
+    monkeypatch.setattr(cache, "triton_key", functools.lru_cache(compute.__wrapped__))
+    found = compat.triton_hash()
+    assert found is not None and found[1] == Path(triton.__file__).parent
+    keep_triton_key()
+    assert cache.triton_key() == found[0]()
+    assert compat.triton_hash() is None, "it is known already"
+
+
+def test_triton_compiles_without_our_hash_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    cache = importlib.import_module("triton.runtime.cache")
+    monkeypatch.delattr(cache, "triton_key")
+    assert compat.triton_hash() is None
+    keep_triton_key()
+    assert not hasattr(cache, "triton_key")

@@ -144,7 +144,7 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_a_watch_sees_what_torch_sees() -> None:
-    from tilestep.compat import TensorWatch
+    from tilestep.tensor_watch import TensorWatch
 
     tensors = [torch.zeros(4, 2) for _ in range(200)]
     watch = TensorWatch(tensors)

@@ -42,7 +42,7 @@ def test_gathering_is_seen_whoever_asks_for_it(one_rank: None) -> None:
     for name in ("0", "1"):
         block = model.blocks[int(name)]
         prepared = compat.before_gathering(block, lambda streams, name=name: seen.append((name, streams)))
-        assert prepared, f"torch {torch.__version__} has no groups of FSDP parameters with unshard() (compat.py)"
+        assert prepared, f"torch {torch.__version__} has no groups of FSDP parameters with unshard() (compat)"
     model.blocks[1].unshard()
     model.blocks[1].reshard()
     overlapped_ranks.one_batch(model, 0).backward()

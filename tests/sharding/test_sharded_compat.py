@@ -66,7 +66,7 @@ def test_parameters_are_guarded_where_torch_keeps_them() -> None:
 
 def test_torch_s_scalers_unscale_by_one_method() -> None:
     """With it, torch.amp.GradScaler works on sharded optimizers; without it their step refuses torch's scaler."""
-    assert hasattr(torch.amp.GradScaler, "_unscale_grads_"), f"torch {torch.__version__} changed its scaler (compat.py)"
+    assert hasattr(torch.amp.GradScaler, "_unscale_grads_"), f"torch {torch.__version__} changed its scaler (compat)"
 
 
 def test_scalers_are_routed_once_and_for_some_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +87,6 @@ def test_scalers_are_routed_once_and_for_some_optimizers(monkeypatch: pytest.Mon
 def test_the_store_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it nobody knows which rank is gone, only that one is."""
     module = torch.distributed.distributed_c10d
-    assert hasattr(module, "_get_default_store"), f"torch {torch.__version__} keeps its store elsewhere (compat.py)"
+    assert hasattr(module, "_get_default_store"), f"torch {torch.__version__} keeps its store elsewhere (compat)"
     monkeypatch.delattr(module, "_get_default_store")
     assert compat.default_store() is None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..compat import direct_launch
 from ..counters import count_build
 
 __all__ = ["EXACT", "Launcher", "prepare"]
@@ -107,7 +108,7 @@ class Launcher:
         if hasattr(compiled, "result"):
             compiled = compiled.result()
         run = compiled[self._grid]
-        self._direct = _direct_launch(compiled, self._grid, self._device, self._constant_values)
+        self._direct = direct_launch(compiled, self._grid, self._device, self._constant_values)
         return run
 
 
@@ -139,46 +140,6 @@ def prepare(
         TypeError: if the kernel could be specialized differently for later arguments.
     """
     return Launcher(kernel, grid, device, constants or {}, {"num_warps": num_warps, **options})
-
-
-def _direct_launch(
-    compiled: Any, grid: tuple[int, int, int], device: torch.device, constants: tuple[Any, ...]
-) -> Callable[[tuple[torch.Tensor | float, ...]], bool] | None:
-    """What launches a kernel of a known Triton with addresses in place of tensors, or None.
-
-    Given tensors, Triton asks each for its address and the driver whether it may be used: half the cost of a launch.
-    What is returned tells whether it has launched; not while somebody has hooks on launches.
-    """
-    import triton
-    from triton import knobs
-    from triton.runtime import driver
-
-    launcher: Any = getattr(compiled, "run", None)
-    sizes = [getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
-    if not triton.__version__.startswith(_KNOWN_TRITON) or any(sizes):
-        return None
-    launch, current_stream, runtime = launcher.launch, driver.active.get_current_stream, knobs.runtime
-    behind_stream = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-    before_arguments = (*behind_stream, compiled.packed_metadata, None, None, None)
-
-    def direct(arguments: tuple[torch.Tensor | float, ...]) -> bool:
-        if _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
-            return False
-        values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        launch(*grid, current_stream(index), *before_arguments, *values, *constants)
-        return True
-
-    return direct
-
-
-def _is_hooked(hook: Any) -> bool:
-    """Whether somebody wants to know of launches: a profiler. Triton keeps a chain of such functions, or None."""
-    return hook is not None and bool(getattr(hook, "calls", True))
-
-
-_KNOWN_TRITON = ("3.6.",)
-"""Versions whose compiled launcher takes the arguments that `_direct_launch` gives it; others go the public way."""
 
 
 def _require_one_specialization(kernel: Any, constants: Mapping[str, Any]) -> None:

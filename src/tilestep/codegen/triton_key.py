@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 from ..cache import cached_file, content_key
+from ..compat import replace_triton_hash, triton_hash
 
 __all__ = ["keep_triton_key"]
 
@@ -16,20 +16,18 @@ def keep_triton_key() -> None:
     The kept hash belongs to the sizes and times of Triton's files. Where Triton keeps its hash otherwise, nothing is
     done.
     """
+    found = triton_hash()
+    if found is None:
+        return
+    compute, root = found
     try:
-        from triton.runtime import cache as triton_cache
-
-        compute = triton_cache.triton_key
-        if compute.cache_info().currsize:
-            return
-        root = Path(triton_cache.__file__).parents[1]
         files = [*root.glob("_C/libtriton.*"), *root.glob("*/*.py"), *root.glob("language/**/*.py")]
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
         kept = cached_file(f"triton-{content_key(repr(states))}.txt", lambda path: _write(path, compute()))
         key = kept.read_text()
-    except (ImportError, AttributeError, OSError):
+    except OSError:
         return
-    triton_cache.triton_key = functools.lru_cache(lambda: key)
+    replace_triton_hash(key)
 
 
 def _write(path: Path, text: str) -> None:

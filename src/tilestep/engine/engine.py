@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..codegen.spec import KernelSpec
-from ..compat import TensorWatch
 from ..norm import NormTable
+from ..tensor_watch import TensorWatch
 from ..threads import thread_count
 from . import capturing
 from .backends import build_segment

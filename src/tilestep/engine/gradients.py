@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..compat import TensorWatch
 from ..errors import GradientError
+from ..tensor_watch import TensorWatch
 from .layout import is_dense, same_walk
 from .segment import Entry
 

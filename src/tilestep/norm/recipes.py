@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import numpy as np
 import torch
 
-from ..compat import TensorWatch
 from ..errors import GradientError
+from ..tensor_watch import TensorWatch
 from .orders import DTYPES, combine
 from .table import NormTable
 from .tiles import upload

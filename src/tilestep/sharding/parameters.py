@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import TensorWatch, is_compiled
+from ..compat import is_compiled
 from ..engine.capturing import is_capturing
 from ..guards import guard_model
+from ..tensor_watch import TensorWatch
 from .buckets import Bucket, Options
 from .streams import Channel
 

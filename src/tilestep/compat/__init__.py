@@ -1,0 +1,61 @@
+"""Every private API of torch and Triton that tilestep uses, each with what happens when it is not there.
+
+tests/test_compat.py says which version broke one of them.
+"""
+
+from __future__ import annotations
+
+from .backward import after_backward, backward_pass
+from .checkpoints import checkpoint_types
+from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, wrapper_tensor
+from .dtensors import (
+    DTENSOR_PARTS,
+    distributed_like,
+    distributed_tensor_type,
+    dtensors_have_parts,
+    layouts,
+    local_parts,
+)
+from .fsdp import before_gathering, fsdp_module_type
+from .modules import guard_parameters, is_compiled, uncompiled, watch_all_forwards
+from .optimizers import route_unscaling, step_is_watched
+from .profiler import profiler_is_running
+from .ranks import default_store, group_device_types, root_mesh
+from .tensors import addresses_equal, copy_all, tensor_guards, zero_all
+from .triton import direct_launch, replace_triton_hash, triton_hash
+
+__all__ = [
+    "DTENSOR_PARTS",
+    "TensorDispatch",
+    "addresses_equal",
+    "after_backward",
+    "backward_pass",
+    "before_gathering",
+    "checkpoint_types",
+    "copy_all",
+    "decomposition",
+    "default_store",
+    "direct_launch",
+    "distributed_like",
+    "distributed_tensor_type",
+    "dtensors_have_parts",
+    "fake_tensors",
+    "fsdp_module_type",
+    "group_device_types",
+    "guard_parameters",
+    "is_compiled",
+    "is_copy",
+    "layouts",
+    "local_parts",
+    "profiler_is_running",
+    "replace_triton_hash",
+    "root_mesh",
+    "route_unscaling",
+    "step_is_watched",
+    "tensor_guards",
+    "triton_hash",
+    "uncompiled",
+    "watch_all_forwards",
+    "wrapper_tensor",
+    "zero_all",
+]

@@ -1,0 +1,44 @@
+"""How torch calls its operations: seeing each call, tensors without data, operations taken apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TensorDispatch", "decomposition", "fake_tensors", "is_copy", "wrapper_tensor"]
+
+TensorDispatch = TorchDispatchMode
+"""Base class of the tracer: sees every ATen call."""
+
+
+def fake_tensors() -> Any:
+    """A mode under which tensors have shapes and dtypes but no data; without it rules are traced on tiny real ones."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:
+        return contextlib.nullcontext()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def decomposition(overload: Any) -> Callable[..., Any] | None:
+    """torch's own rewriting of an ATen operation into simpler ones, or None."""
+    try:
+        from torch._decomp import decomposition_table
+    except ImportError:
+        return None
+    return decomposition_table.get(overload)
+
+
+def wrapper_tensor(kind: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that has no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
+def is_copy(operation: Any) -> bool:
+    """Whether an ATen operation gives the same numbers, maybe elsewhere or in another dtype."""
+    aten = torch.ops.aten
+    return operation in (aten.detach.default, aten.clone.default, aten._to_copy.default)

@@ -1,0 +1,48 @@
+"""Modules: their parameters, their forwards, and what `torch.compile` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["guard_parameters", "is_compiled", "uncompiled", "watch_all_forwards"]
+
+
+def uncompiled(module: Any) -> Any:
+    """The module that `torch.compile` was given, where this is what came out."""
+    try:
+        from torch._dynamo.eval_frame import OptimizedModule
+    except ImportError:
+        return module
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Let a module look its parameters up in a dictionary of our own.
+
+    Args:
+        module: the module.
+        guard: makes that dictionary from the module's.
+
+    Returns:
+        Whether it does; without torch keeping them in `_parameters` nothing is changed.
+    """
+    entries = getattr(module, "_parameters", None)
+    if not isinstance(entries, dict):
+        return False
+    module._parameters = guard(entries)
+    return True
+
+
+def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
+    """Have something called before every module's forward, of any model; gives a handle to end that."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    return register_module_forward_pre_hook(before)

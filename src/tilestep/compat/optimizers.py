@@ -1,0 +1,46 @@
+"""Torch's optimizers and gradient scalers: who watches their steps, and who unscales their gradients."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .profiler import profiler_is_running
+
+__all__ = ["route_unscaling", "step_is_watched"]
+
+
+def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody wants to know of an optimizer's steps: hooks, its own or of all optimizers, or a profiler.
+
+    Where torch keeps hooks otherwise the answer is yes.
+    """
+    try:
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return bool(hooks or _EVERY_PRE_HOOK or _EVERY_POST_HOOK) or profiler_is_running()
+    except AttributeError:
+        return True
+
+
+_UNKNOWN = {"": "hooks of all optimizers are kept otherwise"}
+_EVERY_PRE_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_pre_hooks", _UNKNOWN)
+_EVERY_POST_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_post_hooks", _UNKNOWN)
+
+
+def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) -> bool:
+    """Have torch's scalers call `route` with their method that unscales, and its arguments; whether they do."""
+    method = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
+    if method is None or hasattr(method, "__wrapped__"):
+        return method is not None
+
+    @functools.wraps(method)
+    def routed(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(method, scaler)
+        return route(bound, optimizer, *args, **kwargs) if concerns(optimizer) else bound(optimizer, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = routed  # type: ignore[assignment,method-assign]
+    return True

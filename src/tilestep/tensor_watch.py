@@ -1,0 +1,88 @@
+"""A list of tensors remembered, and a cheap answer whether another list is the same: the look before every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import native
+from .compat import addresses_equal, tensor_guards
+
+__all__ = ["TensorWatch"]
+
+
+class TensorWatch:
+    """Remembers a list of tensors' metadata and addresses, and tells cheaply whether another list has the same.
+
+    Args:
+        tensors: dense tensors on one device.
+
+    Example:
+        >>> import torch
+        >>> tensors = [torch.zeros(3), torch.zeros(2, 2)]
+        >>> watch = TensorWatch(tensors)
+        >>> watch.same_metadata(tensors), watch.same_addresses(tensors)
+        (True, True)
+        >>> watch.same_metadata([torch.zeros(3), torch.zeros(4)])
+        False
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check = tensor_guards(tensors) if tensors else lambda: True
+        self._indices = list(range(len(tensors)))
+        self._module: Any = None
+        self._known: Any = None
+        self.times_remembered = 0
+        """How often addresses were taken as the known ones."""
+        self.remember_addresses(tensors)
+
+    def remember_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take these tensors' addresses as the known ones."""
+        self.addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self.times_remembered += 1
+        if self._known is not None:
+            self._module.remember(self._known, list(tensors))
+
+    def same_metadata(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether dtype, device, sizes and strides of every tensor are the remembered ones."""
+        if self._known is not None:
+            return self._module.compare(self._known, tensors) != _CHANGED
+        same = len(tensors) == len(self._indices) and self._check(*tensors)
+        if same and len(tensors) >= _WORTH_NATIVE:
+            self._look_natively(tensors)
+        return same
+
+    def _look_natively(self, tensors: Sequence[torch.Tensor]) -> None:
+        """From now on in C++, twice as fast, if that is built and these tensors lie where the remembered ones lay."""
+        self._module = native.module(len(tensors))
+        if self._module is not None and self.same_addresses(list(tensors)):
+            self._known = self._module.watch(list(tensors))
+
+    def same_metadata_and_addresses(self, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
+        """Both answers by one look where it is a look in C++; elsewhere the second is False, which means unknown."""
+        if self._known is not None:
+            answer = self._module.compare(self._known, tensors)
+            return answer != _CHANGED, answer == _SAME
+        return self.same_metadata(tensors), False
+
+    def same_addresses(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether every tensor begins where the remembered one began."""
+        if self._known is not None:
+            return self._module.compare(self._known, tensors) == _SAME
+        return addresses_equal(tensors, self.addresses, self._indices)
+
+    def count_writes(self, tensors: list[torch.Tensor]) -> None:
+        """Count a version of each of these tensors, as torch does for what is written in place."""
+        if self._known is not None:
+            self._module.bump_list(tensors)
+        else:
+            torch.autograd.graph.increment_version(tensors)
+
+
+_SAME, _CHANGED = 0, 2
+"""Answers of the C++ comparison."""
+
+_WORTH_NATIVE = 100
+"""Fewer tensors than this are compared in Python as fast."""
