@@ -211,7 +211,7 @@ def test_without_decompositions_other_operations_are_refused_by_name(monkeypatch
     with monkeypatch.context() as patch:
         without(patch, "torch._decomp")
         assert decomposition(torch.ops.aten.softplus.default) is None
-    monkeypatch.setattr("tilestep.graph.tracer.decomposition", lambda overload: None)
+    monkeypatch.setattr("tilestep.graph.recorder.decomposition", lambda overload: None)
     with pytest.raises(tilestep.RuleError, match="softplus"):
         trace(smooth, smooth.hyperparameters)
     rule = registry["AdamW"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .hyperparameters import ScalarCalls, flat_numbers
 from .ir import SCALAR_LEVELS, Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join
 from .library import Library, LibraryPass
 from .operations import ACROSS, OPERATIONS, REDUCTIONS
@@ -9,7 +10,7 @@ from .passes import ScalarPass, TilePass
 from .phases import Program, program, scalar_needs
 from .reductions import size_from_end
 from .slices import Slices
-from .tracer import ScalarCalls, flat_numbers, trace
+from .tracer import trace
 from .views import View
 
 __all__ = [

@@ -1,270 +1,25 @@
-"""From a rule's Python to a graph: run it once on fake tensors, record ATen calls with fx, lower each to the graph."""
+"""From a rule's Python to a graph: run it once on fake tensors, and take down what it does."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
 
-from ..compat import TensorDispatch, decomposition, fake_tensors
-from ..errors import MatrixError, RuleError, TilestepError
+from ..compat import fake_tensors
+from ..errors import RuleError, TilestepError
 from ..rules import Rule
-from ..rules.protocol import at_step, changes, scalar_factory
+from ..rules.protocol import changes, scalar_factory
 from ..rules.scalars import across_tensors
-from . import matrices, reductions
-from .hyperparameters import ScalarCalls, flat_numbers
-from .ir import Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate
-from .lowering import LOWERINGS, Unsupported
-from .memory import Memory
-from .names import raised_at, rule_place
+from . import matrices
+from .ir import Graph, Level, Over, Value
+from .names import raised_at
+from .reads import Reads
+from .recorder import ALTERNATIVE, Recorder
 
 __all__ = ["trace"]
-
-_ALTERNATIVE = (
-    "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
-)
-
-
-_IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
-"""How comparisons with zero come out for a hyperparameter that moves by itself: such a one is not switched off."""
-
-
-class _Tracer(TensorDispatch):
-    """Records the ATen calls of one run of a rule."""
-
-    def __init__(self, rule: Rule, hyperparameters: Mapping[str, Any], dims: int) -> None:
-        super().__init__()
-        self.rule = rule
-        self.given = hyperparameters
-        self.numbers: dict[str, float] = {
-            name: value for name, value in flat_numbers(hyperparameters) if not isinstance(value, torch.Tensor)
-        }
-        self.build = Builder(dims)
-        self.fx_graph = fx.Graph()
-        self.node_of: dict[int, fx.Node] = {}
-        self.values: dict[fx.Node, Value] = {}
-        self.guards: dict[int, Guard] = {}
-        self.named: dict[tuple[str, str], Value] = {}
-        self.moving: set[int] = set()
-        """Values that are hyperparameters given as functions of the step, by identity."""
-        self.reads_shape = False
-        self.keep_alive: list[Any] = []
-        self.refused: RuleError | None = None
-        self.memory = Memory()
-        self.decomposing = ""
-
-    def placeholder(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
-        """Let this fake tensor stand for a value of the graph."""
-        node = self.fx_graph.placeholder(f"input_{len(self.values)}")
-        node.meta["val"] = tensor
-        self.values[node] = value
-        self._bind(tensor, node)
-        return tensor
-
-    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        self.node_of[id(tensor)] = node
-        self.keep_alive.append(tensor)
-
-    def constant(self, number: float) -> torch.Tensor:
-        """A 0-dim fake tensor that stands for a number."""
-        return self.placeholder(_fake((), torch.float64), self.build.constant(number))
-
-    def across(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A 0-dim fake tensor that stands for a value combined over all tensors; `kind` is "sum" or "max"."""
-        combined = self.build.apply(f"across_{kind}", self.value_of(tensor), level=Level.TENSOR)
-        return self.placeholder(_fake((), torch.float64), combined)
-
-    def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
-        """A hyperparameter that is a function of the step, as fake tensors computed from it."""
-        found = at_step(value, step, name)
-        entries = found if isinstance(found, tuple) else (found,)
-        for index, entry in enumerate(entries):
-            traced = self.values[self.node_of[id(entry)]] if id(entry) in self.node_of else None
-            if traced is None or traced.operation == "constant":
-                continue
-            self.moving.add(id(traced))
-            if not traced.name:
-                traced.name = f"{name}_{index}" if isinstance(found, tuple) else name
-        return found
-
-    def count(self, tensor: torch.Tensor, dims: Iterable[int]) -> Value:
-        """The number of elements of a tensor of the rule along these dimensions."""
-        long = [dim for dim in dims if tensor.shape[dim] != 1]
-        space = self.values[self.node_of[id(tensor)]].space if id(tensor) in self.node_of else None
-        if space is not None:
-            sizes = [self.build.hyper(space[dim], Level.TENSOR) for dim in long]
-            return functools.reduce(functools.partial(self.build.apply, "mul"), sizes)
-        self.build.reads_shape |= len(long) != tensor.dim()
-        return reductions.count(self.build, long)
-
-    def value_of(self, tensor: Any) -> Value:
-        """The graph value a tensor of the rule stands for."""
-        if id(tensor) in self.node_of:
-            return self.values[self.node_of[id(tensor)]]
-        if isinstance(tensor, torch.Tensor):
-            self.refused = RuleError(
-                f"{self.location()}: the rule uses a tensor of shape {tuple(tensor.shape)} that is neither a state "
-                "buffer nor computed from one (or a view of one written to since); make it a state or a hyperparameter"
-            )
-            raise self.refused
-        return self.build.constant(tensor)
-
-    def location(self) -> str:
-        """The rule author's file and line that is running."""
-        return rule_place().line
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.split("::")[-1]
-        if func.namespace == "prim" or name == "empty":
-            return func(*args, **kwargs)
-        if name == "_local_scalar_dense":
-            raise self.read_error(args[0])
-        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
-            return self._lift(func, args[0])
-        mutates = func._schema.is_mutable
-        base = name.rstrip("_") if mutates else name
-        if base not in LOWERINGS:
-            decomposed = decomposition(func)
-            if decomposed is None or mutates:
-                raise self.unsupported(f"torch.ops.{self.decomposing or func} has no translation to a kernel")
-            outermost, self.decomposing = self.decomposing, self.decomposing or str(func)
-            with self:
-                result = decomposed(*args, **kwargs)
-            self.decomposing = outermost
-            return result
-        return self._record(func, base, mutates, args, kwargs)
-
-    def _lift(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() != 1:
-            raise self.unsupported("a tensor made inside the rule must be a single number")
-        number = tensor.item()
-        result = func(tensor)
-        return self.placeholder(result, self.build.constant(number))
-
-    def _record(self, func: Any, base: str, mutates: bool, args: Any, kwargs: Any) -> torch.Tensor:
-        if mutates and (base == func._schema.name.split("::")[-1] or self.memory.is_view(args[0])):
-            raise self.unsupported(f"torch.ops.{func} writes through a view or an out= argument")
-        lowered = torch.utils._pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
-        # Work on whole matrices keeps the shape of its first operand; without fake tensors it would be done on garbage.
-        result = torch.empty_like(args[0]) if matrices.is_called(func) else func(*args, **kwargs)
-        self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
-        try:
-            value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
-        except MatrixError as error:
-            self.refused = error
-            raise
-        except (Unsupported, TypeError) as error:
-            raise self.unsupported(f"torch.ops.{func}: {error}") from error
-        nodes = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: self.node_of[id(tensor)], (args, kwargs))
-        node = self.fx_graph.call_function(func, *nodes)
-        node.meta["val"] = result
-        self._describe(value, args[0] if mutates else None)
-        self.values[node] = value
-        self._bind(result, node)
-        if mutates:
-            self._written(args[0], node)
-        elif func._schema.returns[0].alias_info is not None:
-            self.memory.share(args[0], result, same_order=base in ("detach", "alias"))
-        return result
-
-    def _written(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Let every name of this memory stand for its new value, and views of it for nothing any more."""
-        for other, same_order in self.memory.others(tensor, self.keep_alive):
-            if same_order:
-                self.node_of[id(other)] = node
-            else:
-                self.node_of.pop(id(other), None)
-
-    def _describe(self, value: Value, mutated: Any) -> None:
-        line, name, statement = rule_place()
-        value.line = value.line or line
-        if mutated is not None and not name:
-            name = self.value_of(mutated).name
-        if not name or value.operation in ("load", "hyper", "constant"):
-            return
-        earlier = self.named.get((statement, name))
-        if earlier is not None:
-            earlier.name = ""
-        value.name = name
-        self.named[statement, name] = value
-
-    def unsupported(self, what: str) -> RuleError:
-        """The error for an operation that cannot be translated."""
-        self.refused = RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; {_ALTERNATIVE}")
-        return self.refused
-
-    def read_error(self, tensor: Any) -> RuleError:
-        """The error for a rule that reads a number on the host."""
-        value = self.value_of(tensor)
-        if value.level > Level.GROUP:
-            what = f"branches on (or reads) data: {value.name or value.operation} is only known on the device"
-        else:
-            what = f"reads {value.name or value.operation} as a Python number, which may change every step"
-            functions = [key for key, given in self.given.items() if changes(given)]
-            if functions:
-                what += f" ({' and '.join(functions)} being given as a function of it)"
-        return RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; use torch.where instead of if")
-
-    def branch(self, tensor: Any) -> bool:
-        """Decide an `if` of the rule on its hyperparameters, and remember the decision as a guard.
-
-        A function of the step is taken to be positive where the rule only asks whether it is zero.
-        """
-        value = self.value_of(tensor)
-        if id(value) in self.moving:
-            return True
-        against_zero = value.args[1:] == (self.build.constant(0.0),) and id(value.args[0]) in self.moving
-        if against_zero and value.operation in _IF_NOT_ZERO:
-            return _IF_NOT_ZERO[value.operation]
-        names = {node.attribute for node in ancestors([value]) if node.operation == "hyper"}
-        if value.level > Level.GROUP or not names <= set(self.numbers):
-            raise self.read_error(tensor)
-        outcome = bool(evaluate(value, self.numbers))
-        if value.operation != "constant":
-            self.guards[id(value)] = Guard(value, outcome)
-        return outcome
-
-
-class _Reads(ScalarCalls):
-    """Catches the Python reads of a rule: branches become guards."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__bool__":
-            return self.tracer.branch(args[0])
-        if name == "__setitem__":
-            raise self.tracer.unsupported("assigning to elements of a tensor has no translation to a kernel")
-        if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
-            dtype = torch.bool if isinstance(args[0], bool) else torch.float64
-            return self.tracer.placeholder(_fake((), dtype), self.tracer.build.constant(args[0]))
-        if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
-            raise self.tracer.read_error(args[0])
-        dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
-        if name == "numel" or (name == "size" and dim is not None):
-            self.tracer.reads_shape |= name == "size"
-            every = range(args[0].dim())
-            counted = self.tracer.count(args[0], every if name == "numel" else [every[dim]])
-            return self.tracer.placeholder(_fake((), torch.float64), counted)
-        if name in ("dim", "ndimension") or func in _SHAPE_PROPERTIES:
-            self.tracer.reads_shape = True
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-_MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
-_SHAPE_PROPERTIES = (torch.Tensor.ndim.__get__, torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
-
-
-def _fake(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1) -> Graph:
@@ -285,45 +40,49 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1) -> Grap
         >>> sorted(graph.outputs), graph.states
         (['exp_avg', 'param'], ('exp_avg',))
     """
-    tracer = _Tracer(rule, hyperparameters, dims)
+    recorder = Recorder(rule, hyperparameters, dims)
     shape = tuple(itertools.islice((7, 11, 13, 17, 19, 23, 29, 31), dims))
     with fake_tensors():
-        buffers = _placeholders(tracer, rule, shape)
-        values = {key: _hyper_input(tracer, key, value) for key, value in hyperparameters.items()}
-        step = _hyper_input(tracer, "step", 1.0)
-        if rule.uses_step:
-            values["step"] = step
-        token = scalar_factory.set(tracer.constant)
-        across_token = across_tensors.set(tracer.across)
-        try:
-            with _Reads(tracer), tracer:
-                for key, value in values.items():
-                    if changes(value):
-                        values[key] = tracer.scheduled(key, value, step)
-                results = rule(*buffers, **values)
-        except (TypeError, RuntimeError) as error:
-            # Operators of tensors turn a TypeError, and so ours, into "unsupported operand type(s)".
-            if tracer.refused or isinstance(error, TilestepError):
-                raise tracer.refused or error from None
-            where = raised_at(error) or rule.where
-            raise RuleError(f"{where}: in rule {rule.name}: {error}; {_ALTERNATIVE}") from error
-        finally:
-            scalar_factory.reset(token)
-            across_tensors.reset(across_token)
-        outputs = _outputs(tracer, rule, results, shape)
-    graph = Graph(rule.name, outputs, list(tracer.guards.values()), equations=rule.__doc__ or "", aten=tracer.fx_graph)
-    touched = set(graph.loads()) | set(outputs)
+        outputs = _outputs(recorder, rule, _run(recorder, rule, hyperparameters, shape), shape)
+    graph = Graph(rule.name, outputs, list(recorder.guards.values()), equations=rule.__doc__ or "")
+    graph.aten = recorder.fx_graph
     graph.dims = dims
-    graph.reads_shape = (
-        tracer.reads_shape or tracer.build.reads_shape or any(map(matrices.is_matrix_work, graph.values()))
-    )
+    touched = set(graph.loads()) | set(outputs)
     graph.states = tuple(name for name in rule.state_names if name in touched)
-    graph.scalar_states = tuple(name for name in graph.states if rule.states[name].shape == "scalar")
-    graph.slice_states = _slice_states(rule, graph)
     kinds = {name: rule.states[name].shape for name in graph.states}
+    graph.scalar_states = tuple(name for name, kind in kinds.items() if kind == "scalar")
+    graph.slice_states = _slice_states(rule, graph)
     graph.matrix_states = {name: matrices.SQUARES[kind] for name, kind in kinds.items() if kind in matrices.SQUARES}
-    graph.reads_shape |= bool(graph.slice_states)
+    graph.reads_shape = bool(recorder.reads_shape or recorder.build.reads_shape or graph.slice_states) or any(
+        map(matrices.is_matrix_work, graph.values())
+    )
     return graph
+
+
+def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """What the rule returns for fake tensors, with everything that it does on the way recorded."""
+    buffers = _placeholders(recorder, rule, shape)
+    values = {key: _hyper_input(recorder, key, value) for key, value in hyperparameters.items()}
+    step = _hyper_input(recorder, "step", 1.0)
+    if rule.uses_step:
+        values["step"] = step
+    token = scalar_factory.set(recorder.constant)
+    across_token = across_tensors.set(recorder.across)
+    try:
+        with Reads(recorder), recorder:
+            for key, value in values.items():
+                if changes(value):
+                    values[key] = recorder.scheduled(key, value, step)
+            return rule(*buffers, **values)
+    except (TypeError, RuntimeError) as error:
+        # Operators of tensors turn a TypeError, and so ours, into "unsupported operand type(s)".
+        if recorder.refused or isinstance(error, TilestepError):
+            raise recorder.refused or error from None
+        where = raised_at(error) or rule.where
+        raise RuleError(f"{where}: in rule {rule.name}: {error}; {ALTERNATIVE}") from error
+    finally:
+        scalar_factory.reset(token)
+        across_tensors.reset(across_token)
 
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
@@ -341,11 +100,11 @@ def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
     return found
 
 
-def _placeholders(tracer: _Tracer, rule: Rule, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    build = tracer.build
+def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    build = recorder.build
 
     def fake(value: Value, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = shape) -> torch.Tensor:
-        return tracer.placeholder(_fake(dims, dtype), value)
+        return recorder.placeholder(torch.empty(dims, dtype=dtype), value)
 
     param = fake(build.load("param"))
     grad = build.apply("mul", build.load("grad"), build.hyper("gradient_scale"))
@@ -370,15 +129,15 @@ def _placeholders(tracer: _Tracer, rule: Rule, shape: tuple[int, ...]) -> list[t
     return buffers
 
 
-def _hyper_input(tracer: _Tracer, key: str, value: Any) -> Any:
+def _hyper_input(recorder: Recorder, key: str, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return tuple(_hyper_input(tracer, f"{key}.{index}", entry) for index, entry in enumerate(value))
+        return tuple(_hyper_input(recorder, f"{key}.{index}", entry) for index, entry in enumerate(value))
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
         return value
-    return tracer.placeholder(_fake((), torch.float64), tracer.build.hyper(key))
+    return recorder.scalar(recorder.build.hyper(key))
 
 
-def _outputs(tracer: _Tracer, rule: Rule, results: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, Value]:
+def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, Value]:
     outputs: dict[str, Value] = {}
     names = ("param", *rule.state_names)
     shapes = [shape, *(_state_shape(rule.states[name].shape, shape) for name in rule.state_names)]
@@ -390,9 +149,9 @@ def _outputs(tracer: _Tracer, rule: Rule, results: tuple[Any, ...], shape: tuple
             raise RuleError(
                 f"{rule.where}: {rule.name} returns shape {tuple(result.shape)} for {label}; it must keep its shape"
             )
-        value = tracer.value_of(result)
+        value = recorder.value_of(result)
         if value.is_bool:
-            value = tracer.build.apply("number", value)
+            value = recorder.build.apply("number", value)
         if value.operation != "load" or value.attribute != name:
             value.name = value.name or f"new_{name}"
             outputs[name] = value

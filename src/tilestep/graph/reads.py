@@ -1,0 +1,45 @@
+"""What a rule asks of its tensors in Python: branches become guards, sizes values of the graph, the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .hyperparameters import ScalarCalls
+from .recorder import Recorder
+
+__all__ = ["Reads"]
+
+
+class Reads(ScalarCalls):
+    """Catches the Python reads of a rule: branches become guards."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__bool__":
+            return self.recorder.branch(args[0])
+        if name == "__setitem__":
+            raise self.recorder.unsupported("assigning to elements of a tensor has no translation to a kernel")
+        if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
+            dtype = torch.bool if isinstance(args[0], bool) else torch.float64
+            return self.recorder.scalar(self.recorder.build.constant(args[0]), dtype)
+        if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
+            raise self.recorder.read_error(args[0])
+        dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
+        if name == "numel" or (name == "size" and dim is not None):
+            self.recorder.reads_shape |= name == "size"
+            every = range(args[0].dim())
+            counted = self.recorder.count(args[0], every if name == "numel" else [every[dim]])
+            return self.recorder.scalar(counted)
+        if name in ("dim", "ndimension") or func in _SHAPE_PROPERTIES:
+            self.recorder.reads_shape = True
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+_SHAPE_PROPERTIES = (torch.Tensor.ndim.__get__, torch.Tensor.shape.__get__)  # type: ignore[attr-defined]

@@ -1,0 +1,232 @@
+"""What the tracer runs a rule under: every ATen call is recorded with fx and lowered to the graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compat import TensorDispatch, decomposition
+from ..errors import MatrixError, RuleError
+from ..rules import Rule
+from ..rules.protocol import at_step, changes
+from . import matrices, reductions
+from .hyperparameters import flat_numbers
+from .ir import Builder, Guard, Level, Value, ancestors, evaluate
+from .lowering import LOWERINGS, Unsupported
+from .memory import Memory
+from .names import rule_place
+
+__all__ = ["ALTERNATIVE", "Recorder"]
+
+ALTERNATIVE = (
+    "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
+)
+"""What refusals of an operation propose."""
+
+_IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
+"""How comparisons with zero come out for a hyperparameter that moves by itself: such a one is not switched off."""
+
+
+class Recorder(TensorDispatch):
+    """Records the ATen calls of one run of a rule."""
+
+    def __init__(self, rule: Rule, hyperparameters: Mapping[str, Any], dims: int) -> None:
+        super().__init__()
+        self.rule = rule
+        self.given = hyperparameters
+        self.numbers: dict[str, float] = {
+            name: value for name, value in flat_numbers(hyperparameters) if not isinstance(value, torch.Tensor)
+        }
+        self.build = Builder(dims)
+        self.fx_graph = fx.Graph()
+        self.node_of: dict[int, fx.Node] = {}
+        self.values: dict[fx.Node, Value] = {}
+        self.guards: dict[int, Guard] = {}
+        self.named: dict[tuple[str, str], Value] = {}
+        self.moving: set[int] = set()
+        """Values that are hyperparameters given as functions of the step, by identity."""
+        self.reads_shape = False
+        self.keep_alive: list[Any] = []
+        self.refused: RuleError | None = None
+        self.memory = Memory()
+        self.decomposing = ""
+
+    def placeholder(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
+        """Let this fake tensor stand for a value of the graph."""
+        node = self.fx_graph.placeholder(f"input_{len(self.values)}")
+        node.meta["val"] = tensor
+        self.values[node] = value
+        self._bind(tensor, node)
+        return tensor
+
+    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self.node_of[id(tensor)] = node
+        self.keep_alive.append(tensor)
+
+    def scalar(self, value: Value, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for a value of the graph."""
+        return self.placeholder(torch.empty((), dtype=dtype), value)
+
+    def constant(self, number: float) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for a number."""
+        return self.scalar(self.build.constant(number))
+
+    def across(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for a value combined over all tensors; `kind` is "sum" or "max"."""
+        combined = self.build.apply(f"across_{kind}", self.value_of(tensor), level=Level.TENSOR)
+        return self.scalar(combined)
+
+    def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
+        """A hyperparameter that is a function of the step, as fake tensors computed from it."""
+        found = at_step(value, step, name)
+        entries = found if isinstance(found, tuple) else (found,)
+        for index, entry in enumerate(entries):
+            traced = self.values[self.node_of[id(entry)]] if id(entry) in self.node_of else None
+            if traced is None or traced.operation == "constant":
+                continue
+            self.moving.add(id(traced))
+            if not traced.name:
+                traced.name = f"{name}_{index}" if isinstance(found, tuple) else name
+        return found
+
+    def count(self, tensor: torch.Tensor, dims: Iterable[int]) -> Value:
+        """The number of elements of a tensor of the rule along these dimensions."""
+        long = [dim for dim in dims if tensor.shape[dim] != 1]
+        space = self.values[self.node_of[id(tensor)]].space if id(tensor) in self.node_of else None
+        if space is not None:
+            sizes = [self.build.hyper(space[dim], Level.TENSOR) for dim in long]
+            return functools.reduce(functools.partial(self.build.apply, "mul"), sizes)
+        self.build.reads_shape |= len(long) != tensor.dim()
+        return reductions.count(self.build, long)
+
+    def value_of(self, tensor: Any) -> Value:
+        """The graph value a tensor of the rule stands for."""
+        if id(tensor) in self.node_of:
+            return self.values[self.node_of[id(tensor)]]
+        if isinstance(tensor, torch.Tensor):
+            self.refused = RuleError(
+                f"{self.location()}: the rule uses a tensor of shape {tuple(tensor.shape)} that is neither a state "
+                "buffer nor computed from one (or a view of one written to since); make it a state or a hyperparameter"
+            )
+            raise self.refused
+        return self.build.constant(tensor)
+
+    def location(self) -> str:
+        """The rule author's file and line that is running."""
+        return rule_place().line
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[-1]
+        if func.namespace == "prim" or name == "empty":
+            return func(*args, **kwargs)
+        if name == "_local_scalar_dense":
+            raise self.read_error(args[0])
+        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
+            return self._lift(func, args[0])
+        mutates = func._schema.is_mutable
+        base = name.rstrip("_") if mutates else name
+        if base not in LOWERINGS:
+            decomposed = decomposition(func)
+            if decomposed is None or mutates:
+                raise self.unsupported(f"torch.ops.{self.decomposing or func} has no translation to a kernel")
+            outermost, self.decomposing = self.decomposing, self.decomposing or str(func)
+            with self:
+                result = decomposed(*args, **kwargs)
+            self.decomposing = outermost
+            return result
+        return self._record(func, base, mutates, args, kwargs)
+
+    def _lift(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() != 1:
+            raise self.unsupported("a tensor made inside the rule must be a single number")
+        number = tensor.item()
+        result = func(tensor)
+        return self.placeholder(result, self.build.constant(number))
+
+    def _record(self, func: Any, base: str, mutates: bool, args: Any, kwargs: Any) -> torch.Tensor:
+        if mutates and (base == func._schema.name.split("::")[-1] or self.memory.is_view(args[0])):
+            raise self.unsupported(f"torch.ops.{func} writes through a view or an out= argument")
+        lowered = torch.utils._pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
+        # Work on whole matrices keeps the shape of its first operand; without fake tensors it would be done on garbage.
+        result = torch.empty_like(args[0]) if matrices.is_called(func) else func(*args, **kwargs)
+        self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
+        try:
+            value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
+        except MatrixError as error:
+            self.refused = error
+            raise
+        except (Unsupported, TypeError) as error:
+            raise self.unsupported(f"torch.ops.{func}: {error}") from error
+        nodes = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: self.node_of[id(tensor)], (args, kwargs))
+        node = self.fx_graph.call_function(func, *nodes)
+        node.meta["val"] = result
+        self._describe(value, args[0] if mutates else None)
+        self.values[node] = value
+        self._bind(result, node)
+        if mutates:
+            self._written(args[0], node)
+        elif func._schema.returns[0].alias_info is not None:
+            self.memory.share(args[0], result, same_order=base in ("detach", "alias"))
+        return result
+
+    def _written(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """Let every name of this memory stand for its new value, and views of it for nothing any more."""
+        for other, same_order in self.memory.others(tensor, self.keep_alive):
+            if same_order:
+                self.node_of[id(other)] = node
+            else:
+                self.node_of.pop(id(other), None)
+
+    def _describe(self, value: Value, mutated: Any) -> None:
+        line, name, statement = rule_place()
+        value.line = value.line or line
+        if mutated is not None and not name:
+            name = self.value_of(mutated).name
+        if not name or value.operation in ("load", "hyper", "constant"):
+            return
+        earlier = self.named.get((statement, name))
+        if earlier is not None:
+            earlier.name = ""
+        value.name = name
+        self.named[statement, name] = value
+
+    def unsupported(self, what: str) -> RuleError:
+        """The error for an operation that cannot be translated."""
+        self.refused = RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; {ALTERNATIVE}")
+        return self.refused
+
+    def read_error(self, tensor: Any) -> RuleError:
+        """The error for a rule that reads a number on the host."""
+        value = self.value_of(tensor)
+        if value.level > Level.GROUP:
+            what = f"branches on (or reads) data: {value.name or value.operation} is only known on the device"
+        else:
+            what = f"reads {value.name or value.operation} as a Python number, which may change every step"
+            functions = [key for key, given in self.given.items() if changes(given)]
+            if functions:
+                what += f" ({' and '.join(functions)} being given as a function of it)"
+        return RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; use torch.where instead of if")
+
+    def branch(self, tensor: Any) -> bool:
+        """Decide an `if` of the rule on its hyperparameters, and remember the decision as a guard.
+
+        A function of the step is taken to be positive where the rule only asks whether it is zero.
+        """
+        value = self.value_of(tensor)
+        if id(value) in self.moving:
+            return True
+        against_zero = value.args[1:] == (self.build.constant(0.0),) and id(value.args[0]) in self.moving
+        if against_zero and value.operation in _IF_NOT_ZERO:
+            return _IF_NOT_ZERO[value.operation]
+        names = {node.attribute for node in ancestors([value]) if node.operation == "hyper"}
+        if value.level > Level.GROUP or not names <= set(self.numbers):
+            raise self.read_error(tensor)
+        outcome = bool(evaluate(value, self.numbers))
+        if value.operation != "constant":
+            self.guards[id(value)] = Guard(value, outcome)
+        return outcome
