@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import tilestep
 
-__all__ = ["CLIP", "Llama", "Shape", "Trained", "CONTENDERS"]
+__all__ = ["CLIP", "CONTENDERS", "Llama", "Shape", "TINY", "Trained", "make_model"]
 
 CLIP = 1.0
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
@@ -108,27 +108,29 @@ class Trained:
         optimizer: its optimizer.
         step: clip, step, and what ends an iteration; gradients are gone after it.
         drop: drop the gradients instead.
-        alone: a block in which backward does not communicate.
+        alone: a block in which forward and backward do not communicate; None where there is none.
     """
 
     model: nn.Module
     optimizer: Any
     step: Callable[[], Any]
     drop: Callable[[], Any]
-    alone: Callable[[], AbstractContextManager[Any]] = nullcontext
+    alone: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 def sharded(shape: Shape, device: torch.device) -> Trained:
     """tilestep: bfloat16 parameters, float32 master and moments, split."""
     model = make_model(shape, device, torch.bfloat16)
-    optimizer = tilestep.AdamW(  # type: ignore[attr-defined]
-        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP, master_weights=True
-    )
-    optimizer = tilestep.shard(optimizer, model)
+
+    def whole() -> tilestep.Optimizer:
+        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": CLIP}
+        return tilestep.AdamW(model.parameters(), master_weights=True, **options)  # type: ignore[attr-defined]
+
+    optimizer = tilestep.shard(whole, model)
     return Trained(model, optimizer, optimizer.step, optimizer.zero_grad, optimizer.no_sync)
 
 
-def _torchs(model: nn.Module, optimizer: Any, params: list[Any], alone: Any) -> Trained:
+def _torchs(model: nn.Module, optimizer: Any, params: list[Any], alone: Any = None) -> Trained:
     def step() -> None:
         torch.nn.utils.clip_grad_norm_(params, CLIP)
         optimizer.step()
@@ -154,6 +156,26 @@ def data_parallel(shape: Shape, device: torch.device) -> Trained:
     model = _parallel(shape, device)
     params = list(model.parameters())
     return _torchs(model, torch.optim.AdamW(params, **_options(device)), params, model.no_sync)
+
+
+def data_parallel_master(shape: Shape, device: torch.device) -> Trained:
+    """DDP and torch's fused AdamW of float32 masters: bfloat16 parameters, gradients and sums; the same precision."""
+    model = _parallel(shape, device)
+    params = list(model.parameters())
+    masters = [param.detach().float().requires_grad_() for param in params]
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    optimizer = torch.optim.AdamW(masters, **_options(device))
+
+    @torch.no_grad()
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, CLIP)
+        torch._foreach_copy_([master.grad for master in masters], [param.grad for param in params])
+        optimizer.step()
+        torch._foreach_copy_(params, masters)
+        model.zero_grad()
+
+    return Trained(model, optimizer, step, model.zero_grad, model.no_sync)
 
 
 def zero_redundancy(shape: Shape, device: torch.device) -> Trained:
@@ -182,12 +204,13 @@ def fully_sharded(shape: Shape, device: torch.device) -> Trained:
         fully_shard(block, **options)
     fully_shard(model, **options)
     params = list(model.parameters())
-    return _torchs(model, torch.optim.AdamW(params, **_options(device)), params, nullcontext)
+    return _torchs(model, torch.optim.AdamW(params, **_options(device)), params)
 
 
 CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "sharded": sharded,
     "data_parallel": data_parallel,
+    "data_parallel_master": data_parallel_master,
     "fully_sharded": fully_sharded,
     "zero_redundancy": zero_redundancy,
 }

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from shard_contenders import CONTENDERS, TINY, Shape, Trained
+from shard_bench import Bench, quartiles
+from shard_contenders import CONTENDERS, Trained
+from shard_iterations import iterations
 from torch import nn
 
 import tilestep
+from tilestep import native
 
 __all__ = ["PARTS", "Bench"]
 
@@ -24,79 +23,6 @@ BYTES_OF_AN_UPDATE = 28
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where and how large.
-
-    Args:
-        device: of this rank.
-        quick: tiny sizes, which check the harness and measure nothing.
-    """
-
-    device: torch.device
-    quick: bool
-
-    @property
-    def shape(self) -> Shape:
-        return TINY if self.quick else Shape()
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return (1, 2) if self.quick else (1, 4)
-
-    @property
-    def ranks(self) -> int:
-        return dist.get_world_size()
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def elapsed(self, work: Callable[[], Any], count: int, turns: int = 3, warm: int = 2) -> float:
-        """Milliseconds of one call when the host may run ahead: the median of some turns of `count` calls."""
-        for _ in range(warm):
-            work()
-        times = []
-        for _ in range(turns):
-            self.sync()
-            dist.barrier()
-            self.sync()
-            start = time.perf_counter()
-            for _ in range(count):
-                work()
-            self.sync()
-            times.append((time.perf_counter() - start) * 1e3 / count)
-        return round(statistics.median(times), 4)
-
-    def host(self, work: Callable[[], Any], before: Callable[[], Any], count: int) -> dict[str, float]:
-        """Milliseconds until a call returns, the device idle before it."""
-        times = []
-        for index in range(count + 3):
-            before()
-            self.sync()
-            dist.barrier()
-            self.sync()
-            start = time.perf_counter()
-            work()
-            if index >= 3:
-                times.append((time.perf_counter() - start) * 1e3)
-        return {"median": round(statistics.median(times), 4), "largest": round(max(times), 4)}
-
-    def allocated(self) -> int:
-        self.sync()
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-
-    def peak(self) -> int:
-        self.sync()
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-
-    def forget_peak(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
 
 def collectives(bench: Bench) -> dict[str, Any]:
@@ -126,60 +52,80 @@ def _collectives(bench: Bench, sizes: list[int], group: Any) -> dict[str, Any]:
 
 
 def sharded(bench: Bench) -> dict[str, Any]:
-    """Memory of a rank, iterations and their components, the update on the shard, and the host's part of a step."""
+    """Memory of a rank, the parts of a step, the update on the shard beside a copy, and the host's part of a step."""
+    bench.warm_up()
     bench.forget_peak()
     before = bench.allocated()
     trained = CONTENDERS["sharded"](bench.shape, bench.device)
-    model, optimizer = trained.model, trained.optimizer
-    elements = sum(param.numel() for param in model.parameters())
-    held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-    gradients = sum(sums.bucket.layout.numel * 2 for sums in optimizer._sharding.gradients.sums)
-    largest = max(bucket.layout.numel * 2 for bucket in optimizer._sharding.buckets)
-    memory = {
-        "elements": elements,
-        "tensors": len(list(model.parameters())),
-        "state_bytes": held,
-        "state_over_its_share": round(held / (12 * elements / bench.ranks) - 1, 5),
-        "parameters_and_gradients_bytes": 2 * elements + gradients,
-        "bucket_bytes": largest,
-        "construction_peak_bytes": bench.peak() - before,
-    }
-    found: dict[str, Any] = {"memory": memory, "iterations": _iterations(bench, trained)}
-    _backward(trained, _text(bench, 1))
-    bench.forget_peak()
-    allocated = bench.allocated()
-    memory["allocated_bytes"] = allocated - before
-    memory["beyond_what_is_known_bytes"] = allocated - before - 2 * elements - gradients - held
-    optimizer.step()
-    optimizer.wait()
-    memory["scratch_of_a_step_bytes"] = bench.peak() - allocated
-    found["parts of a step"] = _parts_of_a_step(bench, trained, elements)
-    found["host"] = _host(bench, trained, lambda: _backward(trained, _text(bench, 1)))
+    construction = bench.peak() - before
+    for _ in range(3):
+        bench.backward(trained, bench.batches[-1])
+        trained.step()
+    found = {"memory": _memory(bench, trained, before, construction)}
+    bench.note(found)
+    found["host"] = {"step": bench.host(trained.step, lambda: bench.backward(trained, 1), 3 if bench.quick else 15)}
+    bench.note(found)
+    found["parts of a step"] = _parts_of_a_step(bench, trained)
     return found
 
 
-def _parts_of_a_step(bench: Bench, trained: Trained, elements: int) -> dict[str, Any]:
-    """What a step does, each alone and again and again."""
+def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> dict[str, Any]:
+    """What is kept between steps, by what the allocator says too, and what a step takes beside it."""
+    model, optimizer = trained.model, trained.optimizer
+    elements = sum(param.numel() for param in model.parameters())
+    held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+    buckets = optimizer._sharding.buckets
+    flat = sum(bucket.layout.numel * (bucket.dtype.itemsize + bucket.grad_dtype.itemsize) for bucket in buckets)
+    bench.backward(trained, 1)
+    bench.forget_peak()
+    allocated = bench.allocated()
+    optimizer.step()
+    optimizer.wait()
+    share = 12 * elements / bench.ranks
+    return {
+        "elements": elements,
+        "tensors": len(list(model.parameters())),
+        "state_bytes": held,
+        "state_over_its_share": round(held / share - 1, 5),
+        "parameters_and_gradients_bytes": flat,
+        "allocated_bytes": allocated - before,
+        "all_beside_parameters_and_gradients_over_its_share": round((allocated - before - flat) / share - 1, 5),
+        "buckets": len(buckets),
+        "bucket_bytes": max(bucket.layout.numel * bucket.grad_dtype.itemsize for bucket in buckets),
+        "scratch_of_a_step_bytes": bench.peak() - allocated,
+        "construction_peak_bytes": construction,
+    }
+
+
+def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
+    """What a step does, each alone and again and again; the update in turns with a copy."""
     sharding = trained.optimizer._sharding
-    _backward(trained, _text(bench, 1))
+    bench.backward(trained, 1)
     sharding.ready()
     inner, count = sharding.inner, 3 if bench.quick else 20
-    found = {"clip_and_update_ms": bench.elapsed(inner._step, count)}
+    found: dict[str, Any] = {"clip_and_update_ms": bench.elapsed(inner._step, count)}
     for group in inner.param_groups:
         group["max_grad_norm"] = None
-    found["update_ms"] = bench.elapsed(inner._step, count)
 
     def gather() -> None:
         sharding.parameters.gather()
         sharding.parameters.wait_all()
 
     found["gather_ms"] = bench.elapsed(gather, 3 if bench.quick else 10)
-    own = sum(section.numel() for sums in sharding.gradients.sums if (section := sums.section) is not None)
     size = 2**20 if bench.quick else 2**30
     source = torch.ones(size, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    copied = 2 * size / bench.elapsed(lambda: target.copy_(source), count) * 1e3
-    moved = own * BYTES_OF_AN_UPDATE / found["update_ms"] * 1e3
+    works = {"update_ms": inner._step, "copy_ms": lambda: target.copy_(source)}
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(-1, 3 if bench.quick else 9):
+        for name, work in works.items():
+            measured = bench.turn(work, count)
+            if turn >= 0:
+                times[name].append(measured)
+    found.update({name: quartiles(values) for name, values in times.items()})
+    pieces = sum(piece.numel() for group in inner.param_groups for piece in group["params"])
+    moved = pieces * BYTES_OF_AN_UPDATE / found["update_ms"]["median"] * 1e3
+    copied = 2 * size / found["copy_ms"]["median"] * 1e3
     trained.drop()
     return {
         **found,
@@ -189,74 +135,11 @@ def _parts_of_a_step(bench: Bench, trained: Trained, elements: int) -> dict[str,
     }
 
 
-def peer(name: str, bench: Bench) -> dict[str, Any]:
-    """Iterations of another way to train, and its memory."""
-    bench.forget_peak()
-    before = bench.allocated()
-    trained = CONTENDERS[name](bench.shape, bench.device)
-    found: dict[str, Any] = {"what": CONTENDERS[name].__doc__, "iterations": _iterations(bench, trained)}
-    states = trained.optimizer.optim.state if hasattr(trained.optimizer, "optim") else trained.optimizer.state
-    held = sum(_bytes(value) for state in states.values() for value in state.values())
-    found["memory"] = {"state_bytes": held, "allocated_bytes": bench.allocated() - before}
-    found["host"] = _host(bench, trained, lambda: _backward(trained, _text(bench, 1)))
-    return found
-
-
 def _bytes(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     local = value.to_local() if hasattr(value, "to_local") else value
     return local.numel() * local.element_size()
-
-
-def _text(bench: Bench, batch: int) -> torch.Tensor:
-    shape = bench.shape
-    generator = torch.Generator(bench.device).manual_seed(dist.get_rank())
-    sizes = (batch, shape.length + 1)
-    return torch.randint(shape.vocabulary, sizes, device=bench.device, generator=generator)
-
-
-def _backward(trained: Trained, text: torch.Tensor) -> None:
-    trained.model(text).backward()
-
-
-def _iterations(bench: Bench, trained: Trained) -> dict[str, Any]:
-    """For each batch: an iteration, the model alone, and what of the rest nothing hides."""
-    found = {}
-    for batch in bench.batches:
-        text = _text(bench, batch)
-        count = 2 if bench.quick else 8 if batch == 1 else 4
-
-        def iteration(text: torch.Tensor = text) -> None:
-            _backward(trained, text)
-            trained.step()
-
-        def summed(text: torch.Tensor = text) -> None:
-            _backward(trained, text)
-            trained.drop()
-
-        def alone(text: torch.Tensor = text) -> None:
-            with trained.alone():
-                _backward(trained, text)
-            trained.drop()
-
-        whole, both, model = (bench.elapsed(work, count, warm=2) for work in (iteration, summed, alone))
-        found[str(batch)] = {
-            "iteration_ms": whole,
-            "forward_backward_with_sums_ms": both,
-            "forward_backward_ms": model,
-            "exposed_sums_ms": round(both - model, 4),
-            "exposed_clip_step_gather_ms": round(whole - both, 4),
-            "exposed_clip_step_gather": round((whole - both) / model, 4),
-        }
-    return found
-
-
-def _host(bench: Bench, trained: Trained, backward: Callable[[], Any]) -> dict[str, Any]:
-    count = 3 if bench.quick else 15
-    found = {"step": bench.host(trained.step, backward, count)}
-    trained.drop()
-    return found
 
 
 class Many(nn.Module):
@@ -271,7 +154,9 @@ class Many(nn.Module):
 
 def host_of_many(bench: Bench) -> dict[str, Any]:
     """Host time of backward and step for 219 and 2,000 tensors of 64 k elements."""
-    found = {}
+    if not bench.quick:
+        native.wait()
+    found: dict[str, Any] = {}
     for count in (20,) if bench.quick else (219, 2000):
         model = Many(count, 2**16, bench.device)
         params = list(model.params)
@@ -287,18 +172,30 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
         step = bench.host(optimizer.step, backward, 15)
         given = [gradient.clone() for gradient in gradients]
         both = bench.host(partial(torch.autograd.backward, params, given), optimizer.step, 15)
+
+        def trained(backward: Any = backward, optimizer: Any = optimizer) -> None:
+            backward()
+            optimizer.step()
+
+        looked_up = bench.host(partial(list, model.params), trained, 15)
         buckets = len(optimizer._sharding.buckets)
-        found[str(count)] = {"step": step, "backward": both, "backward of plain tensors": plain, "buckets": buckets}
-        del model, params, gradients, optimizer, given
+        found[str(count)] = {
+            "step": step,
+            "looking parameters up after it": looked_up,
+            "backward": both,
+            "backward of plain tensors": plain,
+            "buckets": buckets,
+        }
+        bench.note(found)
+        del model, params, gradients, optimizer, given, backward, trained, both
         bench.forget_peak()
     return found
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    "collectives": collectives,
     "sharded": sharded,
-    "data_parallel": partial(peer, "data_parallel"),
-    "fully_sharded": partial(peer, "fully_sharded"),
+    "iterations": iterations,
     "host_of_many": host_of_many,
-    "zero_redundancy": partial(peer, "zero_redundancy"),
+    "collectives": collectives,
+    "zero_redundancy": partial(iterations, names=("sharded", "zero_redundancy")),
 }
