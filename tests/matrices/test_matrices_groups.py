@@ -70,6 +70,16 @@ def test_names_alone_will_do() -> None:
     assert names(others) == ["embed_tokens.weight", "lm_head.weight"] and others["rule"] == "Lion"
 
 
+def test_a_rule_made_from_muon_says_too_who_takes_the_rest() -> None:
+    model = Model("lm_head")
+    careful = tilestep.cautious(tilestep.registry["Muon"])
+    first, others = tilestep.muon_groups(model, muon={"rule": careful})
+    assert first["rule"] is careful and others["rule"] == careful.others == tilestep.registry["Muon"].others
+    with pytest.raises(ValueError, match="SGD names no rule for the parameters that it does not take; give `rule`"):
+        tilestep.muon_groups(model, muon={"rule": "SGD"})
+    assert tilestep.muon_groups(model, muon={"rule": "SGD"}, rule="Lion")[1]["rule"] == "Lion"
+
+
 def test_frozen_parameters_are_left_out_and_a_pattern_of_one_s_own_decides() -> None:
     model = Model("lm_head")
     model.layers[0].requires_grad_(False)

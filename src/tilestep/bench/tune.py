@@ -11,11 +11,12 @@ import torch
 
 import tilestep
 from tilestep.bench.measure import SETTLE_SECONDS, synchronize
+from tilestep.bench.traffic import has_matrix_work
 from tilestep.codegen.spec import KernelSpec
-from tilestep.rules import Rule
+from tilestep.rules import Rule, registry
 from tilestep.tuning import CANDIDATES, TileShape, forced_shape, save_shapes, signature, tile_shape
 
-__all__ = ["KINDS", "Job", "Outcome", "jobs", "tune"]
+__all__ = ["KINDS", "Job", "Outcome", "jobs", "tiled_rules", "tune"]
 
 KINDS: Mapping[str, tuple[torch.dtype, bool]] = {
     "fp32": (torch.float32, False),
@@ -82,6 +83,24 @@ def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> ti
 
 def _spec(optimizer: tilestep.Optimizer) -> KernelSpec:
     return optimizer._current()[0].segments[0].spec
+
+
+def tiled_rules() -> list[Rule]:
+    """Every registered rule whose step is tile passes alone, without work on whole matrices.
+
+    Example:
+        >>> {"AdamW", "SGD", "LAMB"} <= {rule.name for rule in tiled_rules()}
+        True
+    """
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    found = []
+    for rule in registry.values():
+        optimizer = tilestep.Optimizer([parameter], rule)
+        optimizer._current()
+        if not has_matrix_work(optimizer):
+            found.append(rule)
+    return found
 
 
 def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:

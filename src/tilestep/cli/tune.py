@@ -20,15 +20,16 @@ def register(app: typer.Typer) -> None:
         elements: Annotated[int, typer.Option(min=0, help="Elements of all parameters; 0 fits the device.")] = 0,
         save: Annotated[bool, typer.Option(help="Keep the result for later processes.")] = True,
     ) -> None:
-        """Measure how to cut tensors into tiles, for the traffic of these rules (AdamW, SGD, Lion and LAMB).
+        """Measure how to cut tensors into tiles, for the traffic of these rules; without any, of every rule there is.
 
-        Rules that move the same bytes share the result. Optimizers take it up when they are made.
+        Rules that move the same bytes share the result, and work on whole matrices is not tiled.
+        Optimizers take it up when they are made.
         """
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Table
 
-        from tilestep.bench.tune import jobs
+        from tilestep.bench.tune import jobs, tiled_rules
         from tilestep.bench.tune import tune as measured
         from tilestep.cli._options import chosen_device
         from tilestep.cli._rules import load_rule
@@ -36,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
         console = Console()
         chosen = chosen_device(device)
-        listed = jobs([load_rule(name) for name in rules or ["AdamW", "SGD", "Lion", "LAMB"]], chosen)
+        listed = jobs([load_rule(name) for name in rules] if rules else tiled_rules(), chosen)
         table = Table(title=f"milliseconds of a step, {device_key(chosen)}", title_justify="left")
         for title in ("signature", "for example"):
             table.add_column(title)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..rules import Rule
+from .hyperparameters import find_rule
 
 __all__ = ["muon_groups"]
 
@@ -22,7 +23,7 @@ def muon_groups(
     muon: Mapping[str, Any] | None = None,
     others: Mapping[str, Any] | None = None,
     outside: str | re.Pattern[str] = OUTSIDE,
-    rule: Rule | str = "AdamW",
+    rule: Rule | str | None = None,
 ) -> list[dict[str, Any]]:
     """Sort a model's parameters into two param groups: hidden matrices for Muon, the rest for another rule.
 
@@ -32,13 +33,14 @@ def muon_groups(
 
     Args:
         model: a module, or its `named_parameters()`.
-        muon: what Muon's group says beside its rule, such as `{"lr": 0.02}`.
+        muon: what Muon's group says, such as `{"lr": 0.02}`; or a rule made from Muon, `{"rule": cautious(...)}`.
         others: what the other group says.
         outside: a regular expression that is searched for in the names of matrices.
-        rule: the rule of the other group.
+        rule: the rule of the other group; by default the one that Muon names for it, AdamW.
 
     Raises:
-        ValueError: if no matrix is left for Muon, or there is no parameter at all.
+        ValueError: if no matrix is left for Muon, there is no parameter at all, or nothing says which rule is for the
+            rest.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), on what to leave to AdamW.
 
@@ -63,8 +65,14 @@ def muon_groups(
         (inside if is_inside else rest).append((name, param))
     if not inside:
         raise ValueError(f"no matrix is left for Muon: {_why(rest)}")
-    groups = [{"rule": "Muon", **(muon or {}), "params": inside}]
-    return groups + ([{"rule": rule, **(others or {}), "params": rest}] if rest else [])
+    first = {"rule": "Muon", **(muon or {}), "params": inside}
+    if not rest:
+        return [first]
+    taken = find_rule(first["rule"], {})
+    second = {"rule": rule or taken.others, **(others or {}), "params": rest}
+    if second["rule"] is None:
+        raise ValueError(f"{taken.name} names no rule for the parameters that it does not take; give `rule`")
+    return [first, second]
 
 
 def _named(

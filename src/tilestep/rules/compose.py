@@ -320,5 +320,6 @@ def _compose(
         options=rule.options,
         keyword_only=(*rule.keyword_only, *(hyperparameters or {})),
         evaluation=evaluation or rule.evaluation,
+        others=rule.others,
         composition=(composer, rule, *arguments),
     )

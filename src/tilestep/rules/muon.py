@@ -23,6 +23,7 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
         "ns_coefficients": Interval(),
         "ns_steps": between(0, 100),
     },
+    others="AdamW",
 )
 def muon(
     param: Any,
@@ -47,7 +48,7 @@ def muon(
     with ratio = sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) for `adjust_lr_fn="match_rms_adamw"`.
     The orthogonalization is `tilestep.orthogonalize`, `ns_steps` Newton-Schulz steps in bfloat16.
 
-    Parameters must be matrices; `tilestep.muon_groups` gives the others to AdamW in the same optimizer.
+    Parameters must be matrices; `tilestep.muon_groups` gives the others to another rule in the same optimizer.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
     Scalable for LLM Training" (2025) for match_rms_adamw; torch.optim.Muon.

@@ -99,6 +99,7 @@ class Rule:
         options: Mapping[str, Any] | None = None,
         keyword_only: tuple[str, ...] = (),
         evaluation: Callable[..., Any] | None = None,
+        others: str | None = None,
         composition: tuple[Any, ...] | None = None,
     ) -> None:
         self.function = function
@@ -111,6 +112,7 @@ class Rule:
         self.options = dict(options or {})
         self.keyword_only = tuple(keyword_only)
         self.evaluation = evaluation
+        self.others = others
         self.composition = composition
         self._bound: Callable[..., Any] | None = None
         self._read_signature()
@@ -324,6 +326,7 @@ def rule(
     options: Mapping[str, Any] | None = None,
     keyword_only: tuple[str, ...] = (),
     evaluation: Callable[..., Any] | None = None,
+    others: str | None = None,
 ) -> Any:
     """Make an update rule of a function written as plain single-tensor PyTorch.
 
@@ -338,6 +341,7 @@ def rule(
         keyword_only: hyperparameters that the class takes by keyword only.
         evaluation: where the weights to evaluate are not the parameter itself: a function from the parameter and,
             by name, the states and hyperparameters it needs to those weights. Called by `Rule.evaluated`.
+        others: of a rule for matrices alone, the name of the rule that a model's other parameters go to.
 
     Raises:
         RuleError: if the signature does not follow the protocol.
@@ -360,6 +364,7 @@ def rule(
             options=options,
             keyword_only=keyword_only,
             evaluation=evaluation,
+            others=others,
         )
         if name is not None:
             registry[name] = made
