@@ -1,4 +1,4 @@
-"""Steps in real CUDA graphs: the scenarios of schedules/captures.py, and what only a GPU can show."""
+"""Steps in real CUDA graphs: the scenarios of schedules/captures*.py, and what only a GPU can show."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))
+from capture_runs import equal, fill_gradients, make, ready, same_state
 from captures import *  # noqa: F403
-from captures import equal, fill_gradients, make, ready, same_state
 from captures_of_matrices import *  # noqa: F403
+from captures_refused import *  # noqa: F403
 
 import tilestep
 from tilestep.bench.trace import trace

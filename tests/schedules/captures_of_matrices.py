@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from captures import (
+from capture_runs import (
     DEVICE,
     Params,
     capturing,

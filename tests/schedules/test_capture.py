@@ -25,8 +25,7 @@ def test_simulated_captures() -> None:
         "-x",
         "-p",
         "no:cacheprovider",
-        str(folder / "captures.py"),
-        str(folder / "captures_of_matrices.py"),
+        *(str(folder / f"{name}.py") for name in ("captures", "captures_refused", "captures_of_matrices")),
     ]
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
