@@ -1,38 +1,42 @@
 """Measure optimizers whose state lives in host memory: the update against two-way copies, and whole iterations.
 
-    python benchmarks/offload_figures.py
+    python benchmarks/offload_figures.py --limit 180
 
-takes about three minutes on one H200 with 60 GB of host memory, prints what it found and writes it to
-benchmarks/results/. `--parts update` or `--parts iteration` runs one of both; `--quick` runs tiny sizes, on a CPU too.
+takes about three minutes on one H200 with 90 GB of host memory, prints what it found and writes it to
+benchmarks/results/ after each part. `--parts update` or `--parts iteration` runs one of both; `--quick` runs tiny
+sizes, on a CPU too.
 
-update: one step over 1.19 B elements with float32 state (bfloat16 parameters with masters; float32 parameters),
-against copies of as many bytes both ways at once in the same rounds. iteration: forward, backward and step of a model
-of Llama's shape, batch 4, float32 parameters under bfloat16 autocast, with and without offload, and torchao's
-CPUOffloadOptimizer beside them if it is installed (it cannot clip, so nobody does).
+update: one step over 1.19 B elements with float32 state (float32 parameters; bfloat16 ones with masters), against
+copies of as many bytes both ways at once in the same rounds. iteration: forward, backward and step of a model of
+Llama's shape, batch 4, float32 parameters under bfloat16 autocast, without offload, with it, with it beside backward
+and beside the next forward, and torchao's CPUOffloadOptimizer beside them if it is installed (it cannot clip, so nobody
+does).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from shard_contenders import TINY, Shape, make_model
 
 import tilestep
 from tilestep.bench.environment import environment
-from tilestep.bench.measure import Contender, Timing, measure
+from tilestep.bench.measure import Contender, Timing, measure, spread, synchronize
 from tilestep.bench.results import Group, Result, Row
+from tilestep.bench.sections import free
 from tilestep.bench.workloads import gpu_workloads, make_parameters
 from tilestep.offloading.host_update import HostState
 from tilestep.offloading.lanes import Lane
-from tilestep.offloading.memory import HostMemory
+from tilestep.offloading.memory import HostMemory, available
 from tilestep.offloading.optimizer import OffloadedOptimizer, move_state
 from tilestep.offloading.plan import plan_for
 from tilestep.offloading.streaming import StreamedState
@@ -43,6 +47,20 @@ LEARNING_RATE = 1e-4
 PIECE = 64 << 20
 BUFFER = 1 << 30
 COPY = "copies both ways"
+HOST_NEEDED = 90 << 30
+"""Bytes of host memory that all contenders of one part take together."""
+
+
+def grow_host_memory(wanted: int) -> None:
+    """Touch memory that a virtual machine says it has only once it is used."""
+    blocks: list[np.ndarray] = []
+    waits = 5
+    while available()[0] + len(blocks) * BUFFER < wanted and waits:
+        if available()[0] > 2 * BUFFER:
+            blocks.append(np.ones(BUFFER, dtype=np.uint8))
+        else:
+            time.sleep(1)
+            waits -= 1
 
 
 def offloaded(make: Callable[[], Any], device: torch.device, where: str, chunk_mb: int = 64) -> OffloadedOptimizer:
@@ -72,7 +90,9 @@ def two_way_copy(size: int, device: torch.device) -> Contender:
     return Contender(COPY, call, bytes_moved=2 * size)
 
 
-def update_group(dtype: torch.dtype, device: torch.device, chunks: list[int], rounds: int, quick: bool) -> Group:
+def update_group(
+    dtype: torch.dtype, device: torch.device, chunks: list[int], rounds: int, quick: bool, until: float
+) -> Group:
     """One step, streamed in chunks of several sizes and on the CPU, beside the copies."""
     workload = dataclasses.replace(gpu_workloads(quick)[1], dtype=dtype)
     low = dtype is not torch.float32
@@ -92,7 +112,7 @@ def update_group(dtype: torch.dtype, device: torch.device, chunks: list[int], ro
     contenders.append(Contender("on the CPU", on_host.step, plan.gradients + plan.parameters))
     contenders.append(Contender("on the GPU, not offloaded", make().step))
     contenders.append(two_way_copy(plan.inward, device))
-    timings = measure(contenders, device, rounds, traced=False, busy=False)
+    timings = measure(contenders, device, rounds, traced=False, busy=False, until=until)
     limit = next(bandwidth(timing) for timing in timings if timing.contender == COPY)
     group = Group(f"update of {workload.title}, float32 state", [], limit, COPY)
     group.rows = [row_of(timing, limit) for timing in timings]
@@ -114,30 +134,57 @@ def row_of(timing: Timing, limit: float | None) -> Row:
     return row
 
 
-def torchao_optimizer() -> Any | None:
-    """torchao's class, wherever this version keeps it; None without torchao."""
+def torchao_optimizer() -> tuple[Any | None, str]:
+    """torchao's class, wherever this version keeps it, or why there is none."""
+    reasons = []
     for module in ("torchao.optim", "torchao.prototype.low_bit_optim"):
         try:
-            return importlib.import_module(module).CPUOffloadOptimizer
-        except (ImportError, AttributeError):
-            continue
-    return None
+            return importlib.import_module(module).CPUOffloadOptimizer, ""
+        except Exception as error:  # a wheel for another torch may fail in any way
+            reasons.append(f"{module}: {type(error).__name__}: {error}")
+    return None, "; ".join(reasons)
+
+
+class NoStep:
+    """Forward and backward alone.
+
+    Args:
+        params: whose gradients are dropped.
+    """
+
+    def __init__(self, params: list[Any]) -> None:
+        self._params = params
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
 
 
 def optimizers(device: torch.device) -> dict[str, Callable[[Any], Any]]:
-    """Ways to make an optimizer of parameters."""
+    """Ways to make an optimizer for a model."""
 
-    def ours(params: Any) -> Any:
-        return tilestep.AdamW(params, lr=LEARNING_RATE)
+    def ours(model: Any) -> Any:
+        return tilestep.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def moved(where: str) -> Callable[[Any], Any]:
+        return lambda model: offloaded(lambda: ours(model), device, where)
+
+    def beside(during: Any) -> Callable[[Any], Any]:
+        return lambda model: tilestep.overlap(moved("gpu")(model), model, during)
 
     ways: dict[str, Callable[[Any], Any]] = {
+        "no step": lambda model: NoStep([*model.parameters()]),
         "not offloaded": ours,
-        "offloaded, gpu": lambda params: offloaded(lambda: ours(params), device, "gpu"),
-        "offloaded, cpu": lambda params: offloaded(lambda: ours(params), device, "cpu"),
+        "offloaded, gpu": moved("gpu"),
+        "offloaded, gpu, backward": beside("backward"),
+        "offloaded, gpu, forward": beside("forward"),
+        "offloaded, cpu": moved("cpu"),
     }
-    theirs = torchao_optimizer()
+    theirs, _ = torchao_optimizer()
     if theirs is not None and device.type == "cuda":
-        ways["torchao"] = lambda params: theirs(params, torch.optim.AdamW, fused=True, lr=LEARNING_RATE)
+        ways["torchao"] = lambda model: theirs([*model.parameters()], torch.optim.AdamW, fused=True, lr=LEARNING_RATE)
     return ways
 
 
@@ -154,30 +201,56 @@ def iteration(model: Any, optimizer: Any, text: torch.Tensor) -> Callable[[], No
     return call
 
 
-def iteration_group(device: torch.device, rounds: int, batch: int, quick: bool) -> Group:
+def backward_ms(model: Any, text: torch.Tensor) -> float:
+    """What backward takes alone."""
+    taken = []
+    for _ in range(4):
+        with torch.autocast(text.device.type, torch.bfloat16):
+            loss = model(text)
+        synchronize(text.device)
+        begin = time.perf_counter()
+        loss.backward()
+        synchronize(text.device)
+        taken.append(1e3 * (time.perf_counter() - begin))
+        model.zero_grad()
+    return spread(taken[1:]).median
+
+
+def iteration_group(device: torch.device, rounds: int, batch: int, quick: bool, until: float) -> Group:
     """A training's iteration, and the memory that each way needs on the device."""
     shape = TINY if quick else Shape()
     text = torch.randint(shape.vocabulary, (batch, shape.length + 1), device=device)
-    contenders, peaks = [], {}
+    contenders, peaks, failed = [], {}, []
+    elements, backward = 0, 0.0
     for name, way in optimizers(device).items():
+        begin = time.monotonic()
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         model = make_model(shape, device, torch.float32)
-        call = iteration(model, way([*model.parameters()]), text)
+        elements = sum(param.numel() for param in model.parameters())
+        if name == "no step":
+            backward = backward_ms(model, text)
+        try:
+            call = iteration(model, way(model), text)
+            for _ in range(2):
+                call()
+        except Exception as error:  # any peer may fail in any way; the others' figures still count
+            failed.append(Row(name, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+            del model
+            continue
         if device.type == "cuda":
-            call()
             torch.cuda.synchronize(device)
             peaks[name] = torch.cuda.max_memory_allocated(device) - before
         contenders.append(Contender(name, call))
-    timings = measure(contenders, device, rounds, warmup=2, traced=False, busy=False)
-    elements = sum(param.numel() for param in model.parameters())
-    group = Group(f"iteration, batch {batch}, {elements / 1e9:.3g} B float32 parameters, bfloat16 autocast", [])
+        print(f"iteration: {name} is there after {time.monotonic() - begin:.0f} s", flush=True)
+    timings = measure(contenders, device, rounds, warmup=1, traced=False, busy=False, until=until)
+    group = Group(f"iteration, batch {batch}, {elements / 1e9:.3g} B float32 parameters, bfloat16 autocast", failed)
     for timing in timings:
         row = row_of(timing, None)
         row.peak_bytes = peaks.get(timing.contender)
         group.rows.append(row)
-    group.tags = {"state_bytes": str(8 * elements)}
+    group.tags = {"state_bytes": str(8 * elements), "backward_ms": str(backward)}
     return group
 
 
@@ -193,19 +266,31 @@ def summary_of(groups: dict[str, Group]) -> dict[str, float]:
         if shares:
             found[f"{name}: best share of two-way copies"] = max(shares)
     if "iteration" in groups:
-        times = walls(groups["iteration"])
-        plain = times.get("not offloaded")
-        for name, wall in times.items():
-            if plain is not None and name != "not offloaded":
-                found[f"iteration: {name}, ms more"] = wall - plain
-        limit = next((group.limit for name, group in groups.items() if name == "update fp32"), None)
-        if limit:
-            # State goes in and out once; what the update itself takes without offload is hidden beneath that.
-            size = 2 * int(groups["iteration"].tags["state_bytes"])
-            copies = 1e3 * size / limit
-            step = walls(groups["update fp32"]).get("on the GPU, not offloaded", 0.0)
-            found["iteration: copies, ms"] = copies
-            found["iteration: copies that cannot be hidden, ms"] = copies / SHARE_WANTED - step
+        found.update(_iterations(groups["iteration"], groups.get("update fp32")))
+    return found
+
+
+def _iterations(group: Group, update: Group | None) -> dict[str, float]:
+    """How much longer iterations with offload are, and how much longer the copies alone make them."""
+    times = walls(group)
+    found = {f"iteration: {name}, ms": wall for name, wall in times.items()}
+    plain = times.get("not offloaded")
+    for name, wall in times.items():
+        if plain is not None and name not in ("not offloaded", "no step"):
+            found[f"iteration: {name}, ms more"] = wall - plain
+    if update is None or not update.limit:
+        return found
+    # State goes in and out once, both ways at once: half of these bytes each way, and both count in the bandwidth.
+    copies = 2e3 * int(group.tags["state_bytes"]) / update.limit
+    step, backward = walls(update).get("on the GPU, not offloaded", 0.0), float(group.tags["backward_ms"])
+    found["iteration: copies, ms"] = copies
+    found["iteration: the update that they replace, ms"] = step
+    found["iteration: backward alone, ms"] = backward
+    found["iteration: copies that cannot be hidden, ms"] = copies - step
+    found[f"iteration: copies that cannot be hidden at {100 * SHARE_WANTED:.0f}% of the bandwidth, ms"] = (
+        copies / SHARE_WANTED - step
+    )
+    found["iteration: copies that cannot be hidden beside backward, ms"] = max(copies - backward, 0.0) - step
     return found
 
 
@@ -214,41 +299,66 @@ def main(
     chunks: Annotated[str, typer.Option(help="MiB of a chunk, with commas.")] = "64",
     rounds: Annotated[int, typer.Option(help="Timed calls of each contender.")] = 9,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 4,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further round begins.")] = 180,
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on a CPU too: checks the harness.")] = False,
 ) -> None:
     """Measure, print, write."""
+    begin = time.monotonic()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    gpu = device.type == "cuda"
     sizes = [int(size) for size in chunks.split(",")]
     groups: dict[str, Group] = {}
     result = Result("offload", environment(device))
+    if gpu and not quick:
+        grow_host_memory(HOST_NEEDED)
+    print(f"host memory: {available()[0] / 1e9:.0f} GB, after {time.monotonic() - begin:.0f} s", flush=True)
 
-    def add(name: str, make: Callable[[], Group]) -> None:
-        groups[name] = group = make()
-        result.groups = list(groups.values())
-        result.summary = summary_of(groups)
-        for row in group.rows:
-            share = f"{100 * row.of_limit:.1f}% of two-way copies" if row.of_limit else ""
-            wall = f"{row.wall.median:.1f} ms" if row.wall else row.failure
-            host = f"host {row.host.median:.1f} ms" if row.host else ""
-            memory = f"peak {row.peak_bytes / 1e9:.2f} GB" if row.peak_bytes else ""
-            print(f"{name}: {row.contender}: {wall} {host} {share} {memory}", flush=True)
-        if device.type == "cuda":
-            print(f"written to {result.save(output)}", flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    def add(name: str, share: float, make: Callable[[float], Group]) -> None:
+        started = time.monotonic()
+        if started - begin > limit:
+            result.notes.append(f"no time was left for {name}")
+        else:
+            try:
+                groups[name] = make(begin + share * limit)
+            except Exception as error:
+                result.notes.append(f"{name} failed: {type(error).__name__}: {error}")
+        if name in groups:
+            result.groups = list(groups.values())
+            result.summary = summary_of(groups)
+            _say(name, groups[name])
+        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+        if gpu:
+            result.save(output)
+        free(device)
 
+    theirs, reason = torchao_optimizer()
+    if theirs is None:
+        result.notes.append(f"torchao is not beside tilestep: {reason}")
     if "update" in parts:
-        add("update bf16", lambda: update_group(torch.bfloat16, device, sizes, rounds, quick))
-        add("update fp32", lambda: update_group(torch.float32, device, [64], rounds, quick))
+        add("update fp32", 0.35, lambda until: update_group(torch.float32, device, sizes, rounds, quick, until))
     if "iteration" in parts:
-        add("iteration", lambda: iteration_group(device, rounds, batch, quick))
-    if torchao_optimizer() is None:
-        result.notes.append("torchao is not installed: nothing beside tilestep")
+        add("iteration", 0.8, lambda until: iteration_group(device, rounds, batch, quick, until))
+    if "update" in parts:
+        add("update bf16", 1.0, lambda until: update_group(torch.bfloat16, device, [64], rounds, quick, until))
     print(json.dumps(result.summary, indent=1))
-    if device.type == "cuda":
-        result.save(output)
+    for note in result.notes:
+        print(f"note: {note}")
+    if gpu:
+        print(f"written to {result.save(output)}")
+
+
+def _say(name: str, group: Group) -> None:
+    for row in group.rows:
+        share = f"{100 * row.of_limit:.1f}% of two-way copies" if row.of_limit else ""
+        wall = (
+            f"{row.wall.median:.1f} ms ({row.wall.low:.1f} to {row.wall.high:.1f}, {row.wall.count})"
+            if row.wall
+            else row.failure
+        )
+        host = f"host {row.host.median:.1f} ms" if row.host else ""
+        memory = f"peak {row.peak_bytes / 1e9:.2f} GB" if row.peak_bytes else ""
+        print(f"{name}: {row.contender}: {wall} {host} {share} {memory}", flush=True)
 
 
 if __name__ == "__main__":

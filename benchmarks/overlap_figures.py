@@ -1,21 +1,25 @@
-"""Measure where updates run: after backward, beside it, beside the next forward; whole iterations under FSDP2.
+"""Measure where updates run: after backward, beside it, beside the next forward; whole iterations on several GPUs.
 
-    python benchmarks/overlap_figures.py --ranks 2
+    python benchmarks/overlap_figures.py --ranks 2 --limit 180
 
-takes a minute or two a batch size on GPUs, prints what it found and writes it to benchmarks/results/. The model has the
-shapes of `tilestep bench step`'s language model, 1.2 B parameters in float32, and computes in bfloat16; every block is
-sharded by itself. Contenders take turns in one set of processes, each with a model of its own; first those that clip,
-then those that do not. docs/overlap.md says what the schedules are.
+takes three minutes on GPUs, prints what it found and writes it to benchmarks/results/ after every part. The model has
+the shapes of `tilestep bench step`'s language model, 1.2 B parameters in float32, and computes in bfloat16; under FSDP2
+every block is sharded by itself. docs/overlap.md says what the schedules are.
+
+iterations: contenders take turns, each with a model of its own; those that clip, then those that do not. memory: peaks
+with short sequences, where gradients and not activations are at the peak. losses: a hundred steps of each schedule in
+torch's deterministic mode.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,203 +27,256 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
-from shard_contenders import TINY, Shape, make_model
+from overlap_trainings import SCHEDULES, WRAPS, Training, agreed, trainings
+from shard_contenders import TINY, Shape
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import tilestep
 from tilestep.bench.environment import environment
-from tilestep.bench.measure import spread, synchronize
+from tilestep.bench.measure import spread
 from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import free
 
 RESULTS = Path(__file__).parent / "results"
-CLIP = 1.0
-RATE = 1e-4
 BACK_TO_BACK = 3
 """Iterations for one figure, without waiting for the device in between, as in training."""
+LEAST_ROUNDS = 3
+SHORT = 256
+"""Tokens of a sequence whose activations are less than the gradients."""
+STEPS = 100
+GRACE_SECONDS = 30.0
+"""How long after the limit ranks may take to come to an end."""
 
 
-def sharded(shape: Shape, device: torch.device) -> Any:
-    """The model under FSDP2, a group for each block; the same numbers at each call."""
-    model = make_model(shape, device, torch.float32)
-    # A CPU's reductions take what they get.
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-
-
-def _fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=RATE, fused=True)
-
-
-def _ours(params: Any, **options: Any) -> tilestep.Optimizer:
-    return tilestep.AdamW(params, lr=RATE, **options)  # type: ignore[attr-defined]
-
-
-class Training:
-    """A model and what updates it.
-
-    Args:
-        name: what the tables call it.
-        model: the model.
-        optimizer: updates it; None for forward and backward alone.
-        clips: whether torch's clip comes before the step.
-    """
-
-    def __init__(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None, clips: bool = False) -> None:
-        self.name, self.model, self.optimizer, self.clips = name, model, optimizer, clips
-        self.host: list[float] = []
-        self.wall: list[float] = []
-        self.peak = 0
-        self.losses: list[torch.Tensor] = []
-
-    def iterate(self, tokens: torch.Tensor) -> None:
-        """Forward, backward, clip, step."""
-        loss = self.model(tokens)
-        loss.backward()
-        if self.clips:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        else:
-            self.model.zero_grad()
-        self.losses.append(loss.detach())
-
-    def measure(self, batches: list[torch.Tensor], device: torch.device, *, keep: bool) -> None:
-        """Time some iterations, the slowest rank's time."""
-        gpu = device.type == "cuda"
-        synchronize(device)
-        dist.barrier()
-        before = torch.cuda.memory_allocated() if gpu else 0
-        if gpu:
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        for tokens in batches:
-            self.iterate(tokens)
-        returned = time.perf_counter()
-        synchronize(device)
-        done = time.perf_counter()
-        times = torch.tensor([returned - begin, done - begin], dtype=torch.float64, device=device)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        if keep:
-            host, wall = (1e3 * value / len(batches) for value in times.tolist())
-            self.host.append(host)
-            self.wall.append(wall)
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before) if gpu else 0
-
-
-def trainings(shape: Shape, device: torch.device, *, clips: bool) -> list[Training]:
-    """Every contender with a model of its own; all models begin alike."""
-
-    def ours(name: str, during: Any) -> Training:
-        model = sharded(shape, device)
-        optimizer = _ours(model.parameters(), max_grad_norm=CLIP if clips else None)
-        if during is not None:
-            tilestep.overlap(optimizer, model, during)
-        return Training(name, model, optimizer)
-
-    fused = sharded(shape, device)
-    return [
-        Training("no step", sharded(shape, device), None),
-        Training("torch fused", fused, _fused(fused.parameters()), clips),
-        ours("serial", None),
-        ours("backward", "backward"),
-        ours("forward", "forward"),
-    ]
-
-
-@dataclass
+@dataclasses.dataclass
 class Settings:
     """What the ranks are told."""
 
     ranks: int
     batches: list[int]
     rounds: int
+    wrap: str
+    parts: list[str]
     small: bool
+    limit: float
     output: str
 
 
-def _rank(rank: int, settings: Settings, folder: str) -> None:
+class Bench:
+    """One rank's part of the measurements.
+
+    Args:
+        settings: what to measure.
+        device: of this rank.
+        begin: when the program has started, by `time.time()`.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device, begin: float) -> None:
+        self.settings, self.device, self._begin = settings, device, begin
+        self.gpu = device.type == "cuda"
+        self.shape = TINY if settings.small else Shape()
+        kind = "" if settings.wrap == "fsdp" else f"{settings.wrap}-"
+        self.result = Result(f"overlap-{kind}{settings.ranks}", environment(device))
+        self._generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+    def parts(self) -> list[tuple[str, Any]]:
+        """Names and functions, those that matter most first."""
+        batches = self.settings.batches
+        first = [(f"iterations, batch {size}, {clip}", size, clip) for size in batches[:1] for clip in CLIPS]
+        later = [(f"iterations, batch {size}, {clip}", size, clip) for size in batches[1:] for clip in CLIPS]
+
+        def timed(each: tuple[str, int, str]) -> tuple[str, Any]:
+            return each[0], lambda: self.iterations(each[1], each[2])
+
+        found = [*map(timed, first), ("memory", self.memory), ("losses", self.losses), *map(timed, later)]
+        return [(name, part) for name, part in found if name.split(",")[0] in self.settings.parts]
+
+    def is_late(self) -> bool:
+        """Whether the time is up, for all ranks alike."""
+        return agreed(time.time() - self._begin > self.settings.limit, self.device)
+
+    def _drawn(self, size: int, length: int, count: int = BACK_TO_BACK) -> list[torch.Tensor]:
+        sizes, most = (size, length + 1), self.shape.vocabulary
+        return [torch.randint(most, sizes, generator=self._generator, device=self.device) for _ in range(count)]
+
+    def iterations(self, size: int, clip: str) -> None:
+        """Whole iterations of every contender, in rounds."""
+        contenders = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip")
+        for turn in range(self.settings.rounds + 2):
+            kept = turn - 2
+            if kept >= LEAST_ROUNDS and self.is_late():
+                break
+            shift = max(kept, 0) % len(contenders)
+            batches = self._drawn(size, self.shape.length)
+            for each in contenders[shift:] + contenders[:shift]:
+                each.measure(batches, self.device, keep=kept >= 0)
+        self._report(contenders, f"batch {size}, {clip}", {"batch": str(size), "clip": clip})
+
+    def _report(self, contenders: list[Training], work: str, tags: dict[str, str]) -> None:
+        rows = [
+            Row(each.name, spread(each.host), spread(each.wall), peak_bytes=each.peak if self.gpu else None)
+            if each.failure is None
+            else Row(each.name, failure=each.failure)
+            for each in contenders
+        ]
+        self.result.groups.append(Group(f"iteration, {work}", rows, tags=tags))
+        base = next((row.wall.median for row in rows if row.contender == "no step" and row.wall), None)
+        for row in rows:
+            if row.wall is None:
+                self.say(f"{work:20} {row.contender:12} {row.failure}")
+                continue
+            exposed = row.wall.median - base if base else float("nan")
+            if base and row.contender != "no step":
+                self.result.summary[f"exposed ms, {work}, {row.contender}"] = round(exposed, 3)
+                self.result.summary[f"exposed share, {work}, {row.contender}"] = round(exposed / base, 4)
+            peak = f"peak {row.peak_bytes / 2**30:7.2f} GiB" if row.peak_bytes else ""
+            quartiles = f"{row.wall.low:9.2f} to {row.wall.high:9.2f}"
+            self.say(
+                f"{work:20} {row.contender:12} {row.wall.median:9.2f} ms ({quartiles}, {row.wall.count})  "
+                f"exposed {exposed:7.2f} ms  {peak}"
+            )
+
+    def memory(self) -> None:
+        """What an iteration needs at its peak above parameters and state, with sequences that are short."""
+        length = min(SHORT, self.shape.length)
+        for clip in CLIPS:
+            contenders = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip")
+            for turn in range(4):
+                batches = self._drawn(1, length, 2)
+                for each in contenders:
+                    each.measure(batches, self.device, keep=turn >= 2)
+            self._report(contenders, f"{length} tokens, {clip}", {"tokens": str(length), "clip": clip})
+            peaks = {each.name: each.peak for each in contenders if each.failure is None}
+            size = sum(part.numel() * part.element_size() for part in _parts(contenders[0].model))
+            self.result.summary["bytes of this rank's gradients"] = float(size)
+            for name in SCHEDULES[1:]:
+                if self.gpu and {"serial", name} <= peaks.keys():
+                    share = (peaks["serial"] - peaks[name]) / size
+                    self.result.summary[f"peak lowered by share of gradients, {clip}, {name}"] = round(share, 4)
+            del contenders
+            free(self.device)
+
+    def losses(self) -> None:
+        """Whether losses are the serial ones, to the bit, with the order of all sums fixed."""
+        length, steps = min(SHORT, self.shape.length), 10 if self.settings.small else STEPS
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            for clip in CLIPS:
+                contenders = trainings(
+                    self.settings.wrap, self.shape, self.device, clips=clip == "clip", names=SCHEDULES
+                )
+                batches = self._drawn(1, length, steps)
+                for each in contenders:
+                    each.measure(batches, self.device, keep=True)
+                    if each.failure is not None:
+                        raise RuntimeError(f"{each.name}: {each.failure}")
+                found = {each.name: torch.stack(each.losses) for each in contenders}
+                for name in SCHEDULES[1:]:
+                    same = (found[name] == found["serial"]).sum()
+                    dist.all_reduce(same, dist.ReduceOp.MIN)
+                    self.result.summary[f"losses equal to serial of {steps}, {clip}, {name}"] = float(same)
+                    self.say(f"losses of {steps} steps, {clip}, {name}: {int(same)} are the serial ones to the bit")
+                self.result.summary[f"first loss, {clip}"] = float(found["serial"][0])
+                self.result.summary[f"last loss, {clip}"] = float(found["serial"][-1])
+                del contenders
+                free(self.device)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def say(self, line: str) -> None:
+        """Print, on rank 0."""
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+
+    def save(self) -> None:
+        """Write what is there so far, on rank 0."""
+        if dist.get_rank() == 0 and (self.gpu or self.settings.output != str(RESULTS)):
+            self.result.save(Path(self.settings.output))
+
+
+CLIPS = ("clip", "no clip")
+
+
+def _parts(model: nn.Module) -> list[torch.Tensor]:
+    return [param.to_local() if hasattr(param, "to_local") else param for param in model.parameters()]
+
+
+def _rank(rank: int, settings: Settings, folder: str, begin: float) -> None:
     gpu = torch.cuda.is_available()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.ranks))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    options: dict[str, Any] = {"device_id": device} if gpu else {}
     if gpu:
         torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", settings.ranks)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=settings.ranks)
-    shape = TINY if settings.small else Shape()
-    result = Result(f"overlap-{settings.ranks}", environment(device))
-    for clips in (True, False):
-        contenders = trainings(shape, device, clips=clips)
-        for size in settings.batches:
-            for each in contenders:
-                each.host, each.wall, each.peak, each.losses = [], [], 0, []
-            _measure(contenders, shape, device, size, settings.rounds)
-            _report(result, contenders, size, "clip" if clips else "no clip", gpu)
-        del contenders
+    own = dist.PrefixStore("figures", store)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(60), **options
+    )
+    bench = Bench(settings, device, begin)
+    for name, part in bench.parts():
+        if bench.is_late():
+            bench.result.notes.append(f"no time was left for {name}")
+            bench.save()
+            continue
+        error = ""
+        started = time.monotonic()
+        try:
+            part()
+        except Exception:
+            error = traceback.format_exc()
+            bench.result.notes.append(f"{name} failed: {error.strip().splitlines()[-1]}")
+            print(f"{name} failed on rank {rank}:\n{error}", flush=True)
+        bench.say(f"{name}: {time.monotonic() - started:.0f} s")
+        bench.save()
+        _require_all(own, f"{name}/", "failed" if error else "passed", rank, settings.ranks)
         free(device)
+    bench.say(json.dumps(bench.result.summary, indent=1))
+    for note in bench.result.notes:
+        bench.say(f"note: {note}")
     dist.destroy_process_group()
-    if rank == 0:
-        print(json.dumps(result.summary, indent=1))
-        if gpu:
-            print(f"written to {result.save(Path(settings.output))}")
 
 
-def _measure(contenders: list[Training], shape: Shape, device: torch.device, size: int, rounds: int) -> None:
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
-
-    def drawn() -> list[torch.Tensor]:
-        sizes = (size, shape.length + 1)
-        return [torch.randint(shape.vocabulary, sizes, generator=generator, device=device) for _ in range(BACK_TO_BACK)]
-
-    for turn in range(rounds + 2):
-        shift = max(turn - 2, 0) % len(contenders)
-        batches = drawn()
-        for each in contenders[shift:] + contenders[:shift]:
-            each.measure(batches, device, keep=turn >= 2)
-
-
-def _report(result: Result, contenders: list[Training], size: int, clip: str, gpu: bool) -> None:
-    by_name = {each.name: each for each in contenders}
-    medians = {each.name: spread(each.wall).median for each in contenders}
-    work = f"batch {size}, {clip}"
-    for name, median in medians.items():
-        exposed = median - medians["no step"]
-        result.summary[f"exposed ms, {work}, {name}"] = round(exposed, 3)
-        result.summary[f"exposed share, {work}, {name}"] = round(exposed / medians["no step"], 4)
-        if dist.get_rank() == 0:
-            peak = f"{by_name[name].peak / 2**30:7.2f} GiB" if gpu else ""
-            print(f"{work:20} {name:12} {median:9.2f} ms  exposed {exposed:7.2f} ms  {peak}", flush=True)
-    for schedule in ("backward", "forward"):
-        same = torch.equal(torch.stack(by_name["serial"].losses), torch.stack(by_name[schedule].losses))
-        result.summary[f"losses are the serial ones, {work}, {schedule}"] = float(same)
-    result.summary["bytes of sharded gradients"] = float(sum(each.numel() * 4 for each in _shards(contenders[0].model)))
-    rows = [
-        Row(each.name, host=spread(each.host), wall=spread(each.wall), peak_bytes=each.peak if gpu else None)
-        for each in contenders
-    ]
-    result.groups.append(Group(f"iteration, {work}", rows, tags={"batch": str(size), "clip": clip}))
-
-
-def _shards(model: nn.Module) -> list[torch.Tensor]:
-    return [param.to_local() for param in model.parameters()]  # type: ignore[attr-defined]
+def _require_all(store: dist.Store, key: str, outcome: str, rank: int, ranks: int) -> None:
+    """End this process if other ranks are not where it is; what was found is written."""
+    store.set(f"{key}{rank}", outcome)
+    keys = [f"{key}{each}" for each in range(ranks)]
+    try:
+        store.wait(keys, timedelta(seconds=20))
+    except Exception:
+        os._exit(1)
+    if len({store.get(each) for each in keys}) > 1:
+        os._exit(1)
 
 
 def main(
     ranks: Annotated[int, typer.Option(help="How many GPUs, or processes without one.")] = 1,
     batch: Annotated[list[int], typer.Option(help="Sequences a rank.")] = [1, 4],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Figures of each contender.")] = 10,
+    wrap: Annotated[str, typer.Option(help=f"What the model is in: {', '.join(WRAPS)}.")] = "fsdp",
+    parts: Annotated[str, typer.Option(help="Only these, with commas.")] = "iterations,memory,losses",
+    limit: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 180,
     small: Annotated[bool, typer.Option(help="A small model: checks this script, measures nothing.")] = False,
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
 ) -> None:
     """Measure, print, write."""
-    settings = Settings(ranks, list(batch), rounds, small, str(output))
-    spawn: Callable[..., Any] = multiprocessing.spawn
+    if wrap not in WRAPS:
+        raise SystemExit(f"--wrap is one of {', '.join(WRAPS)}")
+    begin = time.time()
+    names = [name.strip() for name in parts.split(",")]
+    settings = Settings(ranks, list(batch), rounds, wrap, names, small, limit, str(output))
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (settings, folder), nprocs=ranks)
+        context: Any = multiprocessing.start_processes(
+            _rank, (settings, folder, begin), nprocs=ranks, join=False, start_method="spawn"
+        )
+        while not context.join(timeout=1):
+            if time.time() - begin > limit + GRACE_SECONDS:
+                for process in context.processes:
+                    process.kill()
+                raise SystemExit("the ranks did not come to an end; what was found before is written")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ __all__ = ["Contender", "Spread", "Timing", "measure", "spread", "synchronize"]
 
 # Threads of an OpenMP runtime spin for a few milliseconds after their work and would slow down whoever comes next.
 SETTLE_SECONDS = 0.01
+LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def measure(
     warmup: int = 3,
     traced: bool = True,
     busy: bool = True,
+    until: float | None = None,
 ) -> list[Timing]:
     """Measure contenders in interleaved rounds, each round in another order.
 
@@ -114,6 +116,7 @@ def measure(
         warmup: untimed calls of each before (builds, state, allocator).
         traced: also count launches, torch calls and memory, with one profiled call each.
         busy: also take the time a GPU is busy, with a call of its own in each round.
+        until: by `time.monotonic()`, when no further round begins; three there are in any case.
 
     Returns:
         One Timing per contender, in their order.
@@ -130,6 +133,8 @@ def measure(
             run.guarded(_wall, device, False)
     delay = _Delay(device) if device.type == "cuda" and busy else None
     for turn in range(rounds):
+        if until is not None and turn >= LEAST_ROUNDS and time.monotonic() > until:
+            break
         shift = turn % max(len(runs), 1)
         for run in runs[shift:] + runs[:shift]:
             run.guarded(_wall, device, True)

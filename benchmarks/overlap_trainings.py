@@ -1,0 +1,166 @@
+"""What is trained in benchmarks/overlap_figures.py: a model under FSDP2, DDP or nothing, and what updates it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shard_contenders import Shape, make_model
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tilestep
+from tilestep.bench.measure import synchronize
+
+__all__ = ["CLIP", "SCHEDULES", "WRAPS", "Training", "agreed", "trainings"]
+
+CLIP = 1.0
+RATE = 1e-4
+SCHEDULES = ("serial", "backward", "forward")
+
+
+def fully_sharded(shape: Shape, device: torch.device) -> Any:
+    """The model under FSDP2, float32 shards used as bfloat16, a group for each block."""
+    model = make_model(shape, device, torch.float32)
+    # A CPU's reductions take what they get.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def data_parallel(shape: Shape, device: torch.device) -> Any:
+    """The model under DistributedDataParallel, float32 under autocast."""
+    places = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(plain(shape, device), device_ids=places, gradient_as_bucket_view=True)
+
+
+def plain(shape: Shape, device: torch.device) -> Any:
+    """The model as it is, float32 under autocast."""
+    return make_model(shape, device, torch.float32)
+
+
+WRAPS: dict[str, Callable[[Shape, torch.device], Any]] = {"fsdp": fully_sharded, "ddp": data_parallel, "none": plain}
+
+
+class Training:
+    """A model and what updates it, with the figures of its iterations.
+
+    Args:
+        name: what the tables call it.
+        model: the model.
+        optimizer: updates it; None for forward and backward alone.
+        clips: whether torch's clip comes before the step.
+        context: a block around forward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        optimizer: torch.optim.Optimizer | None,
+        clips: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.name, self.model, self.optimizer, self.clips, self._context = name, model, optimizer, clips, context
+        self.host: list[float] = []
+        self.wall: list[float] = []
+        self.peak = 0
+        self.losses: list[torch.Tensor] = []
+        self.failure: str | None = None
+
+    def iterate(self, tokens: torch.Tensor) -> None:
+        """Forward, backward, clip, step."""
+        with self._context():
+            loss = self.model(tokens)
+        loss.backward()
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.model.zero_grad()
+        self.losses.append(loss.detach())
+
+    def measure(self, batches: Sequence[torch.Tensor], device: torch.device, *, keep: bool) -> None:
+        """Iterate over batches without waiting for the device in between; one figure, of the slowest rank."""
+        if self.failure is not None:
+            return
+        gpu = device.type == "cuda"
+        synchronize(device)
+        dist.barrier()
+        before = torch.cuda.memory_allocated() if gpu else 0
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        try:
+            for tokens in batches:
+                self.iterate(tokens)
+        except Exception as error:
+            # Alike on all ranks, or the others hang and whoever started them ends them.
+            self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return
+        returned = time.perf_counter()
+        synchronize(device)
+        done = time.perf_counter()
+        times = torch.tensor([returned - begin, done - begin], dtype=torch.float64, device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        if keep:
+            host, wall = (1e3 * value / len(batches) for value in times.tolist())
+            self.host.append(host)
+            self.wall.append(wall)
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before) if gpu else 0
+
+
+def trainings(
+    wrap: str, shape: Shape, device: torch.device, *, clips: bool, names: Sequence[str] | None = None
+) -> list[Training]:
+    """Contenders, each with a model of its own; all models begin alike.
+
+    Args:
+        wrap: a key of `WRAPS`.
+        shape: of the model.
+        device: of this rank.
+        clips: whether all of them clip.
+        names: only these.
+    """
+    low = wrap != "fsdp" and device.type == "cuda"
+
+    def context() -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if low else nullcontext()
+
+    def made(name: str) -> Training:
+        model = WRAPS[wrap](shape, device)
+        if name == "no step":
+            return Training(name, model, None, context=context)
+        if name == "torch fused":
+            fused = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+            return Training(name, model, fused, clips, context)
+        optimizer: tilestep.Optimizer = tilestep.AdamW(  # type: ignore[attr-defined]
+            model.parameters(), lr=RATE, max_grad_norm=CLIP if clips else None
+        )
+        if name != "serial":
+            tilestep.overlap(optimizer, model, name)  # type: ignore[arg-type]
+        return Training(name, model, optimizer, context=context)
+
+    found: list[Training] = []
+    for name in names or ("no step", "torch fused", *SCHEDULES):
+        try:
+            found.append(made(name))
+        except Exception as error:
+            failed = Training(name, None, None)
+            failed.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            found.append(failed)
+    return found
+
+
+def agreed(value: bool, device: torch.device) -> bool:
+    """What rank 0 says."""
+    said = torch.tensor([float(value)], device=device)
+    dist.broadcast(said, 0)
+    return bool(said.item())

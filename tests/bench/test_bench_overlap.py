@@ -1,0 +1,66 @@
+"""benchmarks/overlap_figures.py and offload_figures.py at tiny sizes: parts report, what is left out is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilestep
+from tilestep.bench.results import Result
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(*words: str) -> str:
+    paths = [str(BENCHMARKS), str(Path(tilestep.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / words[0]), *words[1:]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_iterations_memory_and_losses(tmp_path: Path) -> None:
+    """Every contender has figures in every group, and losses are the serial ones."""
+    for wrap, name in (("fsdp", "overlap-2"), ("ddp", "overlap-ddp-2")):
+        folder = ["--output", str(tmp_path)]
+        run("overlap_figures.py", "--ranks", "2", "--small", "--batch", "1", "--rounds", "1", "--wrap", wrap, *folder)
+        found = Result.load(tmp_path / f"{name}.json")
+        assert not found.notes
+        contenders = ["no step", "torch fused", "serial", "backward", "forward"]
+        assert [group.tags.get("batch") for group in found.groups] == ["1", "1", None, None]
+        for group in found.groups:
+            assert [row.contender for row in group.rows] == contenders
+            assert all(row.wall is not None and row.wall.median > 0 for row in group.rows)
+        equal = [value for key, value in found.summary.items() if key.startswith("losses equal")]
+        assert equal == [10.0] * 4
+        first, last = (found.summary[f"{which} loss, clip"] for which in ("first", "last"))
+        assert first != last
+
+
+def test_parts_without_time_are_said_to_be_left_out(tmp_path: Path) -> None:
+    said = run("overlap_figures.py", "--small", "--limit", "0", "--output", str(tmp_path))
+    found = Result.load(tmp_path / "overlap-1.json")
+    assert not found.groups and len(found.notes) == 6
+    assert "no time was left for losses" in said
+
+
+def test_offload_figures_say_what_cannot_be_hidden() -> None:
+    said = run("offload_figures.py", "--quick", "--rounds", "1")
+    start, end = said.index("{"), said.rindex("}") + 1
+    summary = json.loads(said[start:end])
+    copies, step = summary["iteration: copies, ms"], summary["iteration: the update that they replace, ms"]
+    assert summary["iteration: copies that cannot be hidden, ms"] == pytest.approx(copies - step)
+    for name in ("offloaded, gpu", "offloaded, gpu, backward", "offloaded, gpu, forward", "offloaded, cpu"):
+        more = summary[f"iteration: {name}, ms"] - summary["iteration: not offloaded, ms"]
+        assert summary[f"iteration: {name}, ms more"] == pytest.approx(more)
