@@ -67,3 +67,12 @@ def test_commands_that_documents_name_exist() -> None:
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         named = set(re.findall(r"(?:^    |`)tilestep ([a-z][a-z0-9]*)", document.read_text(), re.MULTILINE))
         assert named <= known, document.name
+
+
+def test_the_table_of_folders_names_every_one_and_no_other() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page[page.index("## Where things are") :], re.MULTILINE)
+    named = {name.rstrip("/") for row in rows for name in re.findall(r"`([\w./]+)`", row)}
+    package = Path(tilestep.__file__).parent
+    there = {path.name for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert named == there - {"__init__.py"}

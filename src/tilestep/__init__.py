@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 from . import schedule
 from .amp import GradScaler
 from .counters import compile_count
+from .cuda_graphs import CapturedStep, capture
 from .errors import (
     BuildError,
     CaptureError,
@@ -41,7 +42,6 @@ from .rules.compose import (
     lookahead,
 )
 from .rules.scalars import max_over_tensors, sum_over_tensors
-from .schedules import CapturedStep, capture
 from .sharding import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .tracing import Profile, profile
 

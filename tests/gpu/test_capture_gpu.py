@@ -1,4 +1,4 @@
-"""Steps in real CUDA graphs: the scenarios of schedules/captures*.py, and what only a GPU can show."""
+"""Steps in real CUDA graphs: the scenarios of cuda_graphs/captures*.py, and what only a GPU can show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "cuda_graphs"))
 from capture_runs import equal, fill_gradients, make, ready, same_state
 from captures import *  # noqa: F403
 from captures_of_matrices import *  # noqa: F403

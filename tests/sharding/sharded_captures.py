@@ -41,7 +41,7 @@ def graphs() -> Iterator[None]:
     if not SIMULATED:
         yield
         return
-    sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "cuda_graphs"))
     from simulated_graph import Simulation
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

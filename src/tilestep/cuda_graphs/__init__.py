@@ -1,4 +1,4 @@
-"""When a step runs: inside a CUDA graph."""
+"""Steps inside CUDA graphs: `capture` is the door."""
 
 from __future__ import annotations
 
