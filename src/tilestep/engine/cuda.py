@@ -28,6 +28,15 @@ __all__ = ["CudaSegment", "decide_on_device"]
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
 _DECIDE_BLOCK = 8192
+_DECIDE_FLAGS = (
+    "HAS_NORM",
+    "HAS_PARTIALS",
+    "HAS_SCALE",
+    "HAS_FOUND",
+    "SKIP_NONFINITE",
+    "CHECK_OVERFLOW",
+    "HAS_OVERFLOW_OUT",
+)
 
 _modules: dict[int, ModuleType] = {}
 
@@ -279,24 +288,24 @@ def decide_on_device(
     """
     known = {} if known is None else known
     limits = (decision.skip_above, decision.mean_factor, decision.mean_decay, decision.mean_warmup)
-    flags = {
-        "HAS_NORM": decision.has_norm,
-        "HAS_PARTIALS": decision.partials is not None,
-        "HAS_SCALE": decision.grad_scale is not None,
-        "HAS_FOUND": decision.found_inf is not None,
-        "SKIP_NONFINITE": decision.skip_nonfinite,
-        "CHECK_OVERFLOW": decision.check_overflow,
-        "HAS_OVERFLOW_OUT": decision.overflow is not None,
-        "BLOCK": _DECIDE_BLOCK,
-    }
-    key = (limits, *flags.values())
+    flags = (
+        decision.has_norm,
+        decision.partials is not None,
+        decision.grad_scale is not None,
+        decision.found_inf is not None,
+        decision.skip_nonfinite,
+        decision.check_overflow,
+        decision.overflow is not None,
+    )
+    key = (limits, flags)
     if key not in known:
         from ..codegen.triton_support import decide
 
         require(not is_capturing(), f"no step was decided from a scaler and limits like these before; {WARM_UP}")
 
         table = torch.tensor([*limits, 1.0], dtype=torch.float64, device=control.device)
-        known[key] = prepare(decide, 1, control.device, flags, num_warps=32 if decision.partials else 1), table
+        constants = {**dict(zip(_DECIDE_FLAGS, flags, strict=True)), "BLOCK": _DECIDE_BLOCK}
+        known[key] = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1), table
     launcher, table = known[key]
     absent = table.view(torch.float32)
     (launcher.build if build_only else launcher)(

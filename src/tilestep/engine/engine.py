@@ -25,8 +25,8 @@ from .segment import Entry, Segment
 
 __all__ = ["DeviceEngine", "Stale"]
 
-
-_WORTH_THREADS, _MOST_LOOKING = 500, 8
+_WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
+"""Tensors from which threads pay for the look at them, and how many: fewer where they must be woken for it."""
 
 
 class Stale(Exception):
@@ -113,8 +113,8 @@ class DeviceEngine:
     @property
     def looking_threads(self) -> int:
         """How many threads look at the tensors before a step: on a CPU those that will update them, awake anyway."""
-        many = self.device.type == "cpu" and len(self.entries) >= _WORTH_THREADS
-        return min(thread_count(), _MOST_LOOKING) if many else 1
+        most = _MOST_LOOKING if self.device.type == "cpu" else _MOST_WOKEN
+        return min(thread_count(), most) if len(self.entries) >= _WORTH_THREADS else 1
 
     @property
     def can_scan(self) -> bool:
@@ -228,8 +228,9 @@ class DeviceEngine:
         indices = {watch.index for watch in changed}
         affected = [segment for segment in self.segments if not indices.isdisjoint(segment.group_indices)]
         for segment in affected:
-            own = [watch for watch in changed if watch.index in segment.group_indices]
-            if not all(guards_hold(segment.spec.program.graph, watch.chosen()) for watch in own):
+            graph = segment.spec.program.graph
+            own = [watch for watch in changed if watch.index in segment.group_indices] if graph.guards else []
+            if not all(guards_hold(graph, watch.chosen()) for watch in own):
                 raise Stale
         if any(segment.matrices is not None and segment.matrices.outdated() for segment in affected):
             raise Stale("a number that matrix operations take has changed")

@@ -77,6 +77,8 @@ class Gradients:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watch = TensorWatch([])
         self._host = np.zeros(len(self.entries), dtype=np.int64)
+        self.uploads = 0
+        """How often the address table was written: who brings addresses sees whether they still stand there."""
 
     def unchanged(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether the gradients are, but for their addresses, those of the last step; brings the addresses up to date.
@@ -105,6 +107,7 @@ class Gradients:
         """
         if not np.array_equal(host, self._host):
             self._host[:] = host
+            self.uploads += 1
             copy_to(self.grads, self._host)
 
     def look_again(self) -> None:
@@ -227,6 +230,7 @@ class Gradients:
             self._host[self._known] = addresses
         else:
             self._host[:] = addresses
+        self.uploads += 1
         copy_to(self.grads, self._host)
 
 
@@ -237,6 +241,11 @@ def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
     return torch.empty_like(entry.param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
+_TAKEN_AT_ONCE = 1 << 15
+"""Bytes that CUDA takes over from ordinary memory before a copy returns, without waiting for the device (up to 64 KiB):
+cheaper than locked memory, which must be found, and watched until the device has read it."""
+
+
 def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
     """Copy a numpy table to a tensor without waiting for the device.
 
@@ -245,7 +254,9 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
         host: the table; it may be changed again at once.
     """
     source = torch.from_numpy(host)
-    if target.is_cuda:
+    if target.is_cuda and host.nbytes <= _TAKEN_AT_ONCE:
+        target.copy_(source, non_blocking=True)
+    elif target.is_cuda:
         pinned = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         pinned.copy_(source)
         target.copy_(pinned, non_blocking=True)

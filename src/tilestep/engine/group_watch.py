@@ -86,7 +86,8 @@ class GroupWatch:
         if now == self._values:
             self._values = now
             return False
-        self._refuse_nan(flat_numbers(self.chosen()))
+        if _has_nan(now):
+            self._refuse_nan(flat_numbers(self.chosen()))
         self._only_numbers_differ = True
         return True
 
@@ -126,6 +127,11 @@ def _both_numbers(left: Any, right: Any) -> bool:
     if type(left) is tuple and type(right) is tuple and len(left) == len(right):
         return all(map(_both_numbers, left, right))
     return type(left) in _NUMBERS and type(right) in _NUMBERS
+
+
+def _has_nan(values: Sequence[Any]) -> bool:
+    """Whether a number in here, or in a tuple in here, is NaN."""
+    return any(_has_nan(value) if type(value) is tuple else value != value for value in values)
 
 
 def _on_device(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -305,9 +306,15 @@ def group_value(group: Mapping[str, Any], name: str) -> Any:
         >>> group_value({"betas": (0.9, 0.99)}, "betas.1")
         0.99
     """
-    key, _, index = name.partition(".")
+    key, index = _column(name)
     value = group.get(key)
-    return value[int(index)] if index and value is not None else value
+    return value if index is None or value is None else value[index]
+
+
+@functools.cache
+def _column(name: str) -> tuple[str, int | None]:
+    key, _, index = name.partition(".")
+    return key, int(index) if index else None
 
 
 def _require_no_exchange(entries: Sequence[Entry], spec: KernelSpec) -> None:

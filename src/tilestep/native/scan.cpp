@@ -302,14 +302,25 @@ PyObject* same_list(PyObject*, PyObject* args) {
   Py_RETURN_TRUE;
 }
 
-// bump(scanner): every parameter with a gradient was written to
-PyObject* bump(PyObject*, PyObject* capsule) {
+void bump_one(const Known& known) {
+  if (!known.has_grad) return;
+  THPVariable_Unpack(known.param).unsafeGetTensorImpl()->bump_version();
+  if (known.local != nullptr) THPVariable_Unpack(known.local).unsafeGetTensorImpl()->bump_version();
+}
+
+// bump(scanner, threads): every parameter with a gradient was written to
+PyObject* bump(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  int threads;
+  if (!PyArg_ParseTuple(args, "Oi", &capsule, &threads)) return nullptr;
   Scanner* scanner = unpack(capsule);
   if (scanner == nullptr) return nullptr;
-  for (const auto& known : scanner->tensors) {
-    if (!known.has_grad) continue;
-    THPVariable_Unpack(known.param).unsafeGetTensorImpl()->bump_version();
-    if (known.local != nullptr) THPVariable_Unpack(known.local).unsafeGetTensorImpl()->bump_version();
+  const auto count = static_cast<int64_t>(scanner->tensors.size());
+  if (threads > 1) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t index = 0; index < count; ++index) bump_one(scanner->tensors[index]);
+  } else {
+    for (const auto& known : scanner->tensors) bump_one(known);
   }
   Py_RETURN_NONE;
 }
@@ -328,7 +339,7 @@ PyObject* bump_list(PyObject*, PyObject* list) {
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"scan", scan, METH_VARARGS, nullptr},
                          {"same_list", same_list, METH_VARARGS, nullptr},
-                         {"bump", bump, METH_O, nullptr},
+                         {"bump", bump, METH_VARARGS, nullptr},
                          {"bump_list", bump_list, METH_O, nullptr},
                          {"watch", watch, METH_O, nullptr},
                          {"compare", compare, METH_VARARGS, nullptr},

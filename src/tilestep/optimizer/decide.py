@@ -132,8 +132,11 @@ def decide(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> None:
         _agree(decision, agreement)
     for engine in engines:
         engine.follow(decision)
-    for decider, engine in {engine.decider: engine for engine in engines}.items():
-        decider.decide(_on(decision, engine), captured=engine.captured)
+    deciders = {engine.decider: engine for engine in engines}
+    for decider, engine in deciders.items():
+        own = decision if len(deciders) == 1 else replace(decision)
+        _bring(own, engine)
+        decider.decide(own, captured=engine.captured)
 
 
 def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alone: bool = True) -> Decision:
@@ -144,8 +147,8 @@ def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alo
         engines: its engines, prepared; at least one.
         alone: whether no other rank has to decide the same.
     """
-    checks = optimizer._check_overflow
-    decision = replace(optimizer._skip.decision(), check_overflow=checks)
+    decision = optimizer._skip.decision()
+    decision.check_overflow = optimizer._check_overflow
     if needs_norm(optimizer):
         sources = list(dict.fromkeys(engine.norm_source for engine in engines))
         decision.partials = sources[0].norm_partials() if alone and len(sources) == 1 else None
@@ -197,17 +200,13 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def _on(decision: Decision, engine: DeviceEngine) -> Decision:
-    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return tensor if tensor is None else _moved(tensor, engine.device)
-
-    return replace(
-        decision,
-        power_sum=move(decision.power_sum),
-        grad_scale=move(decision.grad_scale),
-        found_inf=move(decision.found_inf),
-        overflow=engine.overflow if decision.check_overflow else None,
-    )
+def _bring(decision: Decision, engine: DeviceEngine) -> None:
+    """Let a decision be made on an engine's device."""
+    for name in ("power_sum", "grad_scale", "found_inf"):
+        number = getattr(decision, name)
+        if number is not None and number.device != engine.device:
+            setattr(decision, name, _moved(number, engine.device))
+    decision.overflow = engine.overflow if decision.check_overflow else None
 
 
 def forget_scale(optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scan"]
 
-_SAME, _MOVED = 0, 1
+_MOVED, _CHANGED = 1, 2
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -36,6 +36,8 @@ class Scan:
         self._module = module
         self._scanners = scanners
         self._hosts = [np.zeros(len(engine.entries), dtype=np.int64) for engine in tables.engines]
+        self._taken = [-1] * len(scanners)
+        self._threads = [engine.looking_threads for engine in tables.engines]
 
     @classmethod
     def of(cls, tables: Tables) -> Scan | None:
@@ -56,15 +58,19 @@ class Scan:
             tables: the tables this scan was made of.
         """
         answers = []
-        for scanner, host, engine in zip(self._scanners, self._hosts, tables.engines):
-            threads = engine.looking_threads
-            answers.append(engine.can_scan and self._module.scan(scanner, host.ctypes.data, threads) in (_SAME, _MOVED))
-        if not all(answers):
+        self._threads = [engine.looking_threads for engine in tables.engines]
+        for scanner, host, threads, engine in zip(self._scanners, self._hosts, self._threads, tables.engines):
+            seen = self._module.scan(scanner, host.ctypes.data, threads) if engine.can_scan else _CHANGED
+            answers.append(seen)
+        if _CHANGED in answers:
             for engine in tables.engines:
                 engine.gradients.look_again()
             return False
-        for host, engine in zip(self._hosts, tables.engines):
-            engine.gradients.take_addresses(host)
+        for place, (seen, engine) in enumerate(zip(answers, tables.engines)):
+            gradients = engine.gradients
+            if seen == _MOVED or self._taken[place] != gradients.uploads:
+                gradients.take_addresses(self._hosts[place])
+                self._taken[place] = gradients.uploads
         return True
 
     def same_params(self, left: list[Any], right: list[Any]) -> bool:
@@ -73,5 +79,5 @@ class Scan:
 
     def mark_written(self) -> None:
         """Count a version of every parameter that has a gradient, as torch does for what is written in place."""
-        for scanner in self._scanners:
-            self._module.bump(scanner)
+        for scanner, threads in zip(self._scanners, self._threads):
+            self._module.bump(scanner, threads)
