@@ -16,6 +16,7 @@ from tilestep import cache
 from tilestep.codegen import compile_cpp
 from tilestep.engine import cpu
 from tilestep.errors import BuildError
+from tilestep.native import build as native_build
 from tilestep.norm import cpu_backend
 from tilestep.rules import registry
 
@@ -30,8 +31,10 @@ def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         compile_cpp.compiler.cache_clear()
         compile_cpp.compiler_version.cache_clear()
         compile_cpp.warn_without_compiler.cache_clear()
-        # A norm that is first asked for without a compiler would stay without its library for the tests that follow.
+        # What is first asked for without a compiler would stay without it for the tests that follow: norms, the look.
         cpu_backend._library.cache_clear()
+        native_build._file_name.cache_clear()
+        native_build._loaded.cache_clear()
 
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path / "empty"))
