@@ -50,4 +50,4 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf "$(VENV)" build dist demo bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV)" build dist demo bench trace .pytest_cache .mypy_cache .ruff_cache .hypothesis

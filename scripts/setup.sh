@@ -39,5 +39,6 @@ fi
     echo "$python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2
     exit 1
 }
+echo "installing tilestep and what it needs into $venv; the first time this takes minutes"
 # shellcheck disable=SC2086
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pip_options -e ".[$extras]"

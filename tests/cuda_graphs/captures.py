@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,3 +263,23 @@ def test_graphs_copy_no_state_and_share_the_buffers() -> None:
     assert places == [value.data_ptr() for state in optimizer.state.values() for value in state.values()]
     assert buffers == {id(value) for state in optimizer.state.values() for value in state.values()}
     assert optimizer.state[params[0]]["step"] == 4
+
+
+def test_the_document_s_code_runs() -> None:
+    """Block after block, as a reader would; each trains."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "cuda-graphs.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    model = Model().to(DEVICE)
+    batches = [torch.full((4, 6), float(number), device=DEVICE) for number in range(3)]
+    names: dict[str, Any] = {
+        **{"torch": torch, "tilestep": tilestep, "model": model, "batches": batches, "batch": batches[0].clone()},
+        "scaler": tilestep.GradScaler(DEVICE, init_scale=2.0),
+        "scheduler": SimpleNamespace(step=lambda: None),
+        "loss_of": lambda model, batch=None: model(names["batch"] if batch is None else batch),
+    }
+    for block in blocks:
+        before = [param.detach().clone() for param in model.parameters()]
+        exec(block, names)
+        assert not any(map(torch.equal, before, model.parameters()))
+    assert names["optimizer"].skipped_steps == 0
