@@ -21,21 +21,22 @@ TILE = 1
 """Chunk of so few bytes that every tile is one of its own."""
 
 
-def streamed(chunk_bytes: int = TILE, buffers: int = 3) -> Homes:
+def streamed(chunk_bytes: int = TILE, buffers: int = 3, keeps_gradients: bool = False) -> Homes:
     """State on the host, chunks of it updated in buffers on the device."""
 
     def move(optimizer: tilestep.Optimizer) -> OffloadedOptimizer:
-        home = StreamedState(device_of(optimizer), chunk_bytes, buffers)
+        home = StreamedState(device_of(optimizer), chunk_bytes, buffers, keeps_gradients)
         return move_state(optimizer, home, "gpu", "for a test")
 
     return move
 
 
-def on_host(chunk_bytes: int = TILE) -> Homes:
+def on_host(chunk_bytes: int = TILE, keeps_gradients: bool = False) -> Homes:
     """State and update on the host."""
 
     def move(optimizer: tilestep.Optimizer) -> OffloadedOptimizer:
-        return move_state(optimizer, HostState(device_of(optimizer), chunk_bytes), "cpu", "for a test")
+        home = HostState(device_of(optimizer), chunk_bytes, keeps_gradients)
+        return move_state(optimizer, home, "cpu", "for a test")
 
     return move
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,13 @@ from offloaded_pairs import on_host
 from torch import nn
 
 import tilestep
+from tilestep.offloading.bandwidth import Bandwidths
 from tilestep.offloading.host_update import HostState
 from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.plan import plan_for
+from tilestep.offloading.streaming import StreamedState
+
+Kept = Callable[[Any], Any]
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -23,15 +29,27 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return made.to(dtype)
 
 
-def kept(optimizer: Any, chunk_bytes: int = 20_000) -> Any:
+def kept_on_host(optimizer: Any) -> Any:
+    """Updated on the CPU."""
     device = optimizer.param_groups[0]["params"][0].device
-    return move_state(optimizer, HostState(device, chunk_bytes, keeps_gradients=True), "cpu", "for a test")
+    return move_state(optimizer, HostState(device, 20_000, keeps_gradients=True), "cpu", "for a test")
+
+
+def kept_and_streamed(optimizer: Any) -> Any:
+    """Updated where the parameters are, from gradients on the host."""
+    device = optimizer.param_groups[0]["params"][0].device
+    return move_state(optimizer, StreamedState(device, 20_000, 3, keeps_gradients=True), "gpu", "for a test")
+
+
+@pytest.fixture(params=[kept_on_host, kept_and_streamed], ids=["on the CPU", "streamed"])
+def kept(request: pytest.FixtureRequest) -> Kept:
+    return request.param
 
 
 class Training:
     """The same model twice, one with its gradients on the host."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, **given: Any) -> None:
+    def __init__(self, kept: Kept, dtype: torch.dtype = torch.float32, **given: Any) -> None:
         self.plain, self.moved = model(dtype), model(dtype)
         self.reference = tilestep.AdamW(self.plain.parameters(), lr=1e-2, **given)
         self.optimizer = kept(tilestep.AdamW(self.moved.parameters(), lr=1e-2, **given))
@@ -49,8 +67,8 @@ class Training:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_leave_the_device_and_are_added_up(dtype: torch.dtype) -> None:
-    training = Training(dtype, max_grad_norm=0.5)
+def test_gradients_leave_the_device_and_are_added_up(dtype: torch.dtype, kept: Kept) -> None:
+    training = Training(kept, dtype, max_grad_norm=0.5)
     for step in range(6):
         for _ in range(1 + step % 3):
             training.backward()
@@ -62,8 +80,8 @@ def test_gradients_leave_the_device_and_are_added_up(dtype: torch.dtype) -> None
         training.compare()
 
 
-def test_a_step_uses_them_up_and_zero_grad_drops_them() -> None:
-    training = Training()
+def test_a_step_uses_them_up_and_zero_grad_drops_them(kept: Kept) -> None:
+    training = Training(kept)
     training.backward()
     training.optimizer.zero_grad()
     training.reference.zero_grad()
@@ -77,8 +95,8 @@ def test_a_step_uses_them_up_and_zero_grad_drops_them() -> None:
     training.compare()
 
 
-def test_gradients_set_by_hand_count() -> None:
-    training = Training()
+def test_gradients_set_by_hand_count(kept: Kept) -> None:
+    training = Training(kept)
     for net in (training.plain, training.moved):
         net[2].weight.grad = torch.ones(90, 300)
     training.reference.step()
@@ -88,8 +106,8 @@ def test_gradients_set_by_hand_count() -> None:
 
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_, step"])
-def test_a_scaler(unscale: bool) -> None:
-    training = Training(max_grad_norm=0.5)
+def test_a_scaler(unscale: bool, kept: Kept) -> None:
+    training = Training(kept, max_grad_norm=0.5)
     scalers = {
         id(optimizer): tilestep.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         for optimizer in (training.reference, training.optimizer)
@@ -109,7 +127,7 @@ def test_a_scaler(unscale: bool) -> None:
     assert len(scales) == 1 and scales != {2.0**8}
 
 
-def test_a_gradient_of_another_kind_is_an_error() -> None:
+def test_a_gradient_of_another_kind_is_an_error(kept: Kept) -> None:
     weight = nn.Parameter(torch.ones(50, 4))
     optimizer = kept(tilestep.SGD([weight], lr=1.0))
     torch.nn.functional.embedding(torch.tensor([1, 2]), weight, sparse=True).sum().backward()
@@ -118,8 +136,8 @@ def test_a_gradient_of_another_kind_is_an_error() -> None:
     assert torch.equal(weight, torch.ones(50, 4))
 
 
-def test_parameters_thaw_and_groups_are_added() -> None:
-    training = Training()
+def test_parameters_thaw_and_groups_are_added(kept: Kept) -> None:
+    training = Training(kept)
     training.backward()
     for net, optimizer in ((training.plain, training.reference), (training.moved, training.optimizer)):
         net[0].bias.requires_grad_(True)
@@ -137,7 +155,7 @@ def test_parameters_thaw_and_groups_are_added() -> None:
     training.compare()
 
 
-def test_hooks_end_with_the_optimizer() -> None:
+def test_hooks_end_with_the_optimizer(kept: Kept) -> None:
     net = model()
     optimizer = kept(tilestep.AdamW(net.parameters()))
     gone = weakref.ref(optimizer._home)
@@ -148,11 +166,41 @@ def test_hooks_end_with_the_optimizer() -> None:
     assert net[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("rule", ["LAMB", "Adafactor", "Prodigy", "Muon", "SOAP"])
+def test_rules_that_look_at_gradients_more_than_once(rule: str) -> None:
+    """Passes over tensors, rows and columns read them where they are; matrix operations have them brought back."""
+    plain, moved = model(), model()
+    for net in (plain, moved):
+        for param in net.parameters():
+            param.requires_grad_(param.dim() == 2)
+    reference = tilestep.Optimizer([p for p in plain.parameters() if p.requires_grad], rule)
+    optimizer = kept_and_streamed(tilestep.Optimizer([p for p in moved.parameters() if p.requires_grad], rule))
+    for step in range(4):
+        for net, each in ((plain, reference), (moved, optimizer)):
+            net(torch.full((3, 7), 0.1 * (step + 1))).square().mean().backward()
+            each.step()
+            each.zero_grad()
+    for left, right in zip(plain.parameters(), moved.parameters()):
+        assert torch.equal(left, right)
+
+
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="updates run where the gradients are"):
-        tilestep.offload(tilestep.AdamW(model().parameters()), where="gpu", gradients=True)
+    net = model()
+    optimizer = kept_and_streamed(tilestep.AdamW(net.parameters()))
+    with pytest.raises(ValueError, match="offload it without gradients=True"):
+        tilestep.overlap(optimizer, net)
     optimizer = tilestep.offload(tilestep.AdamW(model().parameters()), gradients=True)
     assert optimizer.offload_report().where == "here"
+
+
+def test_what_is_chosen_counts_gradients() -> None:
+    """They come in for an update on the device, and are there already for one on the host."""
+    plan = plan_for(tilestep.AdamW(model().parameters()))
+    known = Bandwidths(inward=1e9, outward=1e9, both=1e9, host=1e9)
+    elements = plan.gradients // 4
+    assert plan.on_device(known) == pytest.approx(8e-9 * elements)
+    assert plan.on_device(known, kept=True) == pytest.approx(12e-9 * elements)
+    assert plan.on_host(known) - plan.on_host(known, kept=True) == pytest.approx(4e-9 * elements)
 
 
 def test_without_it_gradients_stay() -> None:

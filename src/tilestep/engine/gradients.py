@@ -266,7 +266,8 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
 
 def _check(entry: Entry, gradient: torch.Tensor) -> None:
     param, dtype = entry.param, grad_dtype(entry.param)
-    alike = gradient.dtype is dtype and gradient.shape == param.shape and gradient.device == param.device
+    device = entry.gradient_device or param.device
+    alike = gradient.dtype is dtype and gradient.shape == param.shape and gradient.device == device
     if alike and gradient.layout is torch.strided and not gradient.is_complex():
         return
     if gradient.layout is not torch.strided:
@@ -279,7 +280,7 @@ def _check(entry: Entry, gradient: torch.Tensor) -> None:
     for what, given, wanted in (
         ("shape", tuple(gradient.shape), tuple(param.shape)),
         ("dtype", gradient.dtype, dtype),
-        ("device", gradient.device, param.device),
+        ("device", gradient.device, device),
     ):
         if given != wanted:
             raise GradientError(f"the gradient of {entry.label} has {what} {given}, the parameter has {wanted}")

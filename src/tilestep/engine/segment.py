@@ -37,6 +37,7 @@ class Entry:
             the number by which that knows it.
         share: what this rank's sums over the tensor count in sums over all ranks, see `placements.Agreement.share`.
         ordered: whether its gradient must lie in memory as it does itself; one that does not is copied.
+        gradient_device: where its gradient is, if not beside it: in memory that kernels reach by address all the same.
     """
 
     label: str
@@ -48,6 +49,7 @@ class Entry:
     share: float = 1.0
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
     ordered: bool = False
+    gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
 
     @property

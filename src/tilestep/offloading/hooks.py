@@ -8,10 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import OffloadError
-from ..placements import is_distributed
-
-__all__ = ["GradientHooks", "TakesGradients", "check_plain"]
+__all__ = ["GradientHooks", "TakesGradients"]
 
 
 class TakesGradients(Protocol):
@@ -19,23 +16,6 @@ class TakesGradients(Protocol):
 
     def take_gradient(self, param: torch.Tensor) -> None:
         """Take a parameter's gradient away."""
-
-
-def check_plain(params: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise for a parameter whose gradient others complete after backward's hooks.
-
-    Args:
-        params: what messages call them, and the parameters.
-
-    Raises:
-        OffloadError: for a DTensor, naming it.
-    """
-    for label, param in params:
-        if is_distributed(param):
-            raise OffloadError(
-                f"{label} is a DTensor, and gradients=True takes plain tensors; FSDP2 moves gradients itself with its "
-                "CPUOffloadPolicy"
-            )
 
 
 class GradientHooks:

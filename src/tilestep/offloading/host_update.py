@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from ..optimizer.build import check_parameter
 from ..optimizer.homes import StateHome
 from ..optimizer.overlap import check_not_shared
 from .chunks import sizes_of_chunks
-from .hooks import GradientHooks, check_plain
+from .kept import KeptGradients
 from .lanes import Lane
 from .memory import HostMemory
 from .mirrors import Arrivals, Mirror, Mirrors, check_unchanged
@@ -52,7 +51,7 @@ class HostState(StateHome):
         self.arrivals = Arrivals(self.outward, self.compute, chunk_bytes)
         self.mirror_of: dict[int, Mirror] = {}
         self._versions = -1
-        self._hooks = GradientHooks(self)
+        self.kept = KeptGradients(self.mirrors, self.arrivals) if keeps_gradients else None
         self._entries: list[Entry] = []
         self._norm: DeviceNorm | None = None
 
@@ -63,12 +62,10 @@ class HostState(StateHome):
             check_parameter(part_of(param), label)
         check_not_shared([(label, part_of(param)) for label, param in params])
         self.wait()
-        if self.keeps_gradients:
-            check_plain(params)
         if self.mirrors.follow([param for _, param in params]):
             self._versions = -1
-        if self.keeps_gradients:
-            self._hooks.follow([param for _, param in params])
+        if self.kept is not None:
+            self.kept.follow([param for _, param in params])
         self.follow_parameters()
         self.mirror_of = {id(mirror.host): mirror for mirror in self.mirrors.values()}
         self._entries, self._norm = [], None
@@ -105,57 +102,24 @@ class HostState(StateHome):
         return found
 
     def _sent(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if self.kept is not None:
+            return self.kept.taken(mirror, gradient)
         if gradient is not None and not mirror.takes(gradient):
             return gradient
-        if self.keeps_gradients:
-            self.take_gradient(mirror.param)
-            return mirror.gradient if mirror.present else None
         mirror.sent, mirror.present = gradient, False
         if gradient is None:
             return None
         self.arrivals.send(mirror, gradient)
         return mirror.gradient
 
-    @torch.no_grad()
-    def take_gradient(self, param: torch.Tensor) -> None:
-        """Move a parameter's gradient to the host, without waiting, and add it to the one there."""
-        mirror, gradient = self.mirrors.get(param), param.grad
-        if mirror is None or gradient is None or not mirror.takes(gradient):
-            return  # the step says what is wrong with it
-        if mirror.present:
-            self.arrivals.add(mirror, gradient)
-        else:
-            self.arrivals.begin()
-            self.arrivals.send(mirror, gradient)
-        param.grad = None
-
     def drop_gradients(self) -> None:
         """Forget the gradients that are here."""
-        for mirror in self.mirrors.values():
-            mirror.present, mirror.sent = False, None
+        self.mirrors.drop()
         self.arrivals.forget()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there are gradients here."""
-        return any(mirror.present for mirror in self.mirrors.values())
-
-    @contextmanager
-    def as_parameters(self) -> Iterator[list[torch.Tensor]]:
-        """A block in which the copies on the host have the gradients that are there."""
-        self.arrivals.close()
-        self.arrivals.wait(list(self.mirrors.values()))
-        for mirror in self.mirrors.values():
-            mirror.host.grad = mirror.gradient if mirror.present else None
-        try:
-            yield [mirror.host for mirror in self.mirrors.values()]
-        finally:
-            for mirror in self.mirrors.values():
-                mirror.host.grad = None
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
         """The sum of squares, computed where the gradients are: on the device while they travel, or here."""
-        if self.keeps_gradients:
+        if self.kept is not None:
             self.arrivals.wait(list(self.mirrors.values()))
             return [source.norm() for source in sources]
         if self._norm is None:

@@ -19,8 +19,8 @@ ALIGNMENT = 256
 """Bytes at whose multiples buffers begin."""
 
 _PAGE = 4096
-_PORTABLE = 1
-"""Flag of CUDA's page-locking: for every device's context."""
+_PORTABLE, _MAPPED = 1, 2
+"""Flags of CUDA's page-locking: for every device's context, and kernels may read and write it by its address."""
 
 _MEMINFO = Path("/proc/meminfo")
 _STATM = Path("/proc/self/statm")
@@ -165,7 +165,7 @@ class HostMemory:
 
     def _lock(self, array: np.ndarray, address: int, size: int) -> None:
         with torch.cuda.device(self.device):
-            code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _MAPPED))
         if code:
             with contextlib.suppress(RuntimeError):
                 # CUDA reports its last error to whoever launches next.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,11 @@ from .lanes import Lane, Mark
 from .memory import HostMemory
 from .placing import part_of
 
-__all__ = ["Arrivals", "Mirror", "Mirrors"]
+__all__ = ["Arrivals", "Mirror", "Mirrors", "check_unchanged"]
+
+
+_BEHIND = 4
+"""How many chunks the copies of gradients may be behind the computation that makes them."""
 
 
 @dataclass
@@ -23,11 +28,12 @@ class Mirror:
     Args:
         param: the parameter.
         part: what of it lies on this rank, on the device.
-        host: the same, on the host: what the CPU's kernels update.
+        host: the same, on the host: what the CPU's kernels update; without memory where the device updates.
         gradient: memory for its gradient, in the same order.
         present: whether it has a gradient in this step, which is on its way or has arrived.
         sent: that gradient on the device; None where it is kept on the host alone.
         arrival: the place of its arrival among those of the step.
+        is_taken: whether its gradients are let go on the device, in the stream that has made them.
     """
 
     param: torch.Tensor
@@ -37,6 +43,7 @@ class Mirror:
     present: bool = False
     sent: torch.Tensor | None = None
     arrival: int = -1
+    is_taken: bool = False
 
     def fits(self, part: torch.Tensor) -> bool:
         """Whether this is still the part, of the same shape and type."""
@@ -61,11 +68,13 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 
     Args:
         memory: where they lie.
+        has_parameters: whether they have parameters too, and not gradients alone.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory, has_parameters: bool = True) -> None:
         super().__init__()
         self._memory = memory
+        self._has_parameters = has_parameters
 
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
@@ -83,12 +92,19 @@ class Mirrors(dict[torch.Tensor, Mirror]):
         missing = [param for param in params if param not in self]
         own = [parts[param] for param in missing]
         dtypes = [grad_dtype(param) if param.is_leaf else param.dtype for param in missing]
-        made = self._memory.like([*own, *own], [*(part.dtype for part in own), *dtypes])
-        for param, part, host, gradient in zip(missing, own, made[: len(own)], made[len(own) :]):
+        copied = own if self._has_parameters else []
+        made = self._memory.like([*copied, *own], [*(part.dtype for part in copied), *dtypes])
+        hosts = made[: len(copied)] or [part.detach().to("meta") for part in own]
+        for param, part, host, gradient in zip(missing, own, hosts, made[len(copied) :]):
             if gradient.dtype != host.dtype:
                 host.grad_dtype = gradient.dtype
             self[param] = Mirror(param, part, host, gradient)
         return bool(missing)
+
+    def drop(self) -> None:
+        """Forget every gradient."""
+        for mirror in self.values():
+            mirror.present, mirror.sent = False, None
 
     def versions(self) -> int:
         """A number that grows whenever somebody writes to a parameter in place."""
@@ -110,6 +126,8 @@ class Arrivals:
         self._lane, self._compute, self._step = lane, compute, step_bytes
         self._marks: list[Mark] = []
         self._open = 0
+        self._held: deque[tuple[torch.Tensor, Mark]] = deque()
+        self._held_bytes = 0
 
     def begin(self) -> None:
         """Before the copies of a step: they follow what has been computed so far."""
@@ -118,6 +136,10 @@ class Arrivals:
     def forget(self) -> None:
         """After a step: there is nothing to wait for."""
         self._marks, self._open = [], 0
+        if self._held:
+            self._compute.after(self._held[-1][1])
+            self._held.clear()
+            self._held_bytes = 0
 
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
         """Copy a gradient to the host, without waiting; its memory is needed until then."""
@@ -138,16 +160,36 @@ class Arrivals:
         self._sent(mirror, ordered)
 
     def _sent(self, mirror: Mirror, ordered: torch.Tensor) -> None:
-        self._lane.uses(ordered)
         mirror.present, mirror.arrival = True, len(self._marks)
         self._open += ordered.nbytes
+        if mirror.is_taken:
+            self._hold(ordered)
+        else:
+            self._lane.uses(ordered)
         if self._open >= self._step:
             self.close()
+
+    def _hold(self, gradient: torch.Tensor) -> None:
+        """Keep a gradient until the stream that computes has waited for its copy, and can have its memory again.
+
+        Left to the allocator, memory would come back once the host sees that the copy has run: a host far ahead of the
+        device would find none of it. Computation waits only for copies that are some chunks behind.
+        """
+        self._held.append((gradient, self._lane.mark()))
+        self._held_bytes += gradient.nbytes
+        while self._held_bytes > _BEHIND * self._step and len(self._held) > 1:
+            oldest, mark = self._held.popleft()
+            self._held_bytes -= oldest.nbytes
+            self._compute.after(mark)
 
     def close(self) -> None:
         """Let all that was sent so far be waited for."""
         self._marks.append(self._lane.mark())
         self._open = 0
+
+    def order(self, lane: Lane) -> None:
+        """Let a lane wait for all that was sent so far."""
+        lane.after(self._lane.mark())
 
     def wait(self, mirrors: Sequence[Mirror]) -> None:
         """Have the host wait until these gradients are there."""

@@ -20,6 +20,7 @@ from ..overlapping import OverlappedOptimizer
 from ..sharding import ShardedOptimizer
 from .bandwidth import measure_bandwidths
 from .host_update import HostState
+from .kept import KeptGradients
 from .placing import check_device, part_of
 from .plan import OffloadReport, plan_for
 from .streaming import StreamedState
@@ -50,9 +51,18 @@ class OffloadedOptimizer(Optimizer):
         self.__dict__["state"] = value
 
     def _step(self) -> None:
-        home = self._home
-        self._had_gradients = isinstance(home, HostState) and home.keeps_gradients and home.has_gradients
+        kept = self._kept
+        self._had_gradients = kept is not None and (kept.is_there or bool(self._with_gradients()))
         super()._step()
+
+    def _with_gradients(self) -> list[torch.Tensor]:
+        """The parameters that have a gradient beside them."""
+        return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+    @property
+    def _kept(self) -> KeptGradients | None:
+        home: Any = self._home
+        return home.kept if home.keeps_gradients else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; with `gradients=True` the gradients on the host are dropped too.
@@ -71,9 +81,10 @@ class OffloadedOptimizer(Optimizer):
         return {engines[0].device: engines[0].overflow}
 
     def _unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self._home, HostState) or not self._home.keeps_gradients:
+        if self._kept is None:
             return super()._unscale_with(unscale, *args, **kwargs)
-        with self._home.as_parameters() as params:
+        with self._kept.as_parameters() as there:
+            params = [*there, *self._with_gradients()]
             return unscale(SimpleNamespace(param_groups=[{"params": params}]), *args, **kwargs)
 
     def wait(self) -> None:
@@ -101,8 +112,9 @@ class OffloadedOptimizer(Optimizer):
         if where == "here":
             return OffloadReport(where, reason, plan, host_bytes=plan.state)
         known = measure_bandwidths(home.device)
-        taken, buffers = home.host_bytes, home.device_bytes
-        return OffloadReport(where, reason, plan, taken, buffers, known, plan.on_device(known), plan.on_host(known))
+        taken, buffers, kept = home.host_bytes, home.device_bytes, home.keeps_gradients
+        gpu, cpu = plan.on_device(known, kept), plan.on_host(known, kept)
+        return OffloadReport(where, reason, plan, taken, buffers, known, gpu, cpu)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an offloaded optimizer cannot be copied or pickled: save its state_dict()")
@@ -137,9 +149,9 @@ def offload(
             has is taken along. Or a function that makes one: then its state is never on the device.
         state: keep the state on the host.
         gradients: move gradients to the host while backward runs, each as soon as it is there, and free them on the
-            device; those of several backwards are added up. Updates then run on the CPU. The parameters' `grad` is
-            None after backward, and `step` uses the gradients up: clip with `max_grad_norm`, scale losses with
-            `tilestep.GradScaler`.
+            device; those of several backwards are added up. An update on the GPU reads them back as it goes. The
+            parameters' `grad` is None after backward, and `step` uses the gradients up: clip with `max_grad_norm`,
+            scale losses with `tilestep.GradScaler`.
         where: where updates run: "gpu", "cpu", or "auto" for what this machine's bandwidths, measured here, make
             faster. Parameters that are on the CPU (as by FSDP2's `CPUOffloadPolicy`) are updated there, with their
             state beside them.
@@ -175,11 +187,9 @@ def offload(
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
     if gradients and isinstance(optimizer, ShardedOptimizer):
         raise OffloadError("gradients=True, but a sharded optimizer keeps this rank's part of them on the device")
-    if gradients and where == "gpu":
-        raise ValueError("Invalid where: 'gpu' with gradients=True; updates run where the gradients are, on the CPU")
     made = _made(optimizer)
     device = _device_of(made)
-    where, reason = _choose(made, device, "cpu" if gradients and device.type == "cuda" else where)
+    where, reason = _choose(made, device, where, gradients)
     return move_state(made, _home(where, device, int(chunk_mb * _MIB), buffers, gradients), where, reason)
 
 
@@ -210,7 +220,7 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return device
 
 
-def _choose(optimizer: Optimizer, device: torch.device, where: str) -> tuple[str, str]:
+def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: bool) -> tuple[str, str]:
     """Where updates run, and why."""
     if device.type == "cpu":
         if where == "gpu":
@@ -232,14 +242,16 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str) -> tuple[str
             raise OffloadError("updates on the GPU need Triton, those on the CPU a C++ compiler; neither is there")
         return chosen, f"there is no {needs['cpu' if chosen == 'gpu' else 'gpu'].removeprefix('a ')}"
     plan, known = plan_for(optimizer), measure_bandwidths(device)
-    gpu, cpu = plan.on_device(known), plan.on_host(known)
+    gpu, cpu = plan.on_device(known, gradients), plan.on_host(known, gradients)
     return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
 
 
 def _home(where: str, device: torch.device, chunk: int, buffers: int, gradients: bool) -> StateHome:
     if where == "here":
         return StateHome()
-    return StreamedState(device, chunk, buffers) if where == "gpu" else HostState(device, chunk, gradients)
+    if where == "gpu":
+        return StreamedState(device, chunk, buffers, gradients)
+    return HostState(device, chunk, gradients)
 
 
 @torch.no_grad()

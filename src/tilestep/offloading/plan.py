@@ -40,14 +40,25 @@ class Plan:
     parameters: int
     kernels: int
 
-    def on_device(self, known: Bandwidths) -> float:
-        """Seconds of an update on the device: both ways at once."""
-        return max(self.inward, self.outward) / known.both
+    def on_device(self, known: Bandwidths, kept: bool = False) -> float:
+        """Seconds of an update on the device: both ways at once.
 
-    def on_host(self, known: Bandwidths) -> float:
-        """Seconds of an update on the host: copies beside kernels, which share the host's memory with them."""
-        shared = (self.kernels + self.gradients + self.parameters) / known.host
-        return max(self.gradients / known.outward, self.parameters / known.inward, shared)
+        Args:
+            known: the machine's bandwidths.
+            kept: whether gradients are on the host already, and come in as well.
+        """
+        return max(self.inward + (self.gradients if kept else 0), self.outward) / known.both
+
+    def on_host(self, known: Bandwidths, kept: bool = False) -> float:
+        """Seconds of an update on the host: copies beside kernels, which share the host's memory with them.
+
+        Args:
+            known: the machine's bandwidths.
+            kept: whether gradients are there already.
+        """
+        gradients = 0 if kept else self.gradients
+        shared = (self.kernels + gradients + self.parameters) / known.host
+        return max(gradients / known.outward, self.parameters / known.inward, shared)
 
 
 def _spec(optimizer: Optimizer, group: dict[str, object], param: torch.Tensor) -> KernelSpec:

@@ -8,12 +8,14 @@ import torch
 
 from ..codegen.spec import KernelSpec
 from ..codegen.traffic import pass_traffic
-from ..engine import Entry
+from ..engine import DeviceEngine, Entry
 from ..engine.segment import Segment
 from ..optimizer.homes import StateHome
 from .chunks import Chunk, cut_chunks, staged_view
+from .kept import KeptGradients
 from .lanes import Buffer, Lanes
 from .memory import HostMemory
+from .mirrors import Arrivals, Mirror, Mirrors, check_unchanged
 from .placing import check_device
 
 __all__ = ["StreamedState", "StreamedUpdate", "moved_arrays", "traffic_of"]
@@ -47,17 +49,26 @@ class StreamedState(StateHome):
         device: where parameters are and updates run; a CPU goes through the same motions, for tests.
         chunk_bytes: of a buffer.
         buffers: how many; with three, one chunk comes in and one goes out while one is updated.
+        keeps_gradients: whether gradients are taken away as soon as backward has them; norm and update then read them
+            from host memory, by its address.
     """
 
-    def __init__(self, device: torch.device, chunk_bytes: int, buffers: int) -> None:
+    def __init__(self, device: torch.device, chunk_bytes: int, buffers: int, keeps_gradients: bool = False) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
+        self.keeps_gradients = self.looks_at_gradients = keeps_gradients
         self.memory = HostMemory(device)
         self.lanes = Lanes(device, buffers)
         self.updates: list[StreamedUpdate] = []
         self.buffer_size = 0
         """Bytes that the largest chunk takes."""
         self._chunks = 0
+        self._gradient_memory = HostMemory(device, "the gradients")
+        self._mirrors = Mirrors(self._gradient_memory, has_parameters=False)
+        self._arrivals = Arrivals(self.lanes.outward, self.lanes.compute, chunk_bytes)
+        self.kept = KeptGradients(self._mirrors, self._arrivals) if keeps_gradients else None
+        self._returning: set[int] = set()
+        """Parts whose gradients come back for the step, by `id`: matrix operations take tensors of the device."""
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Buffers one behind the other in one piece of host memory."""
@@ -73,10 +84,49 @@ class StreamedState(StateHome):
             check_device(label, param, self.device)
         self.wait()
         self.updates, self._chunks = [], 0
+        if self.kept is not None:
+            self._mirrors.follow([param for _, param in params])
+            self.kept.follow([param for _, param in params])
+            self._returning.clear()
 
     def arrange(self, spec: KernelSpec, entry: Entry) -> None:
         """A part of a tensor is a run of bytes in all of its arrays: its gradient must have the same order."""
         entry.ordered = bool(moved_arrays(spec)) and not spec.program.slices.views
+        if self.kept is None:
+            return
+        if spec.program.library.scratch:
+            self._returning.add(id(entry.param))
+        else:
+            entry.gradient_device = torch.device("cpu")
+
+    def gradients(
+        self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
+    ) -> list[list[torch.Tensor | None]]:
+        """Those that are on the host, for kernels that come after their arrival; nobody waits here."""
+        if self.kept is None:
+            return gradients
+        check_unchanged(list(self._mirrors.values()))
+        taken = [
+            [(self._mirrors[param], self.kept.taken(self._mirrors[param], gradient)) for param, gradient in zip(*one)]
+            for one in zip(params, gradients)
+        ]
+        self._arrivals.order(self.lanes.compute)
+        return [[self._readable(*each) for each in one] for one in taken]
+
+    def _readable(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or id(mirror.part) not in self._returning:
+            return gradient
+        return gradient.to(self.device, non_blocking=True)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that are here."""
+        self._mirrors.drop()
+        self._arrivals.forget()
+
+    def finish(self, engine: DeviceEngine) -> None:
+        """The gradients are used up."""
+        if self.kept is not None:
+            self.drop_gradients()
 
     def divide(
         self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
@@ -110,8 +160,8 @@ class StreamedState(StateHome):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken for state."""
-        return self.memory.taken
+        """Host memory taken for state, and for gradients."""
+        return self.memory.taken + self._gradient_memory.taken
 
     @property
     def device_bytes(self) -> int:

@@ -79,6 +79,9 @@ class StateHome:
     looks_at_gradients = False
     """Whether `gradients` must be asked at every step."""
 
+    keeps_gradients = False
+    """Whether gradients are taken from the parameters while backward runs."""
+
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
     ) -> list[list[torch.Tensor | None]]:

@@ -89,6 +89,11 @@ def overlap(
         raise ValueError("shard() overlaps communication by itself; its optimizers cannot be given to overlap()")
     if isinstance(optimizer, OverlappedOptimizer):
         raise ValueError("the optimizer is overlapped already")
+    if optimizer._home.keeps_gradients:
+        raise ValueError(
+            "gradients of this optimizer go to the host while backward runs: to overlap its updates, offload it "
+            'without gradients=True; during="backward" lets them go as well'
+        )
     if optimizer._home.looks_at_gradients:
         raise ValueError("updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'")
     if during not in ("backward", "forward"):
