@@ -128,3 +128,9 @@ def test_rules_may_use_the_names_of_kernels(states: list[str]) -> None:
 def test_buffers_may_be_called_like_variables_of_kernels() -> None:
     names = ["size", "whole", "lane", "corner", "inside", "row", "layout"]
     assert not taken_over(rendered(rule_with(["plain"], names), 2))
+
+
+def test_a_rule_that_computes_nothing_is_a_module() -> None:
+    """It needs nothing of what kernels import."""
+    rule = Rule(lambda param, grad: (param,))
+    assert len(list(kernels(rendered(rule, 1)))) == 1

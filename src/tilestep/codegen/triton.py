@@ -165,7 +165,9 @@ def source(spec: KernelSpec) -> str:
                 parts.append(kernel.finish())
     body = "\n\n\n".join("\n".join(part) for part in parts) + "\n"
     helpers = ", ".join(name for name in HELPERS if re.search(rf"\b{name}\b", body))
-    imports = f"import triton\nimport triton.language as tl\n\nfrom tilestep.codegen.triton_support import {helpers}"
+    imports = "import triton\nimport triton.language as tl"
+    if helpers:
+        imports += f"\n\nfrom tilestep.codegen.triton_support import {helpers}"
     lines = f"{spec.header('#', 'Triton')}\n{imports}\n\n\n{body}".split("\n")
     return "\n".join(part for line in lines for part in _folded(line))
 

@@ -20,7 +20,8 @@ from .fsdp import before_gathering, fsdp_module_type
 from .modules import guard_parameters, is_compiled, uncompiled, watch_all_forwards
 from .optimizers import route_unscaling, step_is_watched
 from .profiler import profiler_is_running
-from .ranks import default_store, group_device_types, root_mesh
+from .ranks import default_store, gather_together, group_device_types, root_mesh
+from .streams import current_stream_number
 from .tensors import addresses_equal, copy_all, tensor_guards, zero_all
 from .triton import direct_launch, replace_triton_hash, triton_hash
 
@@ -33,6 +34,7 @@ __all__ = [
     "before_gathering",
     "checkpoint_types",
     "copy_all",
+    "current_stream_number",
     "decomposition",
     "default_store",
     "direct_launch",
@@ -41,6 +43,7 @@ __all__ = [
     "dtensors_have_parts",
     "fake_tensors",
     "fsdp_module_type",
+    "gather_together",
     "group_device_types",
     "guard_parameters",
     "is_compiled",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["default_store", "group_device_types", "root_mesh"]
+__all__ = ["default_store", "gather_together", "group_device_types", "root_mesh"]
 
 
 def default_store() -> Any | None:
@@ -24,3 +25,27 @@ def group_device_types(group: Any) -> set[str] | None:
     """Device types whose tensors a process group can reduce; None where torch does not say."""
     devices = getattr(group, "_device_types", None)
     return None if devices is None else {device.type for device in devices}
+
+
+def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Any | None:
+    """Begin to gather several tensors in one message; None where torch has no call for it.
+
+    Args:
+        group: the process group.
+        wholes: where all ranks' parts go, flat, of one dtype.
+        parts: this rank's part of each; it may lie in the whole.
+
+    Returns:
+        What to wait for. On a GPU it runs in the current stream, and there is nothing to wait for any more.
+    """
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        call, options = (
+            getattr(group, name, None),
+            getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None),
+        )
+        if call is None or options is None:
+            continue
+        told = options()
+        told.asyncOp = not wholes[0].is_cuda
+        return call(list(wholes), list(parts), told)
+    return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..accumulating import Accumulating
 from ..compat import after_backward, backward_pass
 from ..engine import Stale
 from ..errors import GradientError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Round", "scale_error"]
 
 
-class Round:
+class Round(Accumulating):
     """What has happened to gradients since the last step.
 
     A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
@@ -40,7 +40,6 @@ class Round:
         self._optimizer = optimizer
         self._lane = lane
         self._updates = updates
-        self.syncing = True
         self._hooked: dict[int, Any] = {}
         self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None]] = deque()
         """Gradients that are used up, until the stream whose memory they are has waited for their update."""
@@ -81,15 +80,6 @@ class Round:
         for param in self._optimizer._all_params():
             if param.requires_grad and id(param) not in self._hooked and id(param) not in elsewhere:
                 self._hooked[id(param)] = param.register_post_accumulate_grad_hook(self.arrived)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A block in which backward only accumulates."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""

@@ -2,137 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+import operator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..compat import after_backward, backward_pass, copy_all, zero_all
+from ..accumulating import Accumulating
+from ..compat import after_backward, backward_pass
 from ..engine.capturing import is_capturing, require
-from .buckets import Bucket, Options, view_of
+from .buckets import Bucket, Options
 from .groups import Ranks
 from .streams import Channel
+from .sums import Sums, contiguous_memory
 
 __all__ = ["GradientSync"]
 
 
-class _Sums:
-    """The gradients of one bucket.
-
-    Args:
-        bucket: whose gradients they are.
-        memory: flat memory for all of them that is always there, or None to take some for each round.
-    """
-
-    def __init__(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
-        self.bucket = bucket
-        self._memory = memory
-        self.flat: torch.Tensor | None = None
-        self.views: list[torch.Tensor] = []
-        self.filled: set[int] = set()
-        """Places of parameters whose gradient of this rank is in the bucket."""
-        self.missing: set[int] = set()
-        """Places of parameters whose gradient is awaited before the bucket is reduced."""
-        self.section: torch.Tensor | None = None
-        """This rank's section of the summed gradients, once they are there."""
-        self.carried: torch.Tensor | None = None
-        """That of earlier rounds since the last step, to be added to the next one."""
-        self.work: Any = None
-        self._own_section: torch.Tensor | None = None
-        self._keeps = bucket.grad_dtype == bucket.dtype
-        if memory is not None:
-            self._attach(memory)
-
-    def _attach(self, memory: torch.Tensor) -> None:
-        self.flat = memory
-        self.views = [
-            view_of(memory[slot.offset : slot.offset + slot.numel], param)
-            for slot, param in zip(self.bucket.layout.slots, self.bucket.params)
-        ]
-
-    def open(self) -> None:
-        """Begin a round: gradients that are summed up already are kept beside the new ones."""
-        if self.section is not None:
-            # The section lies where new gradients are going to be written, unless the memory was given back.
-            self.carried = self.section.clone() if self._memory is not None else self.section
-            self.section = None
-        self.filled.clear()
-
-    def await_all(self) -> None:
-        """Begin to wait for the gradients of a backward pass."""
-        self.missing = {place for place, param in enumerate(self.bucket.params) if param.requires_grad}
-
-    def arrive(self, place: int) -> None:
-        """Note that backward has completed a parameter's gradient; the last one awaited brings all of them in."""
-        self.missing.discard(place)
-        if not self.missing:
-            self.collect()
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Bring gradients into the bucket; backward adds further ones to them there."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for place, param in enumerate(self.bucket.params):
-            gradient = param.grad
-            if gradient is None:
-                if self._keeps:
-                    # There was none, or somebody has taken it away.
-                    self.filled.discard(place)
-                continue
-            view = self._memory_views()[place]
-            if gradient is view:
-                continue
-            if place in self.filled and not self._keeps:
-                view.add_(gradient)
-            else:
-                # One that is not the view was put there after it, by backward or by the user: it holds all there is.
-                targets.append(view)
-                sources.append(gradient)
-            param.grad = view if self._keeps else None
-            self.filled.add(place)
-        copy_all(targets, sources)
-
-    def _memory_views(self) -> list[torch.Tensor]:
-        if self.flat is None:
-            bucket = self.bucket
-            self._attach(torch.empty(bucket.layout.numel, dtype=bucket.grad_dtype, device=bucket.flat.device))
-        return self.views
-
-    def complete(self) -> torch.Tensor:
-        """The bucket with the gradient of every parameter in it, zero for those that have none."""
-        self.collect()
-        views = self._memory_views()
-        zero_all([view for place, view in enumerate(views) if place not in self.filled])
-        for param in self.bucket.params:
-            param.grad = None
-        assert self.flat is not None
-        return self.flat
-
-    def place_of_section(self) -> torch.Tensor:
-        """Where this rank's section of the sums goes: into the bucket itself, unless its memory is given back."""
-        assert self.flat is not None
-        if self._memory is None:
-            return self.flat.new_empty(self.bucket.layout.section)
-        if self._own_section is None:
-            self._own_section = self.bucket.section_of(self.flat)
-        return self._own_section
-
-    def let_go(self) -> None:
-        """Give back memory that is only taken for a round."""
-        if self._memory is None:
-            self.flat, self.views = None, []
-
-    def forget(self) -> None:
-        """Drop all gradients."""
-        self.section = self.carried = None
-        self.filled.clear()
-        self.let_go()
-
-
-class GradientSync:
+class GradientSync(Accumulating):
     """Sums gradients over the ranks, bucket by bucket in one order on every rank, while backward still runs.
 
     A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins one
@@ -158,8 +47,7 @@ class GradientSync:
         self.ranks = ranks
         self.options = options
         self.channel = channel
-        self.syncing = True
-        self.sums: list[_Sums] = []
+        self.sums: list[Sums] = []
         self._places: list[list[int]] = []
         self.params: list[torch.Tensor] = []
         """All parameters by place."""
@@ -181,8 +69,9 @@ class GradientSync:
             buckets: in the order in which backward completes them.
             places: for each bucket the places of its parameters among all.
         """
-        memory = _contiguous(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
-        added = [_Sums(bucket, flat) for bucket, flat in zip(buckets, memory)]
+        memory = contiguous_memory(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
+        self.channel.keep(*memory)
+        added = [Sums(bucket, flat) for bucket, flat in zip(buckets, memory)]
         self.sums += added
         self._places += [list(each) for each in places]
         known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
@@ -203,23 +92,25 @@ class GradientSync:
         """Whether there are no gradients: after a step, or when they were dropped."""
         return not self._open and not self._used_here and not self._was_given()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A block in which backward only accumulates."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-    def _arrived(self, sums: _Sums, place: int, param: torch.Tensor) -> None:
+    def _arrived(self, sums: Sums, place: int, param: torch.Tensor) -> None:
+        # Called for every parameter in every backward.
         current = backward_pass()
         if not self._open or current != self._pass:
             self._note_pass(current)
-        self.channel.note_stream(self.used.device)
-        sums.arrive(place)
-        while self._reducing and self._next < len(self.sums) and not self.sums[self._next].missing:
+        if self.channel.in_order:
+            self.channel.note_stream()
+        missing = sums.missing
+        missing.discard(place)
+        if missing:
+            return
+        if self._following() is not sums:
+            sums.collect()
+        while (following := self._following()) is not None and not following.missing:
             self._reduce_next()
+
+    def _following(self) -> Sums | None:
+        """The bucket that backward is going to reduce next, if any."""
+        return self.sums[self._next] if self._reducing and self._next < len(self.sums) else None
 
     def _note_pass(self, current: int | None) -> None:
         """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass."""
@@ -253,13 +144,14 @@ class GradientSync:
             return
         flat = sums.complete()
         section = sums.section = sums.place_of_section()
-        with self.channel.after_compute(flat, section, sums.carried):
+        given_back = () if sums.keeps_memory else (flat, section)
+        with self.channel.after_compute(*given_back, sums.carried):
             sums.work = self.ranks.reduce_scatter(section, flat)
             if self.channel.in_order:
                 self._finish(sums)
         sums.let_go()
 
-    def _finish(self, sums: _Sums) -> None:
+    def _finish(self, sums: Sums) -> None:
         """What remains once the sums over the ranks that split the state are there."""
         if sums.work is None:
             return
@@ -317,6 +209,8 @@ class GradientSync:
 
     def _was_given(self) -> bool:
         """Whether somebody has set gradients by hand since the last round."""
+        if all(map(operator.is_, [param.grad for param in self.params], itertools.repeat(None))):
+            return False
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 
     def has_gradient(self) -> list[bool]:
@@ -362,17 +256,3 @@ class GradientSync:
         """Stop looking at gradients."""
         for handle in self._handles:
             handle.remove()
-
-
-def _contiguous(buckets: Sequence[Bucket]) -> list[Any]:
-    """Zeroed memory for the gradients of every bucket that trains: one allocation for all of a dtype."""
-    found: list[Any] = [None] * len(buckets)
-    for dtype in dict.fromkeys(bucket.grad_dtype for bucket in buckets):
-        own = [index for index, bucket in enumerate(buckets) if bucket.grad_dtype == dtype and bucket.trains]
-        sizes = [buckets[index].layout.numel for index in own]
-        if not own:
-            continue
-        whole = torch.zeros(sum(sizes), dtype=dtype, device=buckets[own[0]].flat.device)
-        for index, part in zip(own, whole.split(sizes)):
-            found[index] = part
-    return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..compat import gather_together
 from .roll_call import RollCall, roll_call
 
 __all__ = ["Deciders", "Ranks", "ranks_of"]
@@ -21,17 +22,19 @@ class Awaited:
     """Communication that has begun.
 
     Args:
-        work: what to wait for.
+        works: what to wait for; None for what runs in the order of the current stream.
         roll_call: asked if it fails.
     """
 
-    def __init__(self, work: Any, roll_call: RollCall) -> None:
-        self._work, self._roll_call = work, roll_call
+    def __init__(self, works: Sequence[Any], roll_call: RollCall) -> None:
+        self._works, self._roll_call = works, roll_call
 
     def wait(self) -> None:
         """Let the host, or the current stream of a GPU, wait for it."""
         with self._roll_call:
-            self._work.wait()
+            for work in self._works:
+                if work is not None:
+                    work.wait()
 
 
 class Ranks:
@@ -60,7 +63,7 @@ class Ranks:
     @property
     def can_be_captured(self) -> bool:
         """Whether what they do together can be a part of a CUDA graph."""
-        return all("nccl" in dist.get_backend(group) for group in self.groups)
+        return all("nccl" in dist.get_backend_config(group) for group in self.groups)
 
     @property
     def groups(self) -> list[Any]:
@@ -95,6 +98,8 @@ class Ranks:
     def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor) -> Any:
         """Begin to sum flat memory up over the ranks that split the state, each receiving its section.
 
+        On a GPU it runs in the current stream: the library's own would only be waited for by ours.
+
         Args:
             section: where this rank's section goes; it may be a part of `flat`.
             flat: as many elements as all sections.
@@ -103,12 +108,28 @@ class Ranks:
             What to wait for.
         """
         with self.roll_call:
-            return Awaited(_reduce_scatter(section, flat, group=self.shard, async_op=True), self.roll_call)
+            work = _reduce_scatter(section, flat, group=self.shard, async_op=not flat.is_cuda)
+        return Awaited([work], self.roll_call)
 
-    def all_gather(self, flat: torch.Tensor, section: torch.Tensor) -> Any:
-        """Begin to give all of these ranks every section; arguments and result as for `reduce_scatter`."""
+    def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:
+        """Begin to give all of these ranks every section; several tensors go in one message, where the backend can.
+
+        Args:
+            flats: where the sections of all of them go; of one dtype.
+            sections: this rank's of each; it may be a part of the whole.
+
+        Returns:
+            What to wait for.
+        """
         with self.roll_call:
-            return Awaited(_all_gather(flat, section, group=self.shard, async_op=True), self.roll_call)
+            together = gather_together(self.shard, flats, sections) if len(flats) > 1 else None
+            if together is not None:
+                return Awaited([together], self.roll_call)
+            works = [
+                _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
+                for flat, section in zip(flats, sections)
+            ]
+        return Awaited(works, self.roll_call)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has."""

@@ -14,12 +14,19 @@ from ..optimizer import Optimizer
 from ..optimizer.build import Tables, labelled
 from ..optimizer.states import compute_dtype, storages
 from ..placements import SharedSums
+from ..rules import rule
 from .groups import Deciders, Ranks
 
 __all__ = ["PieceOptimizer", "make_inner", "mirror", "needs_whole"]
 
 ANCHOR = "anchor"
 """Key of a param group that only exists so that a rank without pieces takes part in decisions."""
+
+
+@rule
+def unchanged(param: Any, grad: Any) -> tuple[Any, ...]:
+    """Leaves parameters as they are: what a rank does that has no piece of any."""
+    return (param,)
 
 
 class PieceOptimizer(Optimizer):
@@ -119,7 +126,7 @@ def make_inner(
         device = next(param.device for group in outer.param_groups for param in group["params"])
         nothing = torch.zeros(0, device=device, requires_grad=True)
         nothing.grad = torch.zeros(0, device=device)
-        params.append({"params": [(ANCHOR, nothing)], "rule": "SGD", ANCHOR: True})
+        params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True})
     given = {key: outer.defaults[key] for key in outer._rule.hyperparameters}
     return PieceOptimizer(
         params,

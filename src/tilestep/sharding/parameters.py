@@ -18,61 +18,116 @@ from .streams import Channel
 __all__ = ["ParameterSync"]
 
 
-class _Gather:
-    """A bucket that is being gathered."""
+class _Wave:
+    """Buckets that are gathered together, since calls for each would take the host longer than the network.
 
-    def __init__(self, bucket: Bucket, channel: Channel) -> None:
-        self.bucket = bucket
-        self.channel = channel
-        self.work: Any = None
-        self.travels: torch.Tensor | None = None
-        self.event: torch.cuda.Event | None = None
-        self.waited: set[int] = set()
+    Args:
+        buckets: of one dtype; those that train are gathered.
+        channel: where communication runs.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], channel: Channel) -> None:
+        self.buckets = list(buckets)
+        self.is_pending = False
+        self._channel = channel
+        self._work: Any = None
+        self._travel: list[tuple[Bucket, torch.Tensor]] = []
+        self._event: torch.cuda.Event | None = None
+        self._waited: set[int] = set()
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter of it does; the same on every rank."""
+        return any(bucket.trains for bucket in self.buckets)
 
     def launch(self) -> None:
-        bucket = self.bucket
-        self.travels = None
+        """Begin, in the stream of communication."""
+        self._travel.clear()
+        pairs = [self._sent(bucket) for bucket in self.buckets if bucket.trains]
+        self._work = self.buckets[0].ranks.all_gather([whole for whole, _ in pairs], [own for _, own in pairs])
+        if self._channel.in_order:
+            self._arrive()
+        self._event = self._channel.mark()
+        self._waited.clear()
+        self.is_pending = True
+
+    def _sent(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """What travels for a bucket, all of it and this rank's section."""
         if bucket.sync_dtype == bucket.dtype:
-            whole, own = bucket.flat, bucket.updated
-        elif not bucket.sync_dtype.is_floating_point:
+            return bucket.flat, bucket.updated
+        if not bucket.sync_dtype.is_floating_point:
             # The same bytes, seen as whole numbers.
-            whole, own = bucket.flat.view(bucket.sync_dtype), bucket.updated.view(bucket.sync_dtype)
-        else:
-            whole = torch.empty_like(bucket.flat, dtype=bucket.sync_dtype)
-            own = bucket.section_of(whole)
-            own.copy_(bucket.updated)
-            self.travels = whole
-        with self.channel.after_compute(whole):
-            self.work = bucket.ranks.all_gather(whole, own)
-            if self.channel.in_order:
-                self._arrive()
-        self.event = self.channel.mark()
-        self.waited.clear()
+            return bucket.flat.view(bucket.sync_dtype), bucket.updated.view(bucket.sync_dtype)
+        whole = torch.empty_like(bucket.flat, dtype=bucket.sync_dtype)
+        own = bucket.section_of(whole)
+        own.copy_(bucket.updated)
+        self._travel.append((bucket, whole))
+        return whole, own
 
     def _arrive(self) -> None:
-        self.work.wait()
-        self.work = None
-        if self.travels is not None:
-            self.bucket.flat.copy_(self.travels)
-            self.travels = None
+        self._work.wait()
+        self._work = None
+        for bucket, travelled in self._travel:
+            bucket.flat.copy_(travelled)
+        self._travel.clear()
 
-    def wait(self) -> bool:
-        """Let the current stream, or the host, wait for the bucket; whether nobody else has to any more."""
-        if self.event is None:
-            if self.work is not None:
-                self._arrive()
-            return True
-        stream = torch.cuda.current_stream(self.bucket.flat.device)
-        if stream.cuda_stream not in self.waited:
-            stream.wait_event(self.event)
-            self.waited.add(stream.cuda_stream)
-        return self.event.query()
+    def wait(self) -> None:
+        """Let the current stream, or the host, wait for the buckets."""
+        if self._event is not None:
+            if self._channel.wait_for(self._event, self._waited):
+                self.is_pending = False
+            return
+        if self._work is not None:
+            self._arrive()
+        self.is_pending = False
+
+    def look(self) -> None:
+        """Note whether they have arrived, so that nobody waits any more."""
+        if self._event is not None and self._event.query():
+            self.is_pending = False
+
+    def wait_on_host(self) -> None:
+        """Let the host wait too."""
+        self.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        self.is_pending = False
 
     def finish_in_graph(self) -> None:
         """Have nobody wait for it outside the graph that it is in."""
-        if self.work is not None:
+        if self._work is not None:
             self._arrive()
-        self.event = None
+        self._event = None
+        self.is_pending = False
+
+
+PARTS = 6
+"""A wave has at most this part of all bytes, but for the last wave: many are gathered while a forward runs."""
+
+
+def _waves(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
+    """Buckets in the order of the forward that needs them, put together: as many bytes as all before, up to a part.
+
+    So the first module waits for one bucket, as if there were no waves, and the number of calls grows with the
+    logarithm of the number of buckets. What is converted for the way goes alone: it takes memory for a bucket.
+
+    Args:
+        buckets: in that order.
+        together: whether to put any together.
+    """
+    most = sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets) / PARTS
+    waves: list[list[Bucket]] = []
+    before = size = 0
+    for bucket in buckets:
+        last = waves[-1][-1] if waves else None
+        fits = together and last is not None and last.dtype == bucket.dtype and size < min(before, most)
+        if fits and bucket.sync_dtype in (bucket.dtype, torch.uint8):
+            waves[-1].append(bucket)
+        else:
+            waves.append([bucket])
+            before, size = before + size, 0
+        size += bucket.layout.numel * bucket.dtype.itemsize
+    return waves
 
 
 class ParameterSync:
@@ -90,9 +145,10 @@ class ParameterSync:
         self._overlaps = options.overlap_param_sync
         self.params: list[torch.Tensor] = []
         self._buckets: list[Bucket] = []
-        self._gathers: list[_Gather] = []
-        self._pending: dict[int, _Gather] = {}
-        self._of: dict[int, _Gather] = {}
+        self._waves: list[_Wave] = []
+        self._of: dict[int, _Wave] = {}
+        self.is_pending = False
+        """Whether a bucket may still be on its way."""
         self._handles: list[Any] = []
         self.compiled = any(map(is_compiled, model.modules()))
         """Whether compiled code uses the model: it takes parameters without looking them up."""
@@ -105,21 +161,19 @@ class ParameterSync:
             model: whose parameters they have.
             buckets: in the order in which backward completes them.
         """
-        gathers = [_Gather(bucket, self._channel) for bucket in reversed(buckets)]
-        own = {id(param): gather for gather in gathers for param in gather.bucket.params}
+        parts = _waves(buckets[::-1], together=_is_worth_it(buckets))
+        waves = [_Wave(part, self._channel) for part in parts]
+        own = {id(param): wave for wave in waves for bucket in wave.buckets for param in bucket.params}
+        for bucket in buckets:
+            self._channel.keep(bucket.flat, bucket.exact)
         self.params += [param for bucket in buckets for param in bucket.params]
         self._buckets += buckets
-        self._gathers += gathers
+        self._waves += waves
         self._of.update(own)
         self._watch = TensorWatch(self.params)
         self._versions = self._version()
         if self._overlaps:
             self._handles += guard_model(model, self, lambda param: id(param) in own)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a bucket may still be on its way."""
-        return bool(self._pending)
 
     def wait(self, param: Any) -> None:
         """Let whoever comes next use a parameter: wait for its bucket if that is still on its way.
@@ -127,30 +181,34 @@ class ParameterSync:
         Args:
             param: a parameter; one that is in no bucket, and None, are always there.
         """
-        gather = self._of.get(id(param))
-        if gather is not None and id(gather) in self._pending and gather.wait():
-            self._pending.pop(id(gather), None)
+        wave = self._of.get(id(param))
+        if wave is not None and wave.is_pending:
+            wave.wait()
 
     def wait_all(self) -> None:
         """Wait for every bucket that is still on its way."""
-        for key, gather in list(self._pending.items()):
-            if gather.wait():
-                self._pending.pop(key, None)
+        if not self.is_pending:
+            return
+        for wave in self._waves:
+            if wave.is_pending:
+                wave.wait()
+                wave.look()
+        self.is_pending = any(wave.is_pending for wave in self._waves)
 
     def wait_on_host(self) -> None:
         """Let the host wait too: what begins now need not know that buckets were on their way."""
-        for gather in self._pending.values():
-            gather.wait()
-            if gather.event is not None:
-                gather.event.synchronize()
-        self._pending.clear()
+        for wave in self._waves:
+            if wave.is_pending:
+                wave.wait_on_host()
+        self.is_pending = False
 
     def gather(self) -> None:
         """After a step: let every rank have the parameters that the others have updated."""
-        for gather in self._gathers:
-            if gather.bucket.trains:
-                gather.launch()
-                self._pending[id(gather)] = gather
+        self.is_pending = True
+        with self._channel.after_compute():
+            for wave in self._waves:
+                if wave.trains:
+                    wave.launch()
         self.note_update()
         if is_capturing():
             self._join_graph()
@@ -166,10 +224,10 @@ class ParameterSync:
 
     def _join_graph(self) -> None:
         """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
-        for gather in self._gathers:
-            gather.finish_in_graph()
+        for wave in self._waves:
+            wave.finish_in_graph()
         self._channel.await_communication()
-        self._pending.clear()
+        self.is_pending = False
 
     def take_back(self) -> None:
         """Let parameters that somebody has moved be views of their buckets again."""
@@ -200,3 +258,8 @@ class ParameterSync:
         self.wait_all()
         for handle in self._handles:
             handle.remove()
+
+
+def _is_worth_it(buckets: Sequence[Bucket]) -> bool:
+    """Whether to gather buckets together: gloo would copy them, and its calls cost little."""
+    return all(bucket.flat.is_cuda for bucket in buckets)

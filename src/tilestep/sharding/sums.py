@@ -1,0 +1,148 @@
+"""The gradients of one bucket: brought together, completed with zeros, and this rank's section of their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..compat import copy_all, zero_all
+from .buckets import Bucket, view_of
+
+__all__ = ["Sums", "contiguous_memory"]
+
+
+class Sums:
+    """The gradients of one bucket.
+
+    Args:
+        bucket: whose gradients they are.
+        memory: flat memory for all of them that is always there, or None to take some for each round.
+    """
+
+    def __init__(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
+        self.bucket = bucket
+        self._memory = memory
+        self.flat: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self.filled: set[int] = set()
+        """Places of parameters whose gradient of this rank is in the bucket."""
+        self.missing: set[int] = set()
+        """Places of parameters whose gradient is awaited before the bucket is reduced."""
+        self.section: torch.Tensor | None = None
+        """This rank's section of the summed gradients, once they are there."""
+        self.carried: torch.Tensor | None = None
+        """That of earlier rounds since the last step, to be added to the next one."""
+        self.work: Any = None
+        self._own_section: torch.Tensor | None = None
+        self._keeps = bucket.grad_dtype == bucket.dtype
+        if memory is not None:
+            self._attach(memory)
+
+    def _attach(self, memory: torch.Tensor) -> None:
+        self.flat = memory
+        self.views = [
+            view_of(memory[slot.offset : slot.offset + slot.numel], param)
+            for slot, param in zip(self.bucket.layout.slots, self.bucket.params)
+        ]
+
+    def open(self) -> None:
+        """Begin a round: gradients that are summed up already are kept beside the new ones."""
+        if self.section is not None:
+            # The section lies where new gradients are going to be written, unless the memory was given back.
+            self.carried = self.section.clone() if self._memory is not None else self.section
+            self.section = None
+        self.filled.clear()
+
+    def await_all(self) -> None:
+        """Begin to wait for the gradients of a backward pass."""
+        self.missing = {place for place, param in enumerate(self.bucket.params) if param.requires_grad}
+
+    @torch.no_grad()
+    def collect(self, *, ends: bool = False) -> None:
+        """Bring gradients into the bucket; backward adds further ones to them there.
+
+        Args:
+            ends: whether there are going to be none, so that parameters keep no gradient.
+        """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        views = self.views
+        for place, param in enumerate(self.bucket.params):
+            gradient = param.grad
+            if gradient is None:
+                if self._keeps:
+                    # There was none, or somebody has taken it away.
+                    self.filled.discard(place)
+                continue
+            if not views:
+                views = self._memory_views()
+            view = views[place]
+            if gradient is view:
+                if ends:
+                    param.grad = None
+                continue
+            if place in self.filled and not self._keeps:
+                view.add_(gradient)
+            else:
+                # One that is not the view was put there after it, by backward or by the user: it holds all there is.
+                targets.append(view)
+                sources.append(gradient)
+            param.grad = view if self._keeps and not ends else None
+            self.filled.add(place)
+        copy_all(targets, sources)
+
+    def _memory_views(self) -> list[torch.Tensor]:
+        if self.flat is None:
+            bucket = self.bucket
+            self._attach(torch.empty(bucket.layout.numel, dtype=bucket.grad_dtype, device=bucket.flat.device))
+        return self.views
+
+    def complete(self) -> torch.Tensor:
+        """The bucket with the gradient of every parameter in it, zero for those that have none."""
+        self.collect(ends=True)
+        views = self._memory_views()
+        if len(self.filled) < len(views):
+            zero_all([view for place, view in enumerate(views) if place not in self.filled])
+        assert self.flat is not None
+        return self.flat
+
+    def place_of_section(self) -> torch.Tensor:
+        """Where this rank's section of the sums goes: into the bucket itself, unless its memory is given back."""
+        assert self.flat is not None
+        if self._memory is None:
+            return self.flat.new_empty(self.bucket.layout.section)
+        if self._own_section is None:
+            self._own_section = self.bucket.section_of(self.flat)
+        return self._own_section
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether its memory is always there."""
+        return self._memory is not None
+
+    def let_go(self) -> None:
+        """Give back memory that is only taken for a round."""
+        if self._memory is None:
+            self.flat, self.views = None, []
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.section = self.carried = None
+        self.filled.clear()
+        self.let_go()
+
+
+def contiguous_memory(buckets: Sequence[Bucket]) -> list[Any]:
+    """Zeroed memory for the gradients of every bucket that trains: one allocation for all of a dtype."""
+    found: list[Any] = [None] * len(buckets)
+    for dtype in dict.fromkeys(bucket.grad_dtype for bucket in buckets):
+        own = [index for index, bucket in enumerate(buckets) if bucket.grad_dtype == dtype and bucket.trains]
+        sizes = [buckets[index].layout.numel for index in own]
+        if not own:
+            continue
+        whole = torch.zeros(sum(sizes), dtype=dtype, device=buckets[own[0]].flat.device)
+        for index, part in zip(own, whole.split(sizes)):
+            found[index] = part
+    return found

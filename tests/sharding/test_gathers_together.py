@@ -1,0 +1,132 @@
+"""Buckets gathered in one message, as on NCCL; here on two CPU ranks, where it is not worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import test_traffic
+import test_training
+import torch
+import torch.distributed as dist
+from sharded_ranks import all_pass
+from sharded_twins import TINY, Elementwise, Pair, inputs, train
+
+import tilestep
+from tilestep import compat
+from tilestep.sharding import parameters
+from tilestep.sharding.groups import Ranks
+
+
+def sgd(params: Any) -> tilestep.Optimizer:
+    return tilestep.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def together() -> Iterator[list[int]]:
+    """Gather together here too; how many buckets each call has."""
+    sizes: list[int] = []
+    before = Ranks.all_gather
+
+    def counted(self: Ranks, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:
+        sizes.append(len(flats))
+        return before(self, flats, sections)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameters, "_is_worth_it", lambda buckets: True)
+        patch.setattr(Ranks, "all_gather", counted)
+        yield sizes
+
+
+def several_tensors_in_one_message() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    wholes = [torch.zeros(ranks * size) for size in (3, 5)]
+    parts = [whole[rank * size : (rank + 1) * size] for whole, size in zip(wholes, (3, 5))]
+    for index, part in enumerate(parts):
+        part.fill_(10 * index + rank)
+    work = compat.gather_together(dist.group.WORLD, wholes, parts)
+    assert work is not None, f"torch {torch.__version__} gathers tensors one by one (compat)"
+    work.wait()
+    for index, (whole, size) in enumerate(zip(wholes, (3, 5))):
+        expected = torch.arange(ranks).repeat_interleave(size) + 10.0 * index
+        assert torch.equal(whole, expected)
+    assert compat.gather_together(object(), wholes, parts) is None
+
+
+def waves_grow_and_arrive() -> None:
+    with together() as sizes:
+        for options in ({}, {"param_sync_dtype": torch.uint8}):
+            pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY, **options)
+            buckets = len(pair.optimizer._sharding.buckets)
+            for _ in range(3):
+                sizes.clear()
+                data = inputs(5, 7)
+                train(pair, [lambda model, data=data: (model(data) * data).sum()])
+                assert sum(sizes) == buckets and sizes[0] == 1 and max(sizes) > 2 and len(sizes) < buckets / 2
+                pair.compare()
+
+
+def buckets_that_are_converted_travel_alone() -> None:
+    with together() as sizes:
+        pair = Pair(Elementwise(), sgd, bucket_cap_mb=TINY, param_sync_dtype=torch.float16)
+        data = inputs(5, 7)
+        train(pair, [lambda model, data=data: (model(data) * data).sum()])
+        assert set(sizes) == {1} and len(sizes) == len(pair.optimizer._sharding.buckets)
+
+
+def frozen_buckets_stay_at_home() -> None:
+    with together() as sizes:
+        pair = Pair(Elementwise(12), sgd, bucket_cap_mb=TINY)
+        for step in range(4):
+            for model in (pair.model, pair.twin):
+                for index in (3, 4, 5, 6):
+                    model.weights[index].requires_grad_(step % 2 == 0)
+            sizes.clear()
+            data = inputs(5, 7)
+            train(pair, [lambda model, data=data: (model(data) * data).sum()])
+            pair.compare()
+
+
+def training_and_traffic_are_as_ever() -> None:
+    checks = (
+        test_training.dtypes_in_any_mixture,
+        test_traffic.other_branches_on_every_rank_and_at_every_step,
+        test_traffic.parameters_frozen_and_thawed,
+    )
+    with together():
+        for check in checks:
+            check()
+
+
+CHECKS = [
+    several_tensors_in_one_message,
+    waves_grow_and_arrive,
+    buckets_that_are_converted_travel_alone,
+    frozen_buckets_stay_at_home,
+    training_and_traffic_are_as_ever,
+]
+
+
+def test_two_ranks() -> None:
+    all_pass(CHECKS, 2)
+
+
+def test_waves() -> None:
+    """The first bucket goes alone, then as many bytes as before, no more than a part of all; dtypes never mix."""
+
+    class Flat:
+        def __init__(self, numel: int, dtype: torch.dtype = torch.float32) -> None:
+            self.layout, self.dtype, self.sync_dtype = self, dtype, dtype
+            self.numel = numel
+
+    def sizes(buckets: list[Flat], worth: bool = True) -> list[int]:
+        return [len(wave) for wave in parameters._waves(buckets, worth)]  # type: ignore[arg-type]
+
+    assert sizes([Flat(10) for _ in range(48)]) == [1, 1, 2, 4, 8, 8, 8, 8, 8]
+    assert sizes([Flat(10) for _ in range(5)], worth=False) == [1] * 5
+    assert sizes([Flat(10) for _ in range(3)]) == [1, 1, 1]
+    mixed = [Flat(10, torch.float32 if index % 2 else torch.float16) for index in range(30)]
+    assert sizes(mixed) == [1] * 30
+    assert sizes([]) == []
