@@ -108,4 +108,4 @@ def test_without_matplotlib_a_command_says_so_before_its_work(
         cli.main([command])
     out, err = capfd.readouterr()
     assert stopped.value.code == 1
-    assert "tilestep[plot]" in err and out == ""
+    assert "pip install matplotlib" in err and out == ""

@@ -36,4 +36,4 @@ def require_plotting() -> None:
         ImportError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("the picture needs matplotlib: pip install 'tilestep[plot]'")
+        raise ImportError("the picture needs matplotlib: pip install matplotlib")

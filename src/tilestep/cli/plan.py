@@ -42,7 +42,8 @@ def elements_of(text: str) -> float:
         assert found is not None
         return float(found[1].replace(",", "").replace("_", "")) * _UNITS[found[2]]
     except (AssertionError, ValueError):
-        raise typer.BadParameter(f"{text!r} is no number of elements: 1.2B, 350M", param_hint="SIZE") from None
+        message = f"{text!r} is no number of elements, such as 1.2B or 350M"
+        raise typer.BadParameter(message, param_hint="SIZE") from None
 
 
 def mesh_of(text: str) -> tuple[int, int]:
@@ -56,7 +57,7 @@ def mesh_of(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
     if found is None or 0 in (sizes := (int(found[1]), int(found[2] or 1))):
-        raise typer.BadParameter(f"{text!r} is no mesh: ranks that split the state, x copies: 8, 8x4")
+        raise typer.BadParameter(f"{text!r} is no mesh: the ranks that split the state, x copies of it, such as 8 or 8x4")
     return sizes
 
 

@@ -33,7 +33,7 @@ def load_module(title: str, source: str) -> ModuleType:
         BuildError: if Triton is not installed.
     """
     if not available():
-        raise BuildError("CUDA tensors need Triton; install tilestep[gpu]")
+        raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
     import torch
     import triton

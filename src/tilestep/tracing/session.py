@@ -55,7 +55,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         if self._picture and self._out is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("the picture needs matplotlib: pip install 'tilestep[plot]', or picture=False")
+            raise ImportError("the picture needs matplotlib: pip install matplotlib, or picture=False")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces each start on stderr
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
