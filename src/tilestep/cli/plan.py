@@ -57,7 +57,7 @@ def mesh_of(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
     if found is None or 0 in (sizes := (int(found[1]), int(found[2] or 1))):
-        raise typer.BadParameter(f"{text!r} is no mesh: the ranks that split the state, x copies of it, such as 8 or 8x4")
+        raise typer.BadParameter(f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4")
     return sizes
 
 

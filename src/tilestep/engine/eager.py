@@ -152,14 +152,14 @@ class EagerSegment(Segment):
             reduce: Any = {"reduce_sum": torch.sum, "reduce_amax": torch.amax, "reduce_amin": torch.amin}[name]
             return reduce(args[0]) if value.over is None else reduce(args[0], dim=[*range(*value.over)], keepdim=True)
         if name in MATRIX_OPERATIONS:
-            return self._matrix(value, args, position)
+            return self._matrix(value, args)
         if name == "where":
             return torch.where(*args)
         if name == "number":
             return args[0].to(self.spec.compute)
         return getattr(torch, f"logical_{name}")(*args)
 
-    def _matrix(self, value: Value, args: list[Any], position: int) -> torch.Tensor:
+    def _matrix(self, value: Value, args: list[Any]) -> torch.Tensor:
         operation = MATRIX_OPERATIONS[value.operation]
         dtype = operation.dtype or self.spec.compute
         operands = [matrix.to(dtype).unsqueeze(0) for matrix in args[: operation.operands]]

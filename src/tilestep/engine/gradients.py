@@ -91,7 +91,7 @@ class Gradients:
             return False
         if not self._watch.same_addresses(present):
             self._watch.remember_addresses(present)
-            self._upload(present)
+            self._upload()
         return True
 
     @property
@@ -154,7 +154,7 @@ class Gradients:
         self._known = active
         self._empty = [position for position, gradient in enumerate(present) if gradient.numel() == 0]
         self._watch = TensorWatch(present)
-        self._upload(present)
+        self._upload()
         return changed
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
@@ -221,7 +221,7 @@ class Gradients:
             if not any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape)):
                 gradient.copy_(copy)
 
-    def _upload(self, present: Sequence[torch.Tensor]) -> None:
+    def _upload(self) -> None:
         addresses = np.asarray(self._watch.addresses, dtype=np.int64)
         if self._empty:
             addresses[self._empty] = 1

@@ -82,7 +82,7 @@ class SliceCutter:
                 over = min(waiting, key=_extent)
                 done.add(over)
                 for value in self._passes[stage, over].slices():
-                    self._keep(value, stage)
+                    self._keep(value)
         self._keep_loads()
         self.slices.passes = [self._ordered(stage) for stage in range(len(self.tiles))]
         return self.slices
@@ -95,7 +95,7 @@ class SliceCutter:
             self.slices.overs.append(value.over)
         return slots[id(value)]
 
-    def _keep(self, value: Value, stage: int) -> None:
+    def _keep(self, value: Value) -> None:
         """Let the pass that computes a value keep it; a copy of a buffer is placed when its readers are known."""
         if id(value) in self.slices.slots:
             return

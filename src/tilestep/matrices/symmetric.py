@@ -46,6 +46,7 @@ def can_multiply(batch: torch.Tensor, blocks: Blocks | None = None) -> bool:
 
     Args:
         batch: [matrices, rows, columns].
+        blocks: how the product is cut up, by default as `symmetric_product` does.
     """
     blocks = blocks or BLOCKS
     short, long = sorted(batch.shape[-2:])

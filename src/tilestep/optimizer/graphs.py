@@ -23,8 +23,6 @@ CHANGED = (
 )
 
 
-_DTENSORS = "parameters are DTensors, whose gradients are found by the host and whose norm waits for other ranks"
-
 BY_RANKS = "several ranks decide its steps together; for DTensors run the steps outside graphs"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,8 +24,6 @@ from .core import Sharding
 from .groups import ranks_of
 
 __all__ = ["ShardedOptimizer", "shard"]
-
-SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
 
 class Makes(Protocol):
