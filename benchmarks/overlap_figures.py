@@ -8,7 +8,7 @@ every block is sharded by itself. docs/overlap.md says what the schedules are.
 
 iterations: contenders take turns, each with a model of its own; those that clip, then those that do not. memory: peaks
 with short sequences, where gradients and not activations are at the peak. losses: a hundred steps of each schedule in
-torch's deterministic mode.
+torch's deterministic mode. auto: what during="auto" chooses.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ LEAST_ROUNDS = 3
 SHORT = 256
 """Tokens of a sequence whose activations are less than the gradients."""
 STEPS = 100
+TRIED_STEPS = 30
+"""Steps after which during="auto" has chosen."""
 GRACE_SECONDS = 30.0
 """How long after the limit ranks may take to come to an end."""
 
@@ -87,7 +89,8 @@ class Bench:
         def timed(each: tuple[str, int, str]) -> tuple[str, Any]:
             return each[0], lambda: self.iterations(each[1], each[2])
 
-        found = [*map(timed, first), ("memory", self.memory), ("losses", self.losses), *map(timed, later)]
+        found = [*map(timed, first), ("memory", self.memory), ("losses", self.losses), ("auto", self.auto)]
+        found += map(timed, later)
         return [(name, part) for name, part in found if name.split(",")[0] in self.settings.parts]
 
     def is_late(self) -> bool:
@@ -153,6 +156,22 @@ class Bench:
                     share = (peaks["serial"] - peaks[name]) / size
                     self.result.summary[f"peak lowered by share of gradients, {clip}, {name}"] = round(share, 4)
             del contenders
+            free(self.device)
+
+    def auto(self) -> None:
+        """What during="auto" chooses, left to itself as in training."""
+        size = self.settings.batches[0]
+        for clip in CLIPS:
+            (training,) = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip", names=["auto"])
+            training.measure(self._drawn(size, self.shape.length, TRIED_STEPS), self.device, keep=True)
+            if training.failure is not None or training.optimizer is None:
+                raise RuntimeError(f"auto: {training.failure}")
+            report = training.optimizer.overlap_report()  # type: ignore[attr-defined]
+            self.say(f"auto, batch {size}, {clip}: {report}")
+            for name, value in report.milliseconds.items():
+                self.result.summary[f"auto, batch {size}, {clip}, {name} ms"] = value
+            self.result.summary[f"auto, batch {size}, {clip}, is forward"] = float(report.during == "forward")
+            del training
             free(self.device)
 
     def losses(self) -> None:
@@ -257,7 +276,7 @@ def main(
     batch: Annotated[list[int], typer.Option(help="Sequences a rank.")] = [1, 4],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Figures of each contender.")] = 10,
     wrap: Annotated[str, typer.Option(help=f"What the model is in: {', '.join(WRAPS)}.")] = "fsdp",
-    parts: Annotated[str, typer.Option(help="Only these, with commas.")] = "iterations,memory,losses",
+    parts: Annotated[str, typer.Option(help="Only these, with commas.")] = "iterations,memory,losses,auto",
     limit: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 180,
     small: Annotated[bool, typer.Option(help="A small model: checks this script, measures nothing.")] = False,
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,

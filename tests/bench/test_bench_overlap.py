@@ -32,26 +32,33 @@ def run(*words: str) -> str:
 
 def test_iterations_memory_and_losses(tmp_path: Path) -> None:
     """Every contender has figures in every group, and losses are the serial ones."""
-    for wrap, name in (("fsdp", "overlap-2"), ("ddp", "overlap-ddp-2")):
-        folder = ["--output", str(tmp_path)]
-        run("overlap_figures.py", "--ranks", "2", "--small", "--batch", "1", "--rounds", "1", "--wrap", wrap, *folder)
-        found = Result.load(tmp_path / f"{name}.json")
-        assert not found.notes
-        contenders = ["no step", "torch fused", "serial", "backward", "forward"]
-        assert [group.tags.get("batch") for group in found.groups] == ["1", "1", None, None]
-        for group in found.groups:
-            assert [row.contender for row in group.rows] == contenders
-            assert all(row.wall is not None and row.wall.median > 0 for row in group.rows)
-        equal = [value for key, value in found.summary.items() if key.startswith("losses equal")]
-        assert equal == [10.0] * 4
-        first, last = (found.summary[f"{which} loss, clip"] for which in ("first", "last"))
-        assert first != last
+    run("overlap_figures.py", "--ranks", "2", "--small", "--batch", "1", "--rounds", "1", "--output", str(tmp_path))
+    found = Result.load(tmp_path / "overlap-2.json")
+    assert not found.notes
+    contenders = ["no step", "torch fused", "serial", "backward", "forward"]
+    assert [group.tags.get("batch") for group in found.groups] == ["1", "1", None, None]
+    for group in found.groups:
+        assert [row.contender for row in group.rows] == contenders
+        assert all(row.wall is not None and row.wall.median > 0 for row in group.rows)
+    assert found.summary["auto, batch 1, clip, is forward"] == 0
+    equal = [value for key, value in found.summary.items() if key.startswith("losses equal")]
+    assert equal == [10.0] * 4
+    first, last = (found.summary[f"{which} loss, clip"] for which in ("first", "last"))
+    assert first != last
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    options = ["--small", "--parts", "losses", "--output", str(tmp_path)]
+    run("overlap_figures.py", "--ranks", "2", "--wrap", "ddp", *options)
+    found = Result.load(tmp_path / "overlap-ddp-2.json")
+    assert not found.notes
+    assert [value for key, value in found.summary.items() if key.startswith("losses equal")] == [10.0] * 4
 
 
 def test_parts_without_time_are_said_to_be_left_out(tmp_path: Path) -> None:
     said = run("overlap_figures.py", "--small", "--limit", "0", "--output", str(tmp_path))
     found = Result.load(tmp_path / "overlap-1.json")
-    assert not found.groups and len(found.notes) == 6
+    assert not found.groups and len(found.notes) == 7
     assert "no time was left for losses" in said
 
 

@@ -395,8 +395,9 @@ def comm_hooks() -> None:
     serial, overlapped = build(), build()
     serial.register_comm_hook(None, fp16_compress_hook)
     reference = adamw(serial.parameters())
+    hook = (None, fp16_compress_hook)
     optimizer = tilestep.overlap(
-        adamw(overlapped.parameters()), overlapped, bucket_cap_mb=TINY, comm_hook=(None, fp16_compress_hook)
+        adamw(overlapped.parameters()), overlapped, "backward", bucket_cap_mb=TINY, comm_hook=hook
     )
     for step in range(4):
         for model, own in ((serial, reference), (overlapped, optimizer)):
@@ -407,13 +408,65 @@ def comm_hooks() -> None:
         assert torch.equal(param, wanted)
     for model, words in ((serial, "comm hook already"), (_unsure(), "find_unused_parameters")):
         try:
-            tilestep.overlap(adamw(model.parameters()), model)
+            tilestep.overlap(adamw(model.parameters()), model, "backward")
         except ValueError as error:
             assert words in str(error), error
         else:
             raise AssertionError(words)
         own = adamw(model.parameters())
         assert type(tilestep.overlap(own, model, "forward")).__name__ == "OverlappedAdamW"
+
+
+def gradients_that_are_summed_by_hand() -> None:
+    """Nobody tells torch that an all-reduce has changed them: the norm must not be that of this rank's."""
+    pair = Pair(clipped, "backward", lambda: stack())
+    for step in range(5):
+        for model, optimizer in pair.both:
+            one_batch(model, step).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(pair.reference.grad_norm, pair.optimizer.grad_norm), step
+    pair.compare()
+
+
+class RanksTime:
+    """A device's time, in which one rank is faster with updates beside forward, and the other much slower."""
+
+    def __init__(self, optimizer: Callable[[], Any]) -> None:
+        self._optimizer, self._now = optimizer, 0.0
+
+    def mark(self) -> float:
+        beside = 9.0 if dist.get_rank() == 0 else 30.0
+        self._now += beside if self._optimizer()._during == "forward" else 10.0
+        return self._now
+
+    def between(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+def ranks_choose_alike() -> None:
+    """The slowest rank counts; while they try, and after, numbers are the serial ones."""
+    from tilestep.overlapping import optimizer as module
+
+    for build in (ddp, fsdp):
+        pairs: list[Pair] = []
+        before = module.device_clock
+        module.device_clock = lambda _, pairs=pairs: RanksTime(lambda: pairs[0].optimizer)
+        try:
+            pairs.append(Pair(clipped, "auto", build))
+        finally:
+            module.device_clock = before
+        (pair,) = pairs
+        tried = set()
+        for step in range(30):
+            tried.add(pair.optimizer._during)
+            pair.step(step)
+        report = pair.optimizer.overlap_report()
+        assert tried == {"serial", "forward"}
+        assert report.during == "serial" and report.milliseconds == {"serial": 10.0, "forward": 30.0}, report
+        pair.compare()
 
 
 def _unsure() -> nn.Module:
@@ -467,6 +520,8 @@ CHECKS = [
     frozen_parameters,
     ranks_that_wait_for_each_other_at_random,
     comm_hooks,
+    gradients_that_are_summed_by_hand,
+    ranks_choose_alike,
     an_exception_in_backward,
 ]
 

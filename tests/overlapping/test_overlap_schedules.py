@@ -562,6 +562,9 @@ def test_what_is_refused() -> None:
         tilestep.overlap(optimizer, model, "sideways")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not AdamW"):
         tilestep.overlap(torch.optim.AdamW(model.parameters()), model)  # type: ignore[arg-type]
+    for during in ("auto", "forward"):
+        with pytest.raises(ValueError, match="comm_hook is for"):
+            tilestep.overlap(optimizer, model, during, comm_hook=(None, print))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_cap_mb"):
         tilestep.overlap(optimizer, model, bucket_cap_mb=0)
     overlapped = tilestep.overlap(optimizer, model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from .optimizer import OverlappedOptimizer, overlap
+from .choice import OverlapReport
+from .optimizer import OverlappedOptimizer
+from .overlap import overlap
 
-__all__ = ["OverlappedOptimizer", "overlap"]
+__all__ = ["OverlapReport", "OverlappedOptimizer", "overlap"]

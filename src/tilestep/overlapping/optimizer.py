@@ -1,24 +1,23 @@
-"""`overlap`: an optimizer whose updates run while backward still does, or while the next forward already does."""
+"""An optimizer whose updates run while backward still does, or while the next forward already does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..amp import GradScaler
-from ..compat import uncompiled
 from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
 from ..errors import CaptureError
 from ..optimizer import Optimizer
 from ..optimizer.build import Tables, labelled
 from ..optimizer.decide import decide, needs_norm
-from ..optimizer.extended import extended_class
 from ..placements.local import local_part
-from ..sharding import ShardedOptimizer
+from .choice import OverlapReport, Trial, device_clock
 from .data_parallel import CommHook, follow_buckets, wrappers
 from .groups import Group, Grouping, divide
 from .lanes import Lane
@@ -26,100 +25,7 @@ from .norms import EarlyNorms
 from .pending import Pending
 from .rounds import Round, scale_error
 
-__all__ = ["OverlappedOptimizer", "overlap"]
-
-
-def overlap(
-    optimizer: Optimizer,
-    model: nn.Module,
-    during: Literal["backward", "forward"] = "backward",
-    *,
-    bucket_cap_mb: float = 25.0,
-    scaler: torch.amp.GradScaler | None = None,
-    comm_hook: CommHook | None = None,
-) -> OverlappedOptimizer:
-    """Let an optimizer update parameters while backward, or the next forward, still has other work.
-
-    Parameters are updated group by group: those that an FSDP2 module gathers, and buckets of neighbours elsewhere. On a
-    GPU updates run in a stream of their own. Numbers are those of the optimizer without this, to the bit, for rules
-    without matrix products.
-
-    With "backward" a group is updated as soon as its last gradient is there, and these gradients are let go; `step()`
-    updates what is left. What has to be decided for all groups together (`max_grad_norm`, skipped steps, a scaler) is
-    decided by `step()`, and then updates run as with "forward".
-
-    With "forward" `step()` computes the norm, decides, and takes the gradients; every module's forward then waits for
-    the update of its own parameters alone. Whoever reads parameters through a module, or state through the optimizer's
-    methods, waits for what he reads; `synchronize()` is for readers of tensors that they hold themselves.
-
-    The optimizer itself becomes an `OverlappedOptimizer`. After `step()` the parameters' `grad` is None.
-
-    Args:
-        optimizer: any optimizer of tilestep's, with all of its parameters on one device.
-        model: has its parameters: a plain module, DistributedDataParallel around one, or one that FSDP2 shards.
-        during: "backward" or "forward".
-        bucket_cap_mb: MiB of parameters in a bucket.
-        scaler: the scaler that loss and gradients go through, if there is one.
-        comm_hook: for DistributedDataParallel and "backward": state and function that reduce a bucket, which takes one
-            comm hook only; None for the mean over ranks.
-
-    Returns:
-        The optimizer that was given.
-
-    Raises:
-        ValueError: for a schedule that there is not; for parameters on several devices; for an optimizer that is
-            sharded or overlapped already, or whose updates run on the CPU; for a DistributedDataParallel that says too
-            late which gradients there are.
-
-    Source: torch.distributed.optim._apply_optimizer_in_backward, https://github.com/pytorch/pytorch/pull/98667.
-
-    Example:
-        >>> import torch, tilestep
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> _ = torch.nn.init.ones_(model.weight)
-        >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
-        >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
-        >>> model.weight.tolist(), model.weight.grad
-        ([[0.5, 0.0]], None)
-        >>> optimizer.step()
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"overlap() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
-    if isinstance(optimizer, ShardedOptimizer):
-        raise ValueError("shard() overlaps communication by itself; its optimizers cannot be given to overlap()")
-    if isinstance(optimizer, OverlappedOptimizer):
-        raise ValueError("the optimizer is overlapped already")
-    if optimizer._home.keeps_gradients:
-        raise ValueError(
-            "gradients of this optimizer go to the host while backward runs: to overlap its updates, offload it "
-            'without gradients=True; during="backward" lets them go as well'
-        )
-    if optimizer._home.looks_at_gradients:
-        raise ValueError("updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'")
-    if during not in ("backward", "forward"):
-        raise ValueError(f'Invalid during: {during!r}; it is "backward" or "forward"')
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
-    model = uncompiled(model)
-    device = _only_device(optimizer)
-    bucket_bytes = int(bucket_cap_mb * 2**20)
-    grouping = divide(optimizer, model, bucket_bytes)
-    optimizer.__class__ = extended_class(OverlappedOptimizer, type(optimizer))
-    assert isinstance(optimizer, OverlappedOptimizer)
-    try:
-        optimizer._begin(model, grouping, device, during, bucket_bytes, scaler, comm_hook)
-    except BaseException:
-        optimizer.__class__ = type(optimizer).__bases__[-1]
-        raise
-    return optimizer
-
-
-def _only_device(optimizer: Optimizer) -> torch.device:
-    devices = {param.device: label for label, _, _, param in labelled(optimizer) if not param.is_meta}
-    if len(devices) > 1:
-        (first, label), (second, other), *_ = devices.items()
-        raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
-    return next(iter(devices), torch.device("cpu"))
+__all__ = ["OverlappedOptimizer"]
 
 
 class OverlappedOptimizer(Optimizer):
@@ -137,8 +43,12 @@ class OverlappedOptimizer(Optimizer):
         bucket_bytes: int,
         scaler: torch.amp.GradScaler | None,
         comm_hook: CommHook | None,
+        early_norm: bool,
     ) -> None:
         self._model, self._grouping, self._bucket_bytes = model, grouping, bucket_bytes
+        clock = device_clock(device) if during == "auto" else None
+        self._trial = None if clock is None else Trial(clock, self._slowest)
+        self._during = "serial" if during == "auto" else during
         self._scaler = scaler
         self._had_gradients = False
         self._elsewhere = set()
@@ -147,7 +57,7 @@ class OverlappedOptimizer(Optimizer):
         if during == "backward":
             for wrapper in wrappers(model):
                 self._elsewhere |= follow_buckets(wrapper, self._round, comm_hook)
-        self._norms = EarlyNorms()
+        self._norms, self._early_norm = EarlyNorms(), early_norm
         self._pending = Pending(model, lambda: self._grouping, self._lane)
         self._round.watch(self._elsewhere)
         self._rebuild()
@@ -166,10 +76,35 @@ class OverlappedOptimizer(Optimizer):
 
     def _needs_norm_early(self) -> bool:
         """Whether the step is going to ask for the norm of the gradients, as far as can be seen in backward."""
-        return needs_norm(self) or self._gradients_scaled or isinstance(self._scaler, GradScaler)
+        return self._early_norm and (needs_norm(self) or self._gradients_scaled or isinstance(self._scaler, GradScaler))
 
     def _part_of(self, param: torch.Tensor) -> Any:
-        return self._grouping.of[id(param)].index
+        return None if self._during == "serial" else self._grouping.of[id(param)].index
+
+    def _slowest(self, times: torch.Tensor) -> None:
+        """Replace times by those of the slowest rank."""
+        if self.agreement is not None:
+            self.agreement.largest(times)
+            return
+        for wrapper in wrappers(self._model)[:1]:
+            there = times.to(self._grouping.groups[0].params[0].device)
+            dist.all_reduce(there, dist.ReduceOp.MAX, group=wrapper.process_group)
+            times.copy_(there)
+
+    def overlap_report(self) -> OverlapReport:
+        """When updates run and why; with "auto" the times of both schedules, once they are measured.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters()), model)
+            >>> print(optimizer.overlap_report())
+            updates run: serial (nothing runs beside the host of a CPU)
+        """
+        if self._trial is None:
+            is_chosen = self._during == "serial"
+            return OverlapReport(self._during, "nothing runs beside the host of a CPU" if is_chosen else "as asked for")
+        return self._trial.report or OverlapReport(self._during, "still trying which is the fastest")
 
     def _build(self) -> Tables:
         self._pending.complete()
@@ -201,6 +136,25 @@ class OverlappedOptimizer(Optimizer):
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
             raise CaptureError("a step that overlaps other work cannot be captured in a CUDA graph")
+        if self._during == "serial":
+            self._step_at_once()
+        else:
+            self._step_beside()
+        if self._trial is not None and self._trial.report is None:
+            self._trial.note_step()
+            if self._trial.during != self._during:
+                self._during = self._trial.during
+                self._rebuild()
+
+    def _step_at_once(self) -> None:
+        """The optimizer's own step; gradients are used up as by any other schedule."""
+        self.synchronize()
+        self._had_gradients = any(param.grad is not None for param in self._all_params())
+        super()._step()
+        for param in self._all_params():
+            param.grad = None
+
+    def _step_beside(self) -> None:
         self._round.require_whole()
         decides = needs_norm(self) or hasattr(self, "grad_scale") or hasattr(self, "found_inf")
         if self._round.has_updated and (hasattr(self, "grad_scale") or hasattr(self, "found_inf")):

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ..accumulating import Accumulating
 from ..compat import after_backward, backward_pass
 from ..engine import Stale
 from ..errors import GradientError
 from ..optimizer.decide import decide, needs_norm
-from ..placements.local import local_part
+from ..placements.local import is_distributed, local_part
 from .groups import Group
 from .lanes import Lane
 
@@ -214,7 +215,7 @@ class Round(Accumulating):
         """Sum the squares of a group's gradients, for a norm that the step finishes."""
         optimizer = self._optimizer
         tables = optimizer._tables
-        if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)):
+        if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
             return
         _await_copies(group)
         with self._lane.after(*self._streams.pop(group.index, {}).values()):
@@ -297,6 +298,12 @@ def _await_copies(group: Group) -> None:
         if mesh is not None and mesh.device_type == "cuda" and param.device.type == "cpu":
             torch.cuda.current_stream().synchronize()
             return
+
+
+def _may_be_summed(group: Group) -> bool:
+    """Whether somebody may still sum gradients over ranks by hand, which their versions would not tell."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and not all(map(is_distributed, group.params))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,0 +1,120 @@
+"""`overlap`: have updates run beside other work."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..compat import uncompiled
+from ..optimizer import Optimizer
+from ..optimizer.build import labelled
+from ..optimizer.extended import extended_class
+from ..sharding import ShardedOptimizer
+from .data_parallel import CommHook
+from .groups import divide
+from .optimizer import OverlappedOptimizer
+
+__all__ = ["overlap"]
+
+
+def overlap(
+    optimizer: Optimizer,
+    model: nn.Module,
+    during: Literal["auto", "backward", "forward"] = "auto",
+    *,
+    bucket_cap_mb: float = 25.0,
+    scaler: torch.amp.GradScaler | None = None,
+    comm_hook: CommHook | None = None,
+    early_norm: bool = True,
+) -> OverlappedOptimizer:
+    """Let an optimizer update parameters while backward, or the next forward, still has other work.
+
+    Parameters are updated group by group: those that an FSDP2 module gathers, and buckets of neighbours elsewhere. On a
+    GPU updates run in a stream of their own. Numbers are those of the optimizer without this, to the bit, for rules
+    without matrix products.
+
+    With "backward" a group is updated as soon as its last gradient is there, and these gradients are let go; `step()`
+    updates what is left. What has to be decided for all groups together (`max_grad_norm`, skipped steps, a scaler) is
+    decided by `step()`, and then updates run as with "forward".
+
+    With "forward" `step()` computes the norm, decides, and takes the gradients; every module's forward then waits for
+    the update of its own parameters alone. Whoever reads parameters through a module, or state through the optimizer's
+    methods, waits for what he reads; `synchronize()` is for readers of tensors that they hold themselves.
+
+    With "auto" the first 27 steps run updates as "forward" and in `step()` by turns, and from then on as it was faster,
+    on all ranks alike; `overlap_report()` says how. On a CPU they run in `step()`.
+
+    The optimizer itself becomes an `OverlappedOptimizer`. After `step()` the parameters' `grad` is None.
+
+    Args:
+        optimizer: any optimizer of tilestep's, with all of its parameters on one device.
+        model: has its parameters: a plain module, DistributedDataParallel around one, or one that FSDP2 shards.
+        during: "backward", "forward", or "auto" for what is faster of "forward" and none.
+        bucket_cap_mb: MiB of parameters in a bucket.
+        scaler: the scaler that loss and gradients go through, if there is one.
+        comm_hook: for DistributedDataParallel and "backward": state and function that reduce a bucket, which takes one
+            comm hook only; None for the mean over ranks.
+        early_norm: with "backward" and a clip or another use of the norm, sum gradients' squares while backward runs.
+            False for who changes gradients afterwards in ways that torch counts no version of, as collectives do.
+
+    Returns:
+        The optimizer that was given.
+
+    Raises:
+        ValueError: for a schedule that there is not; for parameters on several devices; for an optimizer that is
+            sharded or overlapped already, or whose updates run on the CPU; for a DistributedDataParallel that says too
+            late which gradients there are.
+
+    Source: torch.distributed.optim._apply_optimizer_in_backward, https://github.com/pytorch/pytorch/pull/98667.
+
+    Example:
+        >>> import torch, tilestep
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+        >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> model.weight.tolist(), model.weight.grad
+        ([[0.5, 0.0]], None)
+        >>> optimizer.step()
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"overlap() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ValueError("shard() overlaps communication by itself; its optimizers cannot be given to overlap()")
+    if isinstance(optimizer, OverlappedOptimizer):
+        raise ValueError("the optimizer is overlapped already")
+    if optimizer._home.keeps_gradients:
+        raise ValueError(
+            "gradients of this optimizer go to the host while backward runs: to overlap its updates, offload it "
+            'without gradients=True; during="backward" lets them go as well'
+        )
+    if optimizer._home.looks_at_gradients:
+        raise ValueError("updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'")
+    if during not in ("auto", "backward", "forward"):
+        raise ValueError(f'Invalid during: {during!r}; it is "auto", "backward" or "forward"')
+    if comm_hook is not None and during != "backward":
+        raise ValueError('comm_hook is for during="backward": else register it with DistributedDataParallel itself')
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
+    model = uncompiled(model)
+    device = _only_device(optimizer)
+    bucket_bytes = int(bucket_cap_mb * 2**20)
+    grouping = divide(optimizer, model, bucket_bytes)
+    optimizer.__class__ = extended_class(OverlappedOptimizer, type(optimizer))
+    assert isinstance(optimizer, OverlappedOptimizer)
+    try:
+        optimizer._begin(model, grouping, device, during, bucket_bytes, scaler, comm_hook, early_norm)
+    except BaseException:
+        optimizer.__class__ = type(optimizer).__bases__[-1]
+        raise
+    return optimizer
+
+
+def _only_device(optimizer: Optimizer) -> torch.device:
+    devices = {param.device: label for label, _, _, param in labelled(optimizer) if not param.is_meta}
+    if len(devices) > 1:
+        (first, label), (second, other), *_ = devices.items()
+        raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
+    return next(iter(devices), torch.device("cpu"))
