@@ -41,7 +41,7 @@ from .rules.compose import (
     ema,
     lookahead,
 )
-from .rules.scalars import max_over_tensors, sum_over_tensors
+from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
 from .sharding import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .tracing import Profile, profile
 
@@ -86,6 +86,7 @@ __all__ = [
     "limit_workspace",
     "load_checkpoint",
     "lookahead",
+    "machine_epsilon",
     "max_over_tensors",
     "muon_groups",
     "offload",

@@ -97,6 +97,44 @@ def test_adafactor_equals_torch(hyper: dict[str, Any], dtype: torch.dtype) -> No
             torch.testing.assert_close(found[index][key], value, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("size", [0.1, 100.0], ids=["below epsilon", "above epsilon"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_adafactor_s_epsilon_is_that_of_the_parameter(
+    dtype: torch.dtype, size: float, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "eager":
+        monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+    shapes: list[Shape] = [(7,), (5, 9), (3, 4, 5)]
+    epsilon = torch.finfo(dtype).eps
+    ours = [torch.nn.Parameter(tensor) for tensor in drawn(shapes, dtype)]
+    theirs = [torch.nn.Parameter(param.detach().clone()) for param in ours]
+    wide = [torch.nn.Parameter(param.detach().clone().double()) for param in ours]
+    optimizers = [tilestep.Adafactor(ours, lr=1.0), torch.optim.Adafactor(theirs, lr=1.0)]
+    optimizers.append(torch.optim.Adafactor(wide, lr=1.0, eps=(epsilon, 1e-3)))
+    for left, right, exact, gradient in zip(ours, theirs, wide, drawn(shapes, torch.float64, seed=1)):
+        left.grad = (size * epsilon * gradient).to(dtype)
+        right.grad, exact.grad = left.grad.clone(), left.grad.double()
+    for optimizer in optimizers:
+        optimizer.step()
+    for left, right, exact in zip(ours, theirs, wide):
+        # torch rounds every intermediate to the parameter's type, tilestep only what it stores.
+        torch.testing.assert_close(left, right, rtol=8 * epsilon, atol=8 * epsilon)
+        closest = max(4 * epsilon, 1e-12)
+        torch.testing.assert_close(left.double(), exact, rtol=closest, atol=closest)
+
+
+def test_the_rule_s_own_code_can_be_asked_in_another_type() -> None:
+    assert tilestep.machine_epsilon(torch.ones(1, dtype=torch.float16)) == torch.finfo(torch.float16).eps
+
+    @rule
+    def misled(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * tilestep.machine_epsilon(grad) * grad
+
+    with pytest.raises(RuleError, match=r"test_rows.py.*machine_epsilon\(\) takes the parameter"):
+        trace(misled, {"lr": 0.1})
+
+
 def test_steps_repeat_bit_by_bit_on_any_number_of_threads() -> None:
     results = []
     before = torch.get_num_threads()
@@ -129,9 +167,8 @@ def test_float32_states_of_masters_follow_the_float32_run() -> None:
     _, hyper = RULES["adafactor"]
     low = [torch.nn.Parameter(tensor) for tensor in drawn(shapes, torch.bfloat16)]
     full = [torch.nn.Parameter(param.detach().float()) for param in low]
-    eps = {"eps": (1e-7, 1e-3)}  # by default the epsilon of the parameter's dtype
-    with_master = tilestep.Adafactor(low, **hyper, **eps, master_weights=True)
-    plain = tilestep.Adafactor(full, **hyper, **eps)
+    with_master = tilestep.Adafactor(low, **hyper, master_weights=True)
+    plain = tilestep.Adafactor(full, **hyper)
     for step in range(3):
         for left, right, gradient in zip(low, full, drawn(shapes, torch.bfloat16, seed=step + 1)):
             left.grad, right.grad = gradient, gradient.float()

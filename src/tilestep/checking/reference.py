@@ -10,6 +10,7 @@ import torch
 
 from ..optimizer.states import MASTER, TRAINING
 from ..rules import Rule
+from ..rules.scalars import precision_of
 
 __all__ = ["CheckFailure", "Snapshot", "compare", "expected"]
 
@@ -73,7 +74,12 @@ def expected(
         known = before.states.get(name)
         wide = torch.float64 if known is not None and known.dim() == 0 else dtype
         buffers.append(None if known is None else known.to(wide, copy=True))
-    results = rule(*(None if each is None else each.clone() for each in buffers), **hyperparameters, step=before.step)
+    kept = precision_of.set(lambda _: torch.finfo(before.param.dtype).eps)
+    try:
+        copies = [None if each is None else each.clone() for each in buffers]
+        results = rule(*copies, **hyperparameters, step=before.step)
+    finally:
+        precision_of.reset(kept)
     named = dict(zip(("param", *rule.state_names), results))
     return {name: value.double() for name, value in named.items() if value is not None}
 

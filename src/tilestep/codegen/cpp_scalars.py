@@ -104,6 +104,8 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
         return None
     if value.attribute == "step":
         return "next_step"
+    if value.attribute == "machine_epsilon":
+        return repr(spec.machine_epsilon)
     if value.attribute == "numel" or size_from_end(value.attribute):
         return f"launch->sizes[t * {len(spec.sizes)} + {spec.sizes.index(size_from_end(value.attribute))}]"
     if value.attribute == "gradient_scale":

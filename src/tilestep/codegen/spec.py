@@ -59,6 +59,11 @@ class KernelSpec:
         return (2, 1, *sorted(asked), *((0,) if "numel" in hypers else ()))
 
     @property
+    def machine_epsilon(self) -> float:
+        """That of the type the parameter is kept in."""
+        return torch.finfo(self.storages["param"].precision).eps
+
+    @property
     def reduction_count(self) -> int:
         """Reductions over one tensor, in all passes."""
         return len(self.program.reductions)

@@ -44,6 +44,10 @@ class Body(Protocol):
 class Storage(Protocol):
     """A storage format."""
 
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype whose precision a kept value has."""
+
     def arrays(self, name: str) -> tuple[Array, ...]:
         """The arrays that hold a buffer of this name."""
 
@@ -75,6 +79,10 @@ class Plain:
     def store(self, body: Body, name: str, value: str) -> None:
         body.write(Array(name, self.dtype), value)
 
+    @property
+    def precision(self) -> torch.dtype:
+        return self.dtype
+
     def is_exact(self, compute: torch.dtype) -> bool:
         return self.dtype is compute
 
@@ -98,6 +106,10 @@ class Master:
     def store(self, body: Body, name: str, value: str) -> None:
         for array in self.arrays(name):
             body.write(array, value)
+
+    @property
+    def precision(self) -> torch.dtype:
+        return self.master_dtype
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return self.master_dtype is compute

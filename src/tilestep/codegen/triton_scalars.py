@@ -75,6 +75,8 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
         return None
     if value.attribute == "step":
         return "next_step"
+    if value.attribute == "machine_epsilon":
+        return f"tl.full((BLOCK,), {spec.machine_epsilon!r}, tl.float64)"
     if value.attribute == "numel" or size_from_end(value.attribute):
         place = f"sizes + t * {len(spec.sizes)} + {spec.sizes.index(size_from_end(value.attribute))}"
         return f"tl.load({place}, mask=active, other=1).to(tl.float64)"

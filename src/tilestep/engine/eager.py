@@ -169,6 +169,8 @@ class EagerSegment(Segment):
     def _number(self, name: str, position: int) -> float:
         if name == "step":
             return float(self.step[position])
+        if name == "machine_epsilon":
+            return self.spec.machine_epsilon
         if name == "numel" or size_from_end(name):
             return float(self.sizes[position, self.spec.sizes.index(size_from_end(name))])
         row = self.hyper[self.group_of[position]]

@@ -19,7 +19,7 @@ __all__ = ["Signature", "graph_for", "guards_hold", "kernel_spec", "statics_of"]
 NUMBER = "<number>"
 """Stands for any number in a static description."""
 
-KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale"})
+KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale", "machine_epsilon"})
 """What the scalar pass knows without a column of the hyperparameter table, beside the parameter's sizes."""
 
 _lock = threading.RLock()

@@ -204,7 +204,7 @@ class Builder:
         return self._intern(Value("load", attribute=buffer, level=level, name=buffer, over=over))
 
     def hyper(self, name: str, level: Level = Level.GROUP) -> Value:
-        """A number the scalar pass reads: a hyperparameter, `step`, `gradient_scale`, `numel`."""
+        """A number the scalar pass reads: a hyperparameter, `step`, `gradient_scale`, `numel`, `machine_epsilon`."""
         return self._intern(Value("hyper", attribute=name, level=level, name=name.replace(".", "_")))
 
     def apply(

@@ -80,6 +80,12 @@ class Recorder(TensorDispatch):
         combined = self.build.apply(f"across_{kind}", self.value_of(tensor), level=Level.TENSOR)
         return self.scalar(combined)
 
+    def precision(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for the machine epsilon of the type that the parameter is kept in."""
+        if self.value_of(tensor).attribute != "param":
+            raise self.unsupported("machine_epsilon() takes the parameter as the rule is given it")
+        return self.scalar(self.build.hyper("machine_epsilon"))
+
     def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
         """A hyperparameter that is a function of the step, as fake tensors computed from it."""
         found = at_step(value, step, name)

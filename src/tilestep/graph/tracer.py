@@ -12,7 +12,7 @@ from ..compat import fake_tensors
 from ..errors import RuleError, TilestepError
 from ..rules import Rule
 from ..rules.protocol import changes, scalar_factory
-from ..rules.scalars import across_tensors
+from ..rules.scalars import across_tensors, precision_of
 from . import matrices
 from .ir import Graph, Level, Over, Value
 from .names import raised_at
@@ -67,7 +67,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
     if rule.uses_step:
         values["step"] = step
     token = scalar_factory.set(recorder.constant)
-    across_token = across_tensors.set(recorder.across)
+    across_token, precision_token = across_tensors.set(recorder.across), precision_of.set(recorder.precision)
     try:
         with Reads(recorder), recorder:
             for key, value in values.items():
@@ -83,6 +83,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
     finally:
         scalar_factory.reset(token)
         across_tensors.reset(across_token)
+        precision_of.reset(precision_token)
 
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from .protocol import Interval, State, at_least, rule
+from .scalars import machine_epsilon
 
 __all__ = ["adafactor"]
 
@@ -52,14 +51,14 @@ def adafactor(
         u = g / sqrt(max(eps[0]^2, v))
         p <- p - alpha * u / max(1, RMS(u) / d)
     with v <- (1 - w) * v + w * g^2 in place of R and C for parameters of fewer than two dimensions. An eps[0] of None
-    is the machine epsilon of the parameter's dtype.
+    is the machine epsilon of the dtype that the parameter is kept in: float32's with a master.
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (ICML 2018);
     torch.optim.Adafactor.
     """
     eps1, eps2 = eps
     if eps1 is None:
-        eps1 = torch.finfo(param.dtype).eps
+        eps1 = machine_epsilon(param)
     if maximize:
         grad = -grad
     root_numel = math.sqrt(param.numel())

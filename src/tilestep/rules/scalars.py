@@ -14,10 +14,21 @@ import torch
 
 from ..errors import RuleError
 
-__all__ = ["across_tensors", "max_over_tensors", "scalar_globals", "sum_over_tensors", "where"]
+__all__ = [
+    "across_tensors",
+    "machine_epsilon",
+    "max_over_tensors",
+    "precision_of",
+    "scalar_globals",
+    "sum_over_tensors",
+    "where",
+]
 
 across_tensors: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("across_tensors", default=None)
 """Who combines a 0-dim value over all parameters, given "sum" or "max" and the value; the tracer sets it."""
+
+precision_of: ContextVar[Callable[[Any], Any] | None] = ContextVar("precision_of", default=None)
+"""Who gives the machine epsilon of the type that a buffer is kept in; set where it is worked on in another."""
 
 _TORCH_NAMES = {"fabs": "abs", "pow": "pow", "copysign": "copysign"}
 
@@ -70,6 +81,22 @@ def max_over_tensors(value: Any) -> Any:
         tensor(3.)
     """
     return _across("max", value)
+
+
+def machine_epsilon(param: Any) -> Any:
+    """The machine epsilon of the type that a parameter is kept in: its master's where it has one.
+
+    Inside a rule every value is float32, so `torch.finfo(param.dtype)` would not say.
+
+    Args:
+        param: the rule's parameter.
+
+    Example:
+        >>> machine_epsilon(torch.ones(3, dtype=torch.bfloat16))
+        0.0078125
+    """
+    known = precision_of.get()
+    return torch.finfo(param.dtype).eps if known is None else known(param)
 
 
 def _across(kind: str, value: Any) -> Any:
