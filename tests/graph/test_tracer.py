@@ -12,6 +12,7 @@ import torch
 
 import tilestep
 from tilestep import RuleError, State
+from tilestep.engine import graph_for
 from tilestep.graph import Graph, Level, trace
 from tilestep.rules import Rule, registry
 
@@ -158,6 +159,22 @@ def test_a_branch_on_hyperparameters_becomes_a_guard() -> None:
     assert "decay" not in without.hypers() and "decay" in with_decay.hypers()
     with pytest.raises(RuleError, match="reads gt as a Python number"):
         trace(rule, {"lr": 0.1, "decay": torch.tensor(0.5)})
+
+
+def test_a_branch_on_sizes_becomes_a_guard() -> None:
+    def long_rows(param: Any, grad: Any, *, lr: Any = 0.1, limit: Any = 8) -> Any:
+        if param.dim() > 1 and param.size(-1) > limit:
+            return param - lr * grad.sign()
+        return param - lr * grad
+
+    rule = tilestep.rule(long_rows)
+    graphs = {shape: trace(rule, rule.hyperparameters, len(shape), shape) for shape in [(3, 9), (9, 8), (50,)]}
+    operations = {shape: {value.operation for value in graph.values()} for shape, graph in graphs.items()}
+    assert [shape for shape, found in operations.items() if "sign" in found] == [(3, 9)]
+    assert [graph.branches_on_sizes for graph in graphs.values()] == [True, True, False]
+    assert [guard.outcome for guard in trace(rule, rule.hyperparameters, 2).guards] == [False]  # sizes of one
+    assert graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 100)) is graph_for(rule, {"lr": 0.2, "limit": 9}, 2, (7, 10))
+    assert graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 8)) is not graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 9))
 
 
 def uses_tensor(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:

@@ -20,7 +20,10 @@ SHAPES = [(6, 7), (7, 6), (8, 8), (6, 7), (4, 4)]
 
 
 class Published:
-    """The algorithm of the authors' soap.py for one matrix, both sides preconditioned, in the operand's dtype."""
+    """The algorithm of the authors' soap.py for one matrix or vector, in the operand's dtype.
+
+    A side that is longer than `max_precond_dim` has neither Gram matrix nor basis, and vectors have none.
+    """
 
     def __init__(self, param: torch.Tensor, **changes: Any) -> None:
         self.param = param.clone()
@@ -31,40 +34,48 @@ class Published:
             "eps": 1e-8,
             "weight_decay": 0.01,
             "precondition_frequency": 10,
+            "max_precond_dim": 10000,
             "normalize_grads": False,
             "correct_bias": True,
             **changes,
         }
         self.step = 0
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(param), torch.zeros_like(param)
-        self.grams = [torch.zeros(side, side, dtype=param.dtype) for side in param.shape]
-        self.bases: list[torch.Tensor] | None = None
+        short = [param.dim() > 1 and side <= self.options["max_precond_dim"] for side in param.shape]
+        self.grams = {
+            place: torch.zeros(side, side, dtype=param.dtype) for place, side in enumerate(param.shape) if short[place]
+        }
+        self.bases: dict[int, torch.Tensor] | None = None
 
     def project(self, value: torch.Tensor) -> torch.Tensor:
         assert self.bases is not None
-        return self.bases[0].mT @ value @ self.bases[1]
+        for place, basis in self.bases.items():
+            value = torch.tensordot(basis, value, ([0], [place])).movedim(0, place)
+        return value
 
     def back(self, value: torch.Tensor) -> torch.Tensor:
         assert self.bases is not None
-        return self.bases[0] @ value @ self.bases[1].mT
+        for place, basis in self.bases.items():
+            value = torch.tensordot(basis, value, ([1], [place])).movedim(0, place)
+        return value
 
     def precondition(self, grad: torch.Tensor) -> None:
         options = self.options
         if self.bases is not None:
             self.exp_avg = self.back(self.exp_avg)
         decay = options["shampoo_beta"] if options["shampoo_beta"] >= 0 else options["betas"][1]
-        self.grams[0].lerp_(grad @ grad.mT, 1 - decay)
-        self.grams[1].lerp_(grad.mT @ grad, 1 - decay)
+        for place, gram in self.grams.items():
+            gram.lerp_(grad @ grad.mT if place == 0 else grad.mT @ grad, 1 - decay)
         if self.bases is None:
-            shifts = [1e-30 * torch.eye(gram.size(0), dtype=gram.dtype) for gram in self.grams]
-            self.bases = [torch.linalg.eigh(gram + shift)[1].flip(1) for gram, shift in zip(self.grams, shifts)]
+            shifts = {place: 1e-30 * torch.eye(gram.size(0), dtype=gram.dtype) for place, gram in self.grams.items()}
+            shifted = {place: gram + shifts[place] for place, gram in self.grams.items()}
+            self.bases = {place: torch.linalg.eigh(gram)[1].flip(1) for place, gram in shifted.items()}
         if self.step > 0 and self.step % options["precondition_frequency"] == 0:
-            turned = []
-            for side, (gram, basis) in enumerate(zip(self.grams, self.bases)):
+            for place, gram in self.grams.items():
+                basis = self.bases[place]
                 order = torch.argsort(torch.diag(basis.mT @ gram @ basis), descending=True)
-                self.exp_avg_sq = self.exp_avg_sq.index_select(side, order)
-                turned.append(torch.linalg.qr(gram @ basis[:, order])[0])
-            self.bases = turned
+                self.exp_avg_sq = self.exp_avg_sq.index_select(place, order)
+                self.bases[place] = torch.linalg.qr(gram @ basis[:, order])[0]
         if self.step > 0:
             self.exp_avg = self.project(self.exp_avg)
 
@@ -129,6 +140,64 @@ def test_it_is_the_authors_algorithm(changes: dict[str, Any]) -> None:
         state = optimizer.state[param]
         torch.testing.assert_close(state["gram_left"], other.grams[0])
         torch.testing.assert_close(state["exp_avg_sq"], other.exp_avg_sq, rtol=1e-6, atol=1e-9)
+
+
+LIMIT = 6
+MIXED = [(6, 7), (7, 6), (8, 8), (6, 6), (4, 5), (9,), (3,), (), (30, 6)]
+
+
+def _mixed(step: int) -> list[torch.Tensor]:
+    return [drawn(shape, 100 * step + place) for place, shape in enumerate(MIXED)]
+
+
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_long_sides_and_vectors_are_left_alone_as_by_the_authors(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "eager":
+        monkeypatch.setattr(engine, "build_segment", lambda device, *arguments: EagerSegment(*arguments))
+    changes: dict[str, Any] = {"precondition_frequency": 3, "max_precond_dim": LIMIT, "lr": 0.01}
+    params = [torch.nn.Parameter(start) for start in _mixed(99)]
+    published = [Published(param.detach(), **changes) for param in params]
+    optimizer = tilestep.SOAP(params, **changes)
+    for step in range(11):
+        for param, other, grad in zip(params, published, _mixed(step)):
+            param.grad = grad.clone()
+            other.take(grad)
+        optimizer.step()
+        for shape, param, other in zip(MIXED, params, published):
+            torch.testing.assert_close(
+                param.detach(), other.param, rtol=1e-7, atol=1e-9, msg=lambda text, shape=shape: f"{shape}: {text}"
+            )
+    for shape, param in zip(MIXED, params):
+        sides = {"left": shape[0] <= LIMIT, "right": shape[1] <= LIMIT} if len(shape) == 2 else {}
+        wanted = {f"{kind}_{side}" for side, short in sides.items() if short for kind in ("gram", "basis")}
+        assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq", *wanted}, shape
+
+
+def test_the_side_of_a_vocabulary_costs_nothing() -> None:
+    embedding = torch.nn.Parameter(torch.ones(10_001, 8))
+    optimizer = tilestep.SOAP([embedding])
+    assert "gram_left" not in optimizer.state[embedding]
+    assert tuple(optimizer.state[embedding]["gram_right"].shape) == (8, 8)
+
+
+def test_one_sided_states_go_through_a_checkpoint() -> None:
+    def trained(params: list[Any], optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            for param, grad in zip(params, _mixed(step)):
+                param.grad = grad
+            optimizer.step()
+
+    params = [torch.nn.Parameter(start) for start in _mixed(99)]
+    optimizer = tilestep.SOAP(params, precondition_frequency=2, max_precond_dim=LIMIT)
+    trained(params, optimizer, range(4))
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    resumed = tilestep.SOAP(others, lr=7.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    trained(params, optimizer, range(4, 7))
+    trained(others, resumed, range(4, 7))
+    assert all(map(torch.equal, params, others))
 
 
 def test_the_rule_called_on_tensors_is_the_step() -> None:
@@ -248,8 +317,8 @@ def test_without_a_compiler_the_rule_itself_runs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_no_matrix_is_refused_by_name() -> None:
-    named = [("up.weight", params_of()[0]), ("up.bias", torch.nn.Parameter(torch.ones(5)))]
-    with pytest.raises(tilestep.MatrixError, match=r"up\.bias.*is not a matrix, and SOAP works on matrices only"):
+    named = [("up.weight", params_of()[0]), ("up.filter", torch.nn.Parameter(torch.ones(5, 3, 3)))]
+    with pytest.raises(tilestep.MatrixError, match=r"up\.filter.*is not a matrix, and SOAP works on matrices only"):
         tilestep.SOAP(named)
 
 

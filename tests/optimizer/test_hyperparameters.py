@@ -85,6 +85,27 @@ def test_a_branch_on_a_tensor_the_host_can_read() -> None:
     assert_close(mine, theirs)
 
 
+def test_a_branch_on_sizes_and_a_number(builds: list[Optimizer]) -> None:
+    @tilestep.rule
+    def small_ones_faster(param: Any, grad: Any, *, lr: Any = 0.1, limit: Any = 6) -> Any:
+        if param.numel() > limit:
+            return param - lr * grad
+        return param - 2 * lr * grad
+
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(2,), (2, 3), (7,), (2, 5)]]
+    optimizer = tilestep.Optimizer(params, small_ones_faster, lr=0.5)
+    builds.clear()
+    for limit, factors in ((6, [2, 2, 1, 1]), (5, [2, 1, 1, 1]), (5.5, [2, 1, 1, 1]), (9, [2, 2, 2, 1])):
+        optimizer.param_groups[0]["limit"] = limit
+        before = [param.detach().clone() for param in params]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        moved = [(start - param.detach()).unique().item() for start, param in zip(before, params)]
+        assert moved == [0.5 * factor for factor in factors], limit
+    assert len(builds) == 2  # between 5 and 5.5 no tensor goes another way
+
+
 def test_momentum_that_begins_late_and_ends(builds: list[Optimizer]) -> None:
     mine, theirs = make_params(), make_params()
     ours, torchs = tilestep.SGD(mine, lr=0.1), torch.optim.SGD(theirs, lr=0.1)

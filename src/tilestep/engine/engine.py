@@ -20,7 +20,6 @@ from .control import Decision
 from .decider import Decider, JointNorm, SharedNorm, norm_table
 from .gradients import Gradients, Seen
 from .group_watch import GroupWatch
-from .recipes import guards_hold
 from .segment import Entry, Segment
 
 __all__ = ["DeviceEngine", "Stale"]
@@ -228,9 +227,8 @@ class DeviceEngine:
         indices = {watch.index for watch in changed}
         affected = [segment for segment in self.segments if not indices.isdisjoint(segment.group_indices)]
         for segment in affected:
-            graph = segment.spec.program.graph
-            own = [watch for watch in changed if watch.index in segment.group_indices] if graph.guards else []
-            if not all(guards_hold(graph, watch.chosen()) for watch in own):
+            own = [watch for watch in changed if watch.index in segment.group_indices]
+            if not all(segment.keeps_graph(watch.index, watch.chosen) for watch in own):
                 raise Stale
         if any(segment.matrices is not None and segment.matrices.outdated() for segment in affected):
             raise Stale("a number that matrix operations take has changed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from ..codegen.spec import KernelSpec
 from ..codegen.storage import Plain, Storage
-from ..graph import Graph, evaluate, flat_numbers, program, size_from_end, trace
+from ..graph import Graph, evaluate, flat_numbers, program, size_from_end, sizes_of, trace
 from ..rules import Rule
 
 __all__ = ["Signature", "graph_for", "guards_hold", "kernel_spec", "statics_of"]
@@ -61,21 +61,25 @@ class Signature:
     device_type: str
 
 
-def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int) -> Graph:
+def graph_for(
+    rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None
+) -> Graph:
     """The rule's graph under these hyperparameters, traced if no known graph's guards hold.
 
     Args:
         rule: the rule.
         hyperparameters: all of the group's values.
         dims: dimensions of the parameter; only rules that ask get a graph of their own for each.
+        shape: the whole parameter's, for rules that branch on sizes; without it, sizes of one.
     """
+    shape = (1,) * dims if shape is None else shape
     hyperparameters = {name: _on_host(value) for name, value in hyperparameters.items()}
     key = (rule, statics_of(hyperparameters))
     with _lock:
         for graph in _graphs.get(key, ()):
-            if (not graph.reads_shape or graph.dims == dims) and guards_hold(graph, hyperparameters):
+            if (not graph.reads_shape or graph.dims == dims) and guards_hold(graph, hyperparameters, shape):
                 return graph
-        graph = trace(rule, hyperparameters, dims)
+        graph = trace(rule, hyperparameters, dims, shape)
         _graphs.setdefault(key, []).append(graph)
         return graph
 
@@ -87,12 +91,14 @@ def _on_host(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
 
 
-def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any]) -> bool:
-    """Whether every branch the graph was traced through would be taken again."""
+def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any], shape: Sequence[int]) -> bool:
+    """Whether every branch the graph was traced through would be taken again for a parameter of this shape."""
     if not graph.guards:
         return True
     hosted = {name: _on_host(value) for name, value in hyperparameters.items()}
     numbers = {name: float(value) for name, value in flat_numbers(hosted) if not isinstance(value, torch.Tensor)}
+    if graph.branches_on_sizes:
+        numbers.update(sizes_of(shape))
     return all(bool(evaluate(guard.condition, numbers)) == guard.outcome for guard in graph.guards)
 
 

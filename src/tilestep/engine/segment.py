@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..errors import GradientError
 from ..matrices.batches import MatrixBatches
 from ..matrices.shared import Exchange
 from .layout import cut_tiles, layout_record, same_walk
+from .recipes import guards_hold
 from .windows import Mover, Window
 
 __all__ = ["Entry", "Segment", "hyper_row"]
@@ -167,6 +168,22 @@ class Segment:
     def upload(self) -> None:
         """Bring changed tables to the device."""
         raise NotImplementedError
+
+    def keeps_graph(self, group: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
+        """Whether the rule would take the same branches with other hyperparameters.
+
+        Args:
+            group: index of the param group.
+            hyperparameters: gives those that it has now; asked where the rule has branches.
+        """
+        graph = self.spec.program.graph
+        if not graph.guards:
+            return True
+        shapes: set[tuple[int, ...]] = {()}
+        if graph.branches_on_sizes:
+            shapes = {tuple(entry.handle.shape) for entry in self.entries if entry.group == group}
+        now = hyperparameters()
+        return all(guards_hold(graph, now, shape) for shape in shapes)
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
         """Copy a hyperparameter that lives on a device into the table, on the device."""

@@ -8,7 +8,7 @@ from .library import Library, LibraryPass
 from .operations import ACROSS, OPERATIONS, REDUCTIONS
 from .passes import ScalarPass, TilePass
 from .phases import Program, program, scalar_needs
-from .reductions import size_from_end
+from .reductions import size_from_end, sizes_of
 from .slices import Slices
 from .tracer import trace
 from .views import View
@@ -39,5 +39,6 @@ __all__ = [
     "program",
     "scalar_needs",
     "size_from_end",
+    "sizes_of",
     "trace",
 ]

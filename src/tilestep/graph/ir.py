@@ -77,6 +77,13 @@ class Value:
     name: str = ""
     line: str = ""
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it comes from the device itself: what a buffer holds, or a reduction."""
+        return self.operation not in ("hyper", "constant") and (
+            self.operation == "load" or OPERATIONS[self.operation].evaluate is None
+        )
+
     def __repr__(self) -> str:
         inside = ", ".join([*(arg.name or arg.operation for arg in self.args), *([repr(self.attribute)] * 1)])
         return f"<{self.name or '_'} = {self.operation}({inside}) {self.level.name.lower()}>"
@@ -97,13 +104,14 @@ class Graph:
     Args:
         title: the rule's name.
         outputs: new value of each buffer that changes, by buffer name (the parameter's name is `param`).
-        guards: the branches taken; when one flips, the rule is traced again.
+        guards: the branches taken, on hyperparameters and sizes; when one flips, the rule is traced again.
         states: names of the state buffers that are read or written, in the rule's order.
         scalar_states: those of them that hold one number per tensor.
         slice_states: those of them that hold one number per row or column, and the dimension that they have not.
         matrix_states: those of them that are matrices of another shape, and what they have for rows and columns.
         dims: dimensions of the parameter it was traced for.
         reads_shape: whether the rule asked for them, so that the graph holds for these dimensions only.
+        branches_on_sizes: whether a guard asks for the parameter's sizes.
         equations: the rule's docstring, for people.
         aten: the ATen calls of the rule as torch.fx recorded them, for people.
     """
@@ -117,6 +125,7 @@ class Graph:
     matrix_states: dict[str, tuple[str, str]] = field(default_factory=dict)
     dims: int = 1
     reads_shape: bool = False
+    branches_on_sizes: bool = False
     equations: str = ""
     aten: Any = None
 

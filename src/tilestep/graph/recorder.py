@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,16 +32,17 @@ _IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
 
 
 class Recorder(TensorDispatch):
-    """Records the ATen calls of one run of a rule."""
+    """Records the ATen calls of one run of a rule for a parameter of this shape."""
 
-    def __init__(self, rule: Rule, hyperparameters: Mapping[str, Any], dims: int) -> None:
+    def __init__(self, rule: Rule, hyperparameters: Mapping[str, Any], shape: Sequence[int]) -> None:
         super().__init__()
         self.rule = rule
         self.given = hyperparameters
         self.numbers: dict[str, float] = {
             name: value for name, value in flat_numbers(hyperparameters) if not isinstance(value, torch.Tensor)
         }
-        self.build = Builder(dims)
+        self.sizes = reductions.sizes_of(shape)
+        self.build = Builder(len(shape))
         self.fx_graph = fx.Graph()
         self.node_of: dict[int, fx.Node] = {}
         self.values: dict[fx.Node, Value] = {}
@@ -219,7 +220,7 @@ class Recorder(TensorDispatch):
         return RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; use torch.where instead of if")
 
     def branch(self, tensor: Any) -> bool:
-        """Decide an `if` of the rule on its hyperparameters, and remember the decision as a guard.
+        """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard.
 
         A function of the step is taken to be positive where the rule only asks whether it is zero.
         """
@@ -229,10 +230,11 @@ class Recorder(TensorDispatch):
         against_zero = value.args[1:] == (self.build.constant(0.0),) and id(value.args[0]) in self.moving
         if against_zero and value.operation in _IF_NOT_ZERO:
             return _IF_NOT_ZERO[value.operation]
-        names = {node.attribute for node in ancestors([value]) if node.operation == "hyper"}
-        if value.level > Level.GROUP or not names <= set(self.numbers):
+        known, reached = {**self.numbers, **self.sizes}, ancestors([value])
+        names = {node.attribute for node in reached if node.operation == "hyper"}
+        if not names <= set(known) or any(node.is_measured for node in reached):
             raise self.read_error(tensor)
-        outcome = bool(evaluate(value, self.numbers))
+        outcome = bool(evaluate(value, known))
         if value.operation != "constant":
             self.guards[id(value)] = Guard(value, outcome)
         return outcome

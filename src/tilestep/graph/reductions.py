@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .ir import SCALAR_LEVELS, Builder, Level, Over, Value
 from .lowering import LOWERINGS, Unsupported
 
-__all__ = ["count", "register", "size_from_end"]
+__all__ = ["count", "register", "size_from_end", "sizes_of"]
 
 _SIZES = {1: "columns", 2: "rows"}
 _FAR_SIZE = "size.-"
@@ -30,6 +31,20 @@ def size_from_end(name: str) -> int:
     """
     found = next((from_end for from_end, known in _SIZES.items() if known == name), 0)
     return int(name.removeprefix(_FAR_SIZE)) if name.startswith(_FAR_SIZE) else found
+
+
+def sizes_of(shape: Sequence[int]) -> dict[str, float]:
+    """The sizes of a parameter by the names that they have among the numbers of the scalar pass.
+
+    Args:
+        shape: the parameter's.
+
+    Example:
+        >>> sizes_of((5, 3, 2))
+        {'numel': 30.0, 'columns': 2.0, 'rows': 3.0, 'size.-3': 5.0}
+    """
+    each = {_size_name(from_end): float(size) for from_end, size in enumerate(reversed(shape), start=1)}
+    return {"numel": float(math.prod(shape)), **each}
 
 
 def count(build: Builder, dims: Iterable[int]) -> Value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .recorder import ALTERNATIVE, Recorder
 __all__ = ["trace"]
 
 
-def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1) -> Graph:
+def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: Sequence[int] | None = None) -> Graph:
     """Run a rule once on fake tensors and return its graph.
 
     Args:
@@ -30,6 +30,7 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1) -> Grap
         hyperparameters: a value for every hyperparameter; flags, strings and None are taken as they are, numbers and
             0-dim tensors become inputs of the graph, functions of the step a part of it.
         dims: number of dimensions of the parameters this graph is for.
+        sizes: their shape, by which an `if` on sizes is decided; without it, as for sizes of one.
 
     Raises:
         RuleError: for an operation without translation, a branch on data, or a wrong number or shape of results.
@@ -40,13 +41,14 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1) -> Grap
         >>> sorted(graph.outputs), graph.states
         (['exp_avg', 'param'], ('exp_avg',))
     """
-    recorder = Recorder(rule, hyperparameters, dims)
+    recorder = Recorder(rule, hyperparameters, (1,) * dims if sizes is None else sizes)
     shape = tuple(itertools.islice((7, 11, 13, 17, 19, 23, 29, 31), dims))
     with fake_tensors():
         outputs = _outputs(recorder, rule, _run(recorder, rule, hyperparameters, shape), shape)
     graph = Graph(rule.name, outputs, list(recorder.guards.values()), equations=rule.__doc__ or "")
     graph.aten = recorder.fx_graph
     graph.dims = dims
+    graph.branches_on_sizes = any(guard.condition.level is Level.TENSOR for guard in graph.guards)
     touched = set(graph.loads()) | set(outputs)
     graph.states = tuple(name for name in rule.state_names if name in touched)
     kinds = {name: rule.states[name].shape for name in graph.states}

@@ -61,10 +61,10 @@ class Plan:
         return max(gradients / known.outward, self.parameters / known.inward, shared)
 
 
-def _spec(optimizer: Optimizer, group: dict[str, object], param: torch.Tensor) -> KernelSpec:
+def _spec(optimizer: Optimizer, group: dict[str, object], part: torch.Tensor, shape: torch.Size) -> KernelSpec:
     rule = optimizer.rule_of(group)
-    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim())
-    return kernel_spec(graph, storages(param, group, graph), compute_dtype(param), param.device.type)
+    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, part.dim(), shape)
+    return kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
 
 
 def plan_for(optimizer: Optimizer) -> Plan:
@@ -79,7 +79,7 @@ def plan_for(optimizer: Optimizer) -> Plan:
         if param.is_meta:
             continue
         part = part_of(param)
-        spec = _spec(optimizer, group, part)
+        spec = _spec(optimizer, group, part, param.shape)
         key = (id(spec), part.dtype, grad_dtype(part))
         if key not in widths:
             widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), sum(total_traffic(spec)))

@@ -272,6 +272,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
     members: dict[int, torch.Tensor] = {}
     dormant: list[torch.Tensor] = []
     plans: dict[tuple[Any, ...], tuple[Graph, KernelSpec]] = {}
+    by_shape: set[tuple[Any, ...]] = set()
     planned: list[tuple[str, int, torch.Tensor, Graph, KernelSpec, dict[str, Any]]] = []
     later: Later = {}
     exchanges, shared = Exchanges(), dict[torch.Tensor, Any]()
@@ -283,9 +284,13 @@ def build_tables(optimizer: Optimizer) -> Tables:
         check_parameter(part, label)
         rule = optimizer.rule_of(group)
         like = _as_a_whole(optimizer, param)
-        alike = (group_index, like.dim(), param.dtype, grad_dtype(param), part.device.type)
+        kind = (group_index, like.dim(), param.dtype, grad_dtype(param), part.device.type)
+        alike = (*kind, like.shape) if kind in by_shape else kind
         if alike not in plans:
             graph = _graph_of(label, rule, group, like)
+            if graph.branches_on_sizes:
+                by_shape.add(kind)
+                alike = (*kind, like.shape)
             spec = kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
             plans[alike] = graph, spec
         graph, spec = plans[alike]
@@ -366,7 +371,7 @@ def _as_a_whole(optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
 
 def _graph_of(label: str, rule: Rule, group: dict[str, Any], param: torch.Tensor) -> Graph:
     try:
-        return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim())
+        return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim(), param.shape)
     except MatrixError as error:
         raise MatrixError(
             f"{label} of shape {tuple(param.shape)} is not a matrix, and {rule.name} works on matrices only; give it "

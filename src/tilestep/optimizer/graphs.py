@@ -67,8 +67,8 @@ def require_no_waits(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)
-        for dims in {param.dim() for param in group["params"]}:
-            graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, dims)
+        for shape in {param.shape for param in group["params"]}:
+            graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape)
             operations = (MATRIX_OPERATIONS.get(value.operation) for value in graph.values())
             waits = any(operation is not None and operation.waits for operation in operations)
             require(not waits, f"rule {rule.name} decomposes matrices in some steps, and ranks step together")

@@ -98,7 +98,7 @@ def _together(optimizer: Optimizer) -> dict[int, str]:
         if param.is_meta:
             continue
         rule = optimizer.rule_of(group)
-        graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim())
+        graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim(), param.shape)
         spec = kernel_spec(graph, storages(param, group, graph), compute_dtype(param), param.device.type)
         if spec.program.across:
             found[id(param)] = rule.name

@@ -27,6 +27,7 @@ __all__ = ["soap"]
         "eps": at_least(0),
         "weight_decay": at_least(0),
         "precondition_frequency": at_least(1),
+        "max_precond_dim": at_least(0),
     },
 )
 def soap(
@@ -45,11 +46,12 @@ def soap(
     eps: Any = 1e-8,
     weight_decay: Any = 0.01,
     precondition_frequency: Any = 10,
+    max_precond_dim: Any = 10000,
     normalize_grads: bool = False,
     correct_bias: bool = True,
     step: Any,
 ) -> tuple[Any, ...]:
-    """Adam on gradients that are turned into the eigenvectors of their running Gram matrices; for matrices.
+    """Adam on gradients that are turned into the eigenvectors of their running Gram matrices.
 
     Equations, with t the step count from 0, L and R the Gram matrices and U and V their eigenvectors:
         h = U^T g V;  m <- beta1 m + (1 - beta1) h;  v <- beta2 v + (1 - beta2) h^2
@@ -60,19 +62,23 @@ def soap(
     `precondition_frequency` steps each basis is sorted and turned by one step of power iteration and a QR
     decomposition, and m and v with it. A negative `shampoo_beta` stands for beta2.
 
-    Both sides of every parameter are preconditioned: give embeddings and heads to another rule, as for Muon.
+    A side longer than `max_precond_dim` keeps no L and U (R and V): embeddings and heads are turned on one side.
+    Vectors are turned on none. Tensors of more than two dimensions are for another rule, in a param group of its own.
 
     Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (ICLR 2025), and its soap.py.
     """
     beta1, beta2 = betas
     decay = shampoo_beta if shampoo_beta >= 0 else beta2
+    has_left = param.dim() > 1 and bool(param.size(-2) <= max_precond_dim)
+    has_right = param.dim() > 1 and bool(param.size(-1) <= max_precond_dim)
+    left, right = basis_left if has_left else None, basis_right if has_right else None
     count = step - 1
     first, turns = count == 0, torch.remainder(count, precondition_frequency) == 0
 
-    turned = basis_left.mT @ grad @ basis_right
+    turned = _turned(grad, left, right)
     mean = torch.where(first, exp_avg, exp_avg + (1 - beta1) * (turned - exp_avg))
     square = torch.where(first, exp_avg_sq, beta2 * exp_avg_sq + (1 - beta2) * turned * turned)
-    update = basis_left @ (mean / (square.sqrt() + eps)) @ basis_right.mT
+    update = _turned_back(mean / (square.sqrt() + eps), left, right)
     if normalize_grads:
         update = update / (1e-30 + (update * update).mean().sqrt())
     size = lr
@@ -81,15 +87,32 @@ def soap(
     moved = param - size * update
     param = torch.where(first, param, moved - lr * weight_decay * moved)
 
-    gram_left = gram_left + (1 - decay) * (grad @ grad.mT - gram_left)
-    gram_right = gram_right + (1 - decay) * (grad.mT @ grad - gram_right)
-    order_left, order_right = descending(gram_left, basis_left), descending(gram_right, basis_right)
-    next_left = orthogonal_basis(gram_left @ (basis_left @ order_left))
-    next_right = orthogonal_basis(gram_right @ (basis_right @ order_right))
-    original = basis_left @ mean @ basis_right.mT
+    order_left = order_right = next_left = next_right = None
+    if has_left:
+        gram_left = gram_left + (1 - decay) * (grad @ grad.mT - gram_left)
+        order_left = descending(gram_left, basis_left)
+        next_left = orthogonal_basis(gram_left @ (basis_left @ order_left))
+    if has_right:
+        gram_right = gram_right + (1 - decay) * (grad.mT @ grad - gram_right)
+        order_right = descending(gram_right, basis_right)
+        next_right = orthogonal_basis(gram_right @ (basis_right @ order_right))
+    original = _turned_back(mean, left, right)
     refreshes = torch.logical_and(turns, torch.logical_not(first))
-    exp_avg = torch.where(refreshes, next_left.mT @ original @ next_right, mean)
-    exp_avg_sq = torch.where(refreshes, order_left.mT @ square @ order_right, square)
-    basis_left = torch.where(first, eigenbasis(gram_left), torch.where(refreshes, next_left, basis_left))
-    basis_right = torch.where(first, eigenbasis(gram_right), torch.where(refreshes, next_right, basis_right))
+    exp_avg = torch.where(refreshes, _turned(original, next_left, next_right), mean)
+    exp_avg_sq = torch.where(refreshes, _turned(square, order_left, order_right), square)
+    if has_left:
+        basis_left = torch.where(first, eigenbasis(gram_left), torch.where(refreshes, next_left, basis_left))
+    if has_right:
+        basis_right = torch.where(first, eigenbasis(gram_right), torch.where(refreshes, next_right, basis_right))
     return param, exp_avg, exp_avg_sq, gram_left, gram_right, basis_left, basis_right
+
+
+def _turned(value: Any, left: Any, right: Any) -> Any:
+    """A matrix in the bases of its sides; None for a side that has none."""
+    value = value if left is None else left.mT @ value
+    return value if right is None else value @ right
+
+
+def _turned_back(value: Any, left: Any, right: Any) -> Any:
+    value = value if left is None else left @ value
+    return value if right is None else value @ right.mT

@@ -75,7 +75,7 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     group = optimizer.param_groups[member.group]
     rule = optimizer.rule_of(group)
     like = torch.empty_like(member.param, device="meta")
-    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, like.dim())
+    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, like.dim(), like.shape)
     later: Any = {}
     state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome(), like.shape)
     begin_missing(later, StateHome())

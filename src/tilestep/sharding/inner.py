@@ -79,7 +79,7 @@ class PieceOptimizer(Optimizer):
 def spec_of(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> KernelSpec:
     """What the kernels of a parameter are built from."""
     rule = optimizer.rule_of(group)
-    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim())
+    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim(), param.shape)
     return kernel_spec(graph, storages(param, group, graph), compute_dtype(param), param.device.type)
 
 
