@@ -6,7 +6,9 @@ over all parameters, with the global-norm clip inside.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import lr_scheduler, swa_utils
 
 __version__ = "0.1.0"
 
@@ -50,6 +52,20 @@ if TYPE_CHECKING:
 
 globals().update(named_optimizers())
 
+_ELSEWHERE = {
+    "LBFGS": "it evaluates the model inside its step",
+    "SparseAdam": "it takes sparse gradients, and gradients here are dense",
+}
+
+if not TYPE_CHECKING:  # type checkers would take any name for known
+
+    def __getattr__(name: str) -> Any:
+        """Say why an optimizer of torch's is not here."""
+        if name in _ELSEWHERE:
+            raise AttributeError(f"tilestep has no {name}: {_ELSEWHERE[name]}; use torch.optim.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "BuildError",
     "CaptureError",
@@ -86,6 +102,7 @@ __all__ = [
     "limit_workspace",
     "load_checkpoint",
     "lookahead",
+    "lr_scheduler",
     "machine_epsilon",
     "max_over_tensors",
     "muon_groups",
@@ -100,6 +117,7 @@ __all__ = [
     "schedule",
     "shard",
     "sum_over_tensors",
+    "swa_utils",
     "total_norm",
     "where",
     *registry,

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import tilestep
+from tilestep.bench import rule_steps
 from tilestep.bench.peers import OURS
 from tilestep.bench.report import plot
 from tilestep.bench.results import Result
 from tilestep.bench.rule_steps import run_rules
 from tilestep.bench.sections import Settings
+from tilestep.bench.soap_steps import LOOP, SoapLoop
 from tilestep.bench.traffic import has_matrix_work, step_bytes
 
 CPU = torch.device("cpu")
@@ -70,11 +72,40 @@ def test_muon_is_measured_with_adamw_for_the_rest(settings: Settings) -> None:
     assert [row.failure for row in group.rows] == [None] * 3
 
 
-def test_rules_for_matrices_alone_are_left_out_with_a_note(settings: Settings) -> None:
-    result = run_rules(settings, ["SOAP", "SGD"])
-    assert result.notes == ["left out: SOAP works on matrices only"]
+def test_rules_for_matrices_alone_are_left_out_with_a_note(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule_steps, "MUON", "")  # as a rule that nobody has thought of
+    result = run_rules(settings, ["Muon", "SGD"])
+    assert result.notes == ["left out: Muon works on matrices only"]
     assert {group.tags["rule"] for group in result.groups} == {"SGD"}
     assert all(row.failure is None for group in result.groups for row in group.rows)
+
+
+def test_soap_is_measured_with_and_without_turns(settings: Settings) -> None:
+    plain, turning = run_rules(settings, ["SOAP"]).groups
+    assert plain.title.startswith("SOAP, steps that turn no bases, small llama: 21")
+    assert turning.title.startswith("SOAP, mean of 10 steps of which one turns the bases")
+    for group in (plain, turning):
+        ours, loop = group.row(OURS), group.row(LOOP)
+        assert ours is not None and ours.failure is None and ours.wall is not None
+        assert loop is not None and loop.failure is None and loop.wall is not None
+        assert ours.speedup == pytest.approx(loop.wall.median / ours.wall.median)
+
+
+def test_the_loop_that_soap_is_held_against_does_what_soap_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 6), (5, 5), (7, 30), (4,)]
+    mine = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    theirs = [param.detach().clone().requires_grad_() for param in mine]
+    given = {"precondition_frequency": 3, "max_precond_dim": 8}
+    optimizer, loop = tilestep.Optimizer(mine, "SOAP", **given), SoapLoop(theirs, frequency=3, limit=8)
+    for _ in range(9):
+        for left, right in zip(mine, theirs):
+            left.grad = torch.randn(left.shape, generator=generator)
+            right.grad = left.grad.clone()
+        optimizer.step()
+        loop.step()
+    for left, right in zip(mine, theirs):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-3)
 
 
 def test_an_unknown_rule_is_an_error(settings: Settings) -> None:

@@ -151,9 +151,7 @@ def _mixed(step: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["cpp", "eager"])
-def test_long_sides_and_vectors_are_left_alone_as_by_the_authors(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_sides_and_vectors_are_left_alone_as_by_the_authors(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "eager":
         monkeypatch.setattr(engine, "build_segment", lambda device, *arguments: EagerSegment(*arguments))
     changes: dict[str, Any] = {"precondition_frequency": 3, "max_precond_dim": LIMIT, "lr": 0.01}

@@ -177,10 +177,7 @@ def test_positional_order_is_torchs(name: str) -> None:
     rule = registry[name]
     parameters = list(inspect.signature(getattr(torch.optim, name)).parameters.values())[1:]
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    ours = [key for key in rule.hyperparameters if key not in rule.keyword_only]
-    assert positional[: len(ours)] == ours
-    # The few that torch also takes by position come after every number, and are refused there rather than misread.
-    assert set(positional[len(ours) :]) <= {*FLAGS, "maximize"}
+    assert positional == [*(key for key in rule.hyperparameters if key not in rule.keyword_only), *rule.by_position]
 
 
 @pytest.mark.parametrize("name", NAMES)

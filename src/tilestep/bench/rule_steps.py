@@ -16,6 +16,7 @@ from tilestep.bench.measure import Contender
 from tilestep.bench.peers import OURS
 from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import Settings, free, measured_group
+from tilestep.bench.soap_steps import soap_groups
 from tilestep.bench.traffic import has_matrix_work, step_bytes
 from tilestep.bench.workloads import Workload, cpu_workloads, gpu_workloads, make_parameters
 from tilestep.errors import MatrixError
@@ -23,14 +24,15 @@ from tilestep.errors import MatrixError
 __all__ = ["run_rules"]
 
 ROUNDS = 5
-MUON = "Muon"
+MUON, SOAP = "Muon", "SOAP"
 
 
 def run_rules(settings: Settings, names: Sequence[str] = ()) -> Result:
     """Measure a step of every registered rule with its default hyperparameters, without a clip.
 
     On a GPU: on the language model in bf16, against the bandwidth of a copy, and Muon beside torch's. On a CPU: on the
-    large and on the many small float32 tensors, against the fastest of torch's variants of the same name.
+    large and on the many small float32 tensors, against the fastest of torch's variants of the same name. SOAP: on a
+    smaller model, beside a loop over its tensors.
 
     Args:
         settings: as for the other sections.
@@ -44,16 +46,20 @@ def run_rules(settings: Settings, names: Sequence[str] = ()) -> Result:
             raise ValueError(f"no rule is called {name!r}; there are: {', '.join(tilestep.registry)}")
     chosen = [name for name in tilestep.registry if not names or name in names]
     result = Result("rules", environment(settings.device))
+    alone = [name for name in chosen if name != SOAP]
     if settings.device.type == "cuda":
         workload = gpu_workloads(settings.quick)[1]
-        result.groups.append(_all_alone(chosen, workload, settings))
+        if alone:
+            result.groups.append(_all_alone(alone, workload, settings))
         if MUON in chosen:
             result.groups.append(_muon(workload, settings))
     else:
         for workload in cpu_workloads(settings.quick)[:2]:
-            result.groups.extend(_beside_torch(name, workload, settings) for name in chosen if name != MUON)
+            result.groups.extend(_beside_torch(name, workload, settings) for name in alone if name != MUON)
         if MUON in chosen:
             result.groups.append(_muon(gpu_workloads(quick=True)[1], settings))
+    if SOAP in chosen:
+        result.groups.extend(soap_groups(settings))
     _leave_out_refused(result)
     return result
 

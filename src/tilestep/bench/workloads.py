@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Workload", "adamw_bytes", "cpu_workloads", "gpu_workloads", "make_parameters"]
+__all__ = ["Workload", "adamw_bytes", "cpu_workloads", "gpu_workloads", "make_parameters", "small_llama"]
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,26 @@ def _random_sizes(quick: bool) -> Workload:
 
 def _llama(quick: bool) -> Workload:
     """24 layers of width 2048 with 8 key-value heads, untied embeddings: 219 tensors."""
-    layers, width, key_value, inner, vocabulary = (2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000)
+    return _llama_of("llama", *((2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000)))
+
+
+def small_llama(quick: bool = False) -> Workload:
+    """Return what rules that decompose matrices run: two layers of width 1024, untied embeddings.
+
+    >>> small_llama().title
+    'small llama: 21 bfloat16 tensors, 88.09 M elements'
+    """
+    return _llama_of("small llama", *((2, 64, 16, 172, 500) if quick else (2, 1024, 256, 2816, 32000)))
+
+
+def _llama_of(name: str, layers: int, width: int, key_value: int, inner: int, vocabulary: int) -> Workload:
     layer: list[tuple[int, ...]] = [
         (width, width), (key_value, width), (key_value, width), (width, width),  # attention: q, k, v, o
         (inner, width), (inner, width), (width, inner),  # gate, up, down
         (width,), (width,),  # norms
     ]  # fmt: skip
     shapes = [(vocabulary, width), *(layer * layers), (width,), (vocabulary, width)]
-    return Workload("llama", tuple(shapes), torch.bfloat16)
+    return Workload(name, tuple(shapes), torch.bfloat16)
 
 
 def make_parameters(workload: Workload, device: torch.device, seed: int = 0) -> list[Tensor]:

@@ -61,9 +61,7 @@ class Signature:
     device_type: str
 
 
-def graph_for(
-    rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None
-) -> Graph:
+def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None) -> Graph:
     """The rule's graph under these hyperparameters, traced if no known graph's guards hold.
 
     Args:

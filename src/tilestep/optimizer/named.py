@@ -21,11 +21,12 @@ _COMMON = {
 def _signature(rule: Rule) -> inspect.Signature:
     kinds = inspect.Parameter
     parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD), kinds("params", kinds.POSITIONAL_OR_KEYWORD)]
+    defaults = {**rule.hyperparameters, **rule.options, **_COMMON}
     plain = [key for key in rule.hyperparameters if key not in rule.keyword_only]
-    parameters += [kinds(key, kinds.POSITIONAL_OR_KEYWORD, default=rule.hyperparameters[key]) for key in plain]
-    keyword = {key: rule.hyperparameters[key] for key in rule.keyword_only}
-    for key, value in {**keyword, **rule.options, **_COMMON}.items():
-        parameters.append(kinds(key, kinds.KEYWORD_ONLY, default=value))
+    positional = [*plain, *rule.by_position]
+    keyword = [key for key in (*rule.keyword_only, *rule.options, *_COMMON) if key not in positional]
+    parameters += [kinds(key, kinds.POSITIONAL_OR_KEYWORD, default=defaults[key]) for key in positional]
+    parameters += [kinds(key, kinds.KEYWORD_ONLY, default=defaults[key]) for key in keyword]
     return inspect.Signature(parameters)
 
 

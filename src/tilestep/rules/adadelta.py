@@ -19,6 +19,7 @@ __all__ = ["adadelta"]
     },
     options={"foreach": None, "capturable": False, "differentiable": False},
     keyword_only=("maximize",),
+    by_position=("foreach",),
 )
 def adadelta(
     param: Any,

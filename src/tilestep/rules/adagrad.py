@@ -20,6 +20,7 @@ __all__ = ["adagrad"]
     },
     options={"foreach": None, "differentiable": False, "fused": None},
     keyword_only=("maximize",),
+    by_position=("foreach",),
     states={"sum": State(init="initial_accumulator_value")},
 )
 def adagrad(

@@ -16,6 +16,7 @@ __all__ = ["adamax"]
     ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
     options={"foreach": None, "differentiable": False, "capturable": False},
     keyword_only=("maximize",),
+    by_position=("foreach",),
 )
 def adamax(
     param: Any,

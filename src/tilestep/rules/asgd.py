@@ -16,6 +16,7 @@ __all__ = ["asgd"]
     ranges={"lr": at_least(0), "weight_decay": at_least(0)},
     options={"foreach": None, "differentiable": False, "capturable": False},
     keyword_only=("maximize",),
+    by_position=("foreach", "maximize", "differentiable", "capturable"),
     states={"eta": State(init="lr", shape="scalar"), "mu": State(init=1.0, shape="scalar")},
 )
 def asgd(

@@ -319,6 +319,7 @@ def _compose(
         ranges={**rule.ranges, **(ranges or {})},
         options=rule.options,
         keyword_only=(*rule.keyword_only, *(hyperparameters or {})),
+        by_position=rule.by_position,
         evaluation=evaluation or rule.evaluation,
         others=rule.others,
         composition=(composer, rule, *arguments),

@@ -98,6 +98,7 @@ class Rule:
         ranges: Mapping[str, Interval] | None = None,
         options: Mapping[str, Any] | None = None,
         keyword_only: tuple[str, ...] = (),
+        by_position: tuple[str, ...] = (),
         evaluation: Callable[..., Any] | None = None,
         others: str | None = None,
         composition: tuple[Any, ...] | None = None,
@@ -111,6 +112,7 @@ class Rule:
         self.ranges = dict(ranges or {})
         self.options = dict(options or {})
         self.keyword_only = tuple(keyword_only)
+        self.by_position = tuple(by_position)
         self.evaluation = evaluation
         self.others = others
         self.composition = composition
@@ -325,6 +327,7 @@ def rule(
     ranges: Mapping[str, Interval] | None = None,
     options: Mapping[str, Any] | None = None,
     keyword_only: tuple[str, ...] = (),
+    by_position: tuple[str, ...] = (),
     evaluation: Callable[..., Any] | None = None,
     others: str | None = None,
 ) -> Any:
@@ -339,6 +342,7 @@ def rule(
         ranges: the values each hyperparameter may take.
         options: further keys kept in `param_groups` that the rule does not read.
         keyword_only: hyperparameters that the class takes by keyword only.
+        by_position: options, and names of `keyword_only`, that the class takes by position too, after all others.
         evaluation: where the weights to evaluate are not the parameter itself: a function from the parameter and,
             by name, the states and hyperparameters it needs to those weights. Called by `Rule.evaluated`.
         others: of a rule for matrices alone, the name of the rule that a model's other parameters go to.
@@ -363,6 +367,7 @@ def rule(
             ranges=ranges,
             options=options,
             keyword_only=keyword_only,
+            by_position=by_position,
             evaluation=evaluation,
             others=others,
         )

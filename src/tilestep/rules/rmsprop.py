@@ -20,6 +20,7 @@ __all__ = ["rmsprop"]
     },
     options={"capturable": False, "foreach": None, "differentiable": False},
     keyword_only=("maximize",),
+    by_position=("capturable", "foreach", "maximize", "differentiable"),
 )
 def rmsprop(
     param: Any,

@@ -87,7 +87,10 @@ def soap(
     moved = param - size * update
     param = torch.where(first, param, moved - lr * weight_decay * moved)
 
-    order_left = order_right = next_left = next_right = None
+    order_left: Any = None
+    order_right: Any = None
+    next_left: Any = None
+    next_right: Any = None
     if has_left:
         gram_left = gram_left + (1 - decay) * (grad @ grad.mT - gram_left)
         order_left = descending(gram_left, basis_left)
