@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton_assembler import require_assembler
 
 from tilestep.codegen import triton as triton_backend
 from tilestep.codegen.compile_triton import load_module
@@ -56,15 +57,6 @@ def assembled(ptx: str, directory: Path) -> tuple[int, int]:
     found = [re.search(pattern, said) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")]
     assert found[0] and found[1], said
     return int(found[0][1]), int(found[1][1])
-
-
-def require_assembler() -> None:
-    try:
-        from triton.backends.nvidia.compiler import get_ptxas
-
-        get_ptxas(90)
-    except Exception as error:
-        pytest.skip(f"Triton has no ptxas here: {error}")
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float64)], ids=str)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from float64_reference import check_steps
 
 from tilestep.rules import registry

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cuda_graphs"))
 from capture_runs import equal, fill_gradients, make, ready, same_state
 from captures import *  # noqa: F403
 from captures_of_matrices import *  # noqa: F403
 from captures_refused import *  # noqa: F403
+from synchronization import no_synchronization
 
 import tilestep
 from tilestep.bench.trace import trace
@@ -27,16 +23,6 @@ from tilestep.bench.trace import trace
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CUDA = torch.device("cuda")
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def many(count: int = 2000, size: int = 4096, dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:

@@ -6,18 +6,14 @@ import gc
 import math
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from rule_cases import NAMES, STORAGES, check_case
+from synchronization import no_synchronization
 
 import tilestep
 from tilestep.bench.trace import trace
@@ -30,16 +26,6 @@ two_devices = pytest.mark.skipif(
 )
 CASES = [(name, storage) for storage in STORAGES for name in NAMES]
 Params = list[torch.nn.Parameter]
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,10 @@ python -m pytest tests/gpu/test_kept_gradients_gpu.py
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "offloading"))
 from offloaded_pairs import streamed
 from test_offload_gpu import CUDA, clipped, delays, layers, one_rank, sharded
 

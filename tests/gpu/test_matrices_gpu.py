@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from synchronization import no_synchronization
 
 import tilestep
 from tilestep.matrices import COEFFICIENTS, batches, orthogonal
@@ -20,16 +21,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 NUMBERS = (5.0, *COEFFICIENTS, 1e-7)
 SHAPES = [(256, 256), (256, 768), (768, 256), (64, 64), (24, 40), (320, 1088), (256, 768)]
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def drawn(shape: Sequence[int], seed: int = 0) -> torch.Tensor:

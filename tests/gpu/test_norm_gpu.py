@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "norm"))
 from norm_referee import DTYPES, ORDERS, drawn, referee, tolerance
+from synchronization import no_synchronization
 
 from tilestep.bench.trace import trace
 from tilestep.norm import NormTable, clip_grad_norm_, tiles, total_norm
@@ -22,16 +18,6 @@ from tilestep.norm import NormTable, clip_grad_norm_, tiles, total_norm
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SIZES = [1, 7, 8192, 8193, 40000, 0, 33, 1024]
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def with_gradients(gradients: list[torch.Tensor]) -> list[torch.nn.Parameter]:

@@ -8,17 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "offloading"))
 from offloaded_pairs import MATRICES, SHAPES, Homes, Pair, on_host, streamed
 
 import tilestep

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "codegen"))
 from row_rules import RULES, Referee, Shape, drawn, random_rule
 
 import tilestep

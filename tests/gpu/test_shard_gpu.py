@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sharding"))
 import sharded_captures as captures
 import sharded_twins
 import test_decisions as decisions
@@ -29,8 +23,11 @@ import test_meshes as meshes
 import test_rules as rules
 import test_traffic as traffic
 import test_training as training
-from sharded_ranks import run_on_ranks
+import torch
+import torch.distributed as dist
+from rank_processes import run_on_ranks
 from sharded_twins import TINY, Elementwise, Pair, inputs, train
+from torch import nn
 
 import tilestep
 from tilestep.sharding import roll_call
@@ -177,12 +174,12 @@ FOUR = [
 
 @pytest.fixture(scope="module")
 def failures_of_two() -> dict[str, str]:
-    return run_on_ranks(TWO, 2, backend="nccl")
+    return run_on_ranks(TWO, 2, backend="nccl", default_gpu=True)
 
 
 @pytest.fixture(scope="module")
 def failures_of_four() -> dict[str, str]:
-    return run_on_ranks(FOUR, 4, backend="nccl")
+    return run_on_ranks(FOUR, 4, backend="nccl", default_gpu=True)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 CUDA devices")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from state_files import saved_and_loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
@@ -101,16 +101,10 @@ def test_checkpoints_go_both_ways() -> None:
     missing = torchs.state_dict()["param_groups"][0].keys() - ours.state_dict()["param_groups"][0].keys()
     assert missing == set()
 
-    def loaded(state_dict: Any) -> Any:
-        file = io.BytesIO()
-        torch.save(state_dict, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
     into_ours, into_torch = copies(theirs), copies(mine)
     resumed, torch_resumed = tilestep.Muon(into_ours, lr=0.5), torch.optim.Muon(into_torch, lr=0.5)
-    resumed.load_state_dict(loaded(torchs.state_dict()))
-    torch_resumed.load_state_dict(loaded(ours.state_dict()))
+    resumed.load_state_dict(saved_and_loaded(torchs.state_dict()))
+    torch_resumed.load_state_dict(saved_and_loaded(ours.state_dict()))
     train(
         [(ours, mine), (torchs, theirs), (resumed, into_ours), (torch_resumed, into_torch)],
         range(3, 6),

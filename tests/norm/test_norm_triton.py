@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton_assembler import require_assembler
 
 from tilestep.codegen.compile_triton import load_module
 from tilestep.norm.orders import DTYPES, Order
@@ -34,15 +35,6 @@ def compiled(kernel: object, signature: dict[str, str], constants: dict[str, obj
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
-
-
-def require_assembler() -> None:
-    try:
-        from triton.backends.nvidia.compiler import get_ptxas
-
-        get_ptxas(90)
-    except Exception as error:
-        pytest.skip(f"Triton has no ptxas here: {error}")
 
 
 TABLES = {"addresses": "*i64", "table": "*i64", "tile_tensor": "*i32"}

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from offloaded_pairs import streamed
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sharding"))
-from sharded_ranks import run_on_ranks
+from rank_processes import run_on_ranks
 from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train
+from torch import nn
 
 import tilestep
 from tilestep.offloading.streaming import StreamedState

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from offloaded_pairs import HOMES, MATRICES, SHAPES, TILE, Homes, Pair, on_host, streamed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from float64_reference import LAYOUTS
+from offloaded_pairs import HOMES, MATRICES, SHAPES, TILE, Homes, Pair, on_host, streamed
 
 import tilestep
 from tilestep.offloading.chunks import cut_chunks

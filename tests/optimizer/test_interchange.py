@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from state_files import saved_and_loaded
 from twins import FLAGS, SHAPES, assert_close, everything, make_params, plain, set_gradients, torch_lists, train, twins
 
 import tilestep
@@ -28,13 +28,6 @@ def cases() -> list[Any]:
                 label = ",".join(f"{key}={value}" for key, value in kwargs.items()) or "defaults"
                 found.append(pytest.param(name, kwargs, id=f"{name}-{label}"))
     return found
-
-
-def saved_and_loaded(state_dict: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # A gradient of a single number can be all but zero; Adafactor and others then divide two roundings.

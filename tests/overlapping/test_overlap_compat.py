@@ -6,14 +6,12 @@ Also the code in docs/overlap.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import overlapped_ranks
 import pytest
 import torch
-import torch.distributed as dist
 from overlapped_models import clipped
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,13 +20,6 @@ from tilestep import compat
 from tilestep.overlapping import pending
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "overlap.md"
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_modules_of_fsdp_are_known(one_rank: None) -> None:

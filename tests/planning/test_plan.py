@@ -6,14 +6,12 @@ import dataclasses
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tilestep
 from tilestep.planning import Job, best_bucket, default_constants, footprint, meshes, plan
@@ -47,13 +45,6 @@ def test_what_adamw_moves_is_what_is_known() -> None:
     assert footprint(adamw, dtype=torch.float32).moved == 28
     wide = footprint(adamw, master_weights=True, grad_sync_dtype=torch.float32)
     assert (wide.moved, wide.gradient) == (30, 4)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_collectives_are_those_of_an_iteration(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_ranks import all_pass
+from rank_processes import all_pass
 from sharded_twins import TINY, Elementwise
 
 import tilestep
@@ -41,7 +39,6 @@ def graphs() -> Iterator[None]:
     if not SIMULATED:
         yield
         return
-    sys.path.insert(0, str(Path(__file__).parents[1] / "cuda_graphs"))
     from simulated_graph import Simulation
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_ranks import all_pass, run_on_ranks
+from rank_processes import all_pass, run_on_ranks
 from sharded_twins import TINY, Convolutions, Pair, inputs, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

@@ -11,7 +11,7 @@ import test_traffic
 import test_training
 import torch
 import torch.distributed as dist
-from sharded_ranks import all_pass
+from rank_processes import all_pass
 from sharded_twins import TINY, Elementwise, Pair, inputs, train
 
 import tilestep

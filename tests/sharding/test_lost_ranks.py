@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from sharded_ranks import all_pass
+from rank_processes import all_pass
 from sharded_twins import TINY
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_ranks import run_on_ranks
+from rank_processes import run_on_ranks
 from sharded_twins import Elementwise, inputs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,7 +6,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from sharded_ranks import run_on_ranks
+from rank_processes import run_on_ranks
 
 import tilestep
 from tilestep.tracing.intervals import length, overlap

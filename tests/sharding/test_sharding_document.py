@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch.distributed as dist
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "sharding.md"
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_code_runs(one_rank: None, tmp_path: Path) -> None:

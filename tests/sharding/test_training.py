@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_ranks import run_on_ranks
+from rank_processes import run_on_ranks
 from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train, two_groups
 from torch import nn
 

@@ -1,0 +1,106 @@
+"""Running checks on several ranks at once: one set of processes for many checks; a hang fails."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+__all__ = ["all_pass", "run_on_ranks"]
+
+Check = Callable[[], None]
+
+SECONDS = 500.0
+"""Of all checks together."""
+
+TIMEOUT = timedelta(seconds=120)
+"""Of one collective."""
+
+
+def run_on_ranks(
+    checks: Mapping[str, Check] | Iterable[Check], ranks: int, backend: str = "gloo", default_gpu: bool = False
+) -> dict[str, str]:
+    """Run functions one after the other on as many new processes.
+
+    A rank whose check fails goes on with the next; the others, if they wait for it, fail by the timeout.
+
+    Args:
+        checks: functions, by name if they have none of their own; each is importable in the processes.
+        ranks: how many processes.
+        backend: of torch.distributed; for "nccl" each rank gets a GPU.
+        default_gpu: whether a rank makes tensors on its GPU where nothing else is said.
+
+    Returns:
+        For each check that failed what was raised on which rank.
+    """
+    named = dict(checks) if isinstance(checks, Mapping) else {check.__name__: check for check in checks}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (named, ranks, backend, default_gpu, folder)
+        context: Any = multiprocessing.start_processes(
+            _run, arguments, nprocs=ranks, join=False, start_method="spawn", daemon=True
+        )
+        reason = "did not run: a check before it hung, or failed on some ranks alone"
+        try:
+            finished = _joined(context)
+        except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
+            finished, reason = False, str(error)
+        if not finished:
+            for process in context.processes:
+                process.kill()
+        outcomes = {name: _outcome(Path(folder), place, ranks, reason) for place, name in enumerate(named)}
+    return {name: text for name, text in outcomes.items() if text}
+
+
+def all_pass(checks: Mapping[str, Check] | Iterable[Check], ranks: int) -> None:
+    """Run functions as `run_on_ranks` does and fail if one of them fails."""
+    failures = run_on_ranks(checks, ranks)
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
+def _joined(context: Any) -> bool:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if context.join(timeout=1):
+            return True
+    return False
+
+
+def _outcome(folder: Path, place: int, ranks: int, reason: str) -> str:
+    found = {rank: folder / f"{place}.{rank}" for rank in range(ranks)}
+    failures = [
+        f"rank {rank}: {each.read_text()}" for rank, each in found.items() if each.exists() and each.read_text()
+    ]
+    return "\n".join(failures) if failures else "" if all(each.exists() for each in found.values()) else reason
+
+
+def _run(rank: int, checks: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    if default_gpu:
+        options["device_id"] = torch.device("cuda", rank)
+        torch.set_default_device(options["device_id"])
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT, **options)
+    for place, check in enumerate(checks.values()):
+        torch.manual_seed(0)
+        try:
+            check()
+            outcome = ""
+        except BaseException:  # errors of distributed checkpoints are no `Exception`
+            outcome = traceback.format_exc()
+        Path(folder, f"{place}.{rank}").write_text(outcome)
+        # Ranks that failed wait for the others here; if these wait for them elsewhere, all time out.
+        dist.barrier()
+    dist.destroy_process_group()
