@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tilestep
 from tilestep import native
@@ -199,3 +203,41 @@ def test_which_threads_look() -> None:
     few, many = (tilestep.SGD([torch.zeros(1, requires_grad=True) for _ in range(count)]) for count in (499, 500))
     assert few._current()[0].looking_threads == 1
     assert many._current()[0].looking_threads == min(8, torch.get_num_threads())
+
+
+def test_distributed_tensors_of_several_threads(tmp_path: Path) -> None:
+    """Local parts are seen through the DTensors that hold them; an equal layout is the same, whatever object it is."""
+    module = native.module(500)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = [distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]) for _ in range(64)]
+        params = [torch.nn.Parameter(tensor) for tensor in whole]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        tables = [torch.zeros(64, dtype=torch.int64) for _ in range(2)]
+        scanners = [module.create(params, DTENSOR_PARTS) for _ in tables]
+
+        def looked() -> list[int]:
+            found = zip(scanners, tables, (1, 4))
+            return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in found]
+
+        def parts() -> list[int]:
+            return [param.grad.to_local().data_ptr() for param in params]  # type: ignore[union-attr]
+
+        assert looked() == [0, 0]
+        assert tables[0].tolist() == tables[1].tolist() == parts()
+        # Elsewhere, and with a layout of their own: its object is not the known one.
+        for param in params[:3]:
+            param.grad = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+        assert looked() == [1, 1]
+        assert tables[0].tolist() == tables[1].tolist() == parts()
+        assert looked() == [0, 0]
+        params[5].grad = distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()])
+        assert looked() == [2, 2]
+        params[5].grad = torch.zeros_like(params[5])
+        params[9].grad = None
+        assert looked() == [2, 2]
+    finally:
+        dist.destroy_process_group()

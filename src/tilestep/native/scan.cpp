@@ -6,6 +6,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -14,7 +15,9 @@
 
 namespace {
 
-enum Answer { SAME = 0, MOVED = 1, CHANGED = 2 };
+// Bits, so that many answers make one. UNSURE stays in here: the answer needs Python, which only the thread that holds
+// the interpreter may call.
+enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4 };
 
 // A DTensor's parameter keeps its local part and the layout that its gradients have; both are null for a plain tensor.
 struct Known {
@@ -28,10 +31,15 @@ struct Known {
   bool has_grad;
 };
 
+// Where objects of a type keep what their attributes of these names give: read without a call, as fast as a field.
+struct Slots {
+  PyTypeObject* type = nullptr;
+  Py_ssize_t local = 0, layout = 0;
+};
+
 struct Scanner {
-  PyObject* names;
+  Slots slots;
   std::vector<Known> tensors;
-  bool all_plain = true;
 };
 
 void destroy(Scanner* scanner) {
@@ -40,7 +48,7 @@ void destroy(Scanner* scanner) {
     Py_XDECREF(known.local);
     Py_XDECREF(known.layout);
   }
-  Py_DECREF(scanner->names);
+  Py_XDECREF(scanner->slots.type);
   delete scanner;
 }
 
@@ -79,12 +87,26 @@ uint64_t mixed(uint64_t key, at::IntArrayRef numbers) {
 
 uint64_t layout_of(const at::Tensor& tensor) { return mixed(mixed(0, tensor.sizes()), tensor.strides()); }
 
-// An object's attribute, a new reference; null without an exception where it has none.
-PyObject* attribute(PyObject* object, PyObject* name) {
-  PyObject* found = PyObject_GetAttr(object, name);
+// The place of a type's slot in its objects, or 0 where it keeps the attribute otherwise.
+Py_ssize_t slot_of(PyTypeObject* type, PyObject* name) {
+  PyObject* found = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name);
   if (found == nullptr) PyErr_Clear();
-  return found;
+  Py_ssize_t offset = 0;
+  if (found != nullptr && Py_TYPE(found) == &PyMemberDescr_Type) {
+    const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(found)->d_member;
+    if (member->type == T_OBJECT_EX) offset = member->offset;
+  }
+  Py_XDECREF(found);
+  return offset;
 }
+
+// What a slot holds, borrowed; null where it is empty or the object is of another type.
+PyObject* in_slot(const Slots& slots, PyObject* object, Py_ssize_t offset) {
+  if (object == nullptr || Py_TYPE(object) != slots.type) return nullptr;
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+}
+
+bool is_exact(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass; }
 
 bool equal_attributes(PyObject* left, PyObject* right, const char* name) {
   PyObject* first = PyObject_GetAttrString(left, name);
@@ -96,28 +118,59 @@ bool equal_attributes(PyObject* left, PyObject* right, const char* name) {
   return equal == 1;
 }
 
-bool is_exact(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass; }
+// A tensor's object, borrowed from it; null where it has none.
+PyObject* object_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj(); }
 
-// The local part of a DTensor's gradient, undefined where it does not lie as its parameter.
-at::Tensor local_gradient(PyObject* names, Known& known, const at::Tensor& grad) {
-  PyObject* object = THPVariable_Wrap(grad);
-  PyObject* local = attribute(object, PyTuple_GET_ITEM(names, 0));
-  PyObject* layout = attribute(object, PyTuple_GET_ITEM(names, 1));
-  Py_DECREF(object);
-  at::Tensor found;
-  if (local != nullptr && is_exact(local) && layout != nullptr) {
-    bool same = layout == known.layout;
-    if (!same && equal_attributes(layout, known.layout, "placements") &&
-        equal_attributes(layout, known.layout, "mesh")) {
-      Py_INCREF(layout);
-      Py_SETREF(known.layout, layout);
-      same = true;
+// The local part of a DTensor's gradient: SAME, CHANGED where it does not lie as its parameter, UNSURE where its layout
+// is another object and `may_ask` does not let Python compare them.
+int local_gradient(const Slots& slots, Known& known, const at::Tensor& grad, bool may_ask, PyObject*& found) {
+  PyObject* object = object_of(grad);
+  found = in_slot(slots, object, slots.local);
+  PyObject* layout = in_slot(slots, object, slots.layout);
+  if (found == nullptr || layout == nullptr || !is_exact(found)) return CHANGED;
+  if (layout == known.layout) return SAME;
+  if (!may_ask) return UNSURE;
+  if (!equal_attributes(layout, known.layout, "placements") || !equal_attributes(layout, known.layout, "mesh"))
+    return CHANGED;
+  Py_INCREF(layout);
+  Py_SETREF(known.layout, layout);
+  return SAME;
+}
+
+// What is known of a parameter from now on; false where it is none that this can look at.
+bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) {
+  if (!THPVariable_Check(object)) return false;
+  PyTypeObject* type = Py_TYPE(object);
+  const Py_ssize_t local_slot = slot_of(type, PyTuple_GET_ITEM(names, 0));
+  const Py_ssize_t layout_slot = slot_of(type, PyTuple_GET_ITEM(names, 1));
+  if (local_slot != 0 && layout_slot != 0) {
+    if (slots.type == nullptr) {
+      Py_INCREF(type);
+      slots = {type, local_slot, layout_slot};
     }
-    if (same) found = THPVariable_Unpack(local);
+    PyObject* local = in_slot(slots, object, slots.local);
+    PyObject* layout = in_slot(slots, object, slots.layout);
+    if (local == nullptr || layout == nullptr || !is_exact(local)) return false;
+    Py_INCREF(local);
+    Py_INCREF(layout);
+    known.local = local;
+    known.layout = layout;
   }
-  Py_XDECREF(local);
-  Py_XDECREF(layout);
-  return found;
+  const at::Tensor& param = THPVariable_Unpack(known.local == nullptr ? object : known.local);
+  const at::Tensor& whole_grad = THPVariable_Unpack(object).grad();
+  if (!is_plain(param)) return false;
+  known.param_address = address_of(param);
+  known.dtype = param.scalar_type();
+  known.layout_key = layout_of(param);
+  known.has_grad = whole_grad.defined();
+  if (!known.has_grad) return true;
+  PyObject* part = nullptr;
+  if (known.local != nullptr && local_gradient(slots, known, whole_grad, true, part) != SAME) return false;
+  const at::Tensor& grad = part == nullptr ? whole_grad : THPVariable_Unpack(part);
+  if (!is_plain(grad)) return false;
+  known.grad_address = address_of(grad);
+  known.grad_layout_key = layout_of(grad);
+  return true;
 }
 
 // create(params, names) -> scanner, or None where a parameter or gradient is not a plain strided tensor or a DTensor of
@@ -126,52 +179,18 @@ PyObject* create(PyObject*, PyObject* args) {
   PyObject *list, *names;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;
   auto* scanner = new Scanner;
-  Py_INCREF(names);
-  scanner->names = names;
   const Py_ssize_t count = PyList_GET_SIZE(list);
   scanner->tensors.reserve(count);
-  bool plain = true;
-  for (Py_ssize_t index = 0; index < count && plain; ++index) {
+  for (Py_ssize_t index = 0; index < count; ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
-    if (!THPVariable_Check(object)) {
-      plain = false;
-      break;
-    }
-    PyObject* local = attribute(object, PyTuple_GET_ITEM(names, 0));
-    PyObject* layout = attribute(object, PyTuple_GET_ITEM(names, 1));
     Py_INCREF(object);
-    scanner->tensors.push_back(Known{object, local, layout, nullptr, nullptr, 0, 0, at::kFloat, false});
-    Known& known = scanner->tensors.back();
-    scanner->all_plain = scanner->all_plain && local == nullptr;
-    plain = (local == nullptr) == (layout == nullptr) && (local == nullptr || is_exact(local));
-    if (!plain) break;
-    const at::Tensor& param = THPVariable_Unpack(local == nullptr ? object : local);
-    const at::Tensor& whole_grad = THPVariable_Unpack(object).grad();
-    known.has_grad = whole_grad.defined();
-    const at::Tensor grad = known.has_grad && local != nullptr ? local_gradient(names, known, whole_grad) : whole_grad;
-    plain = is_plain(param) && (!known.has_grad || (grad.defined() && is_plain(grad)));
-    if (!plain) break;
-    known.param_address = address_of(param);
-    known.dtype = param.scalar_type();
-    known.layout_key = layout_of(param);
-    if (known.has_grad) {
-      known.grad_address = address_of(grad);
-      known.grad_layout_key = layout_of(grad);
+    scanner->tensors.push_back(Known{object, nullptr, nullptr, nullptr, nullptr, 0, 0, at::kFloat, false});
+    if (!get_to_know(scanner->slots, names, object, scanner->tensors.back())) {
+      destroy(scanner);
+      Py_RETURN_NONE;
     }
-  }
-  if (!plain) {
-    destroy(scanner);
-    Py_RETURN_NONE;
   }
   return PyCapsule_New(scanner, "tilestep.Scanner", destroy_capsule);
-}
-
-// Whether a parameter still has the local part that was known.
-bool same_local(PyObject* names, const Known& known) {
-  if (known.local == nullptr) return true;
-  PyObject* local = attribute(known.param, PyTuple_GET_ITEM(names, 0));
-  Py_XDECREF(local);
-  return local == known.local;
 }
 
 bool same_tensor(const Known& known, const at::Tensor& param, const at::Tensor& grad) {
@@ -195,12 +214,16 @@ int look_at(Known& known, const at::Tensor& param, const at::Tensor& grad, int64
   return moved ? MOVED : SAME;
 }
 
-int look_at_part(Scanner* scanner, Known& known, int64_t& entry) {
-  if (!same_local(scanner->names, known)) return CHANGED;
-  const at::Tensor& param = THPVariable_Unpack(known.local == nullptr ? known.param : known.local);
-  const at::Tensor& grad = THPVariable_Unpack(known.param).grad();
-  if (known.local == nullptr || !grad.defined()) return look_at(known, param, grad, entry);
-  return look_at(known, param, local_gradient(scanner->names, known, grad), entry);
+int look_at_part(const Slots& slots, Known& known, int64_t& entry, bool may_ask) {
+  const at::Tensor& whole = THPVariable_Unpack(known.param);
+  const at::Tensor& grad = whole.grad();
+  if (known.local == nullptr) return look_at(known, whole, grad, entry);
+  if (in_slot(slots, known.param, slots.local) != known.local) return CHANGED;
+  const at::Tensor& param = THPVariable_Unpack(known.local);
+  if (!grad.defined()) return look_at(known, param, grad, entry);
+  PyObject* part = nullptr;
+  const int answer = local_gradient(slots, known, grad, may_ask, part);
+  return answer == SAME ? look_at(known, param, THPVariable_Unpack(part), entry) : answer;
 }
 
 // scan(scanner, address of int64[count], threads) -> SAME, MOVED (the addresses are written) or CHANGED
@@ -213,20 +236,19 @@ PyObject* scan(PyObject*, PyObject* args) {
   if (scanner == nullptr) return nullptr;
   auto* table = reinterpret_cast<int64_t*>(table_address);
   const auto count = static_cast<int64_t>(scanner->tensors.size());
-  int answer = SAME;
-  if (threads > 1 && scanner->all_plain) {
+  int seen = threads > 1 ? SAME : UNSURE;
+  if (threads > 1) {
     // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(max : answer)
-    for (int64_t index = 0; index < count; ++index) {
-      Known& known = scanner->tensors[index];
-      const at::Tensor& param = THPVariable_Unpack(known.param);
-      answer = std::max(answer, look_at(known, param, param.grad(), table[index]));
-    }
-    return PyLong_FromLong(answer);
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen)
+    for (int64_t index = 0; index < count; ++index)
+      seen |= look_at_part(scanner->slots, scanner->tensors[index], table[index], false);
   }
-  for (int64_t index = 0; index < count && answer != CHANGED; ++index)
-    answer = std::max(answer, look_at_part(scanner, scanner->tensors[index], table[index]));
-  return PyLong_FromLong(answer);
+  if (seen & UNSURE) {
+    seen &= MOVED;
+    for (int64_t index = 0; index < count && !(seen & CHANGED); ++index)
+      seen |= look_at_part(scanner->slots, scanner->tensors[index], table[index], true);
+  }
+  return PyLong_FromLong(seen & CHANGED ? CHANGED : seen);
 }
 
 struct Watched {
