@@ -102,7 +102,7 @@ def test_every_contender_trains_alike() -> None:
 def test_a_model_that_cannot_be_built_costs_only_its_own_figures(own_models: None, settings: Settings) -> None:
     result = run_e2e(settings)
     assert [group.tags["model"] for group in result.groups[::2]] == ["one", "two"]
-    assert result.notes == ["left out, broken eager: RuntimeError: no such layer"]
+    assert result.notes == ["left out, broken, eager: RuntimeError: no such layer"]
 
 
 def test_a_contender_that_fails_is_named(own_models: None, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +112,96 @@ def test_a_contender_that_fails_is_named(own_models: None, settings: Settings, m
     failed = iteration.row("torch fused")
     assert failed is not None and failed.failure == "RuntimeError: not here" and failed.speedup is None
     assert step.row("torch fused") is None and step.row(OURS) is not None
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """torch.compile without the code generation, which takes half a minute; and what was compiled."""
+    compiled: list[object] = []
+    compile_ = torch.compile
+
+    def quick(function: object, **options: object) -> object:
+        compiled.append(function)
+        return compile_(function, backend="eager", **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "compile", quick)
+    return compiled
+
+
+def test_compiled_optimizers_and_models(own_models: None, quick_compiler: list[object], tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = Settings(CPU, quick=True, compiled=True, say=said.append)
+    result = run_e2e(settings, ["one"], ["eager", "compiled"])
+    assert [(group.tags["mode"], group.tags["work"]) for group in result.groups] == [
+        (mode, work) for mode in ("eager", "compiled") for work in (ITERATION, STEP)
+    ]
+    for group in result.groups:
+        assert {row.contender for row in group.rows} == {*CONTENDERS, "torch compiled"}
+        assert [row.failure for row in group.rows] == [None] * 4
+    assert sum(isinstance(each, nn.Module) for each in quick_compiler) == 1
+    assert len(quick_compiler) == 3  # the model, and the optimizer's step in each mode
+    assert said.count("  torch compiled: compiling the step of 4 tensors") == 2 and "  compiling the model" in said
+    means = {f"{name}, {mode}, all models" for name in ("torch fused", "torch compiled", OURS) for mode in e2e.MODES}
+    assert means <= set(result.summary)
+    plot(result, tmp_path / "e2e.png")
+
+
+def test_the_compiled_optimizer_trains_like_the_others(quick_compiler: list[object]) -> None:
+    architecture = Own("one", "torch", "", 4, 6)
+    start = architecture.build(CPU)
+    inputs = architecture.inputs(start, CPU)
+    trained = []
+    for peer in e2e.COMPETING:
+        model = copy.deepcopy(start)
+        training = e2e._Training(peer, model, make_loss(model, inputs), CPU)
+        for _ in range(4):
+            training.iterate()
+        trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    for other in trained[1:]:
+        torch.testing.assert_close(other, trained[0], rtol=1e-5, atol=1e-6)
+    assert len(quick_compiler) == 1
+
+
+def test_a_model_that_does_not_compile_is_noted(
+    own_models: None, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(function: object) -> object:
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    result = run_e2e(settings, ["one"], ["compiled", "eager"])
+    assert result.notes == ["left out, one, compiled: RuntimeError: no such backend"]
+    assert {group.tags["mode"] for group in result.groups} == {"eager"}
+    eager = run_e2e(Settings(CPU, quick=True, compiled=True, say=lambda line: None), ["one"]).groups[0]
+    failed = eager.row("torch compiled")
+    assert failed is not None and failed.failure == "RuntimeError: no such backend"
+    assert eager.row(OURS) is not None and eager.row(OURS).failure is None  # type: ignore[union-attr]
+
+
+def test_what_is_missing_is_added(own_models: None, settings: Settings, quick_compiler: list[object]) -> None:
+    first = run_e2e(settings, ["one"])
+    both = run_e2e(settings, ["one", "two"], known=first)
+    assert both.groups[:2] == first.groups and [group.tags["model"] for group in both.groups[::2]] == ["one", "two"]
+    with_compiled = Settings(CPU, quick=True, compiled=True, say=lambda line: None)
+    more = run_e2e(with_compiled, ["two"], known=both)
+    assert more.groups[:2] == first.groups and len(more.groups) == 4
+    assert more.groups[2].row("torch compiled") is not None
+    shared = "the 1 models of torch compiled"
+    assert {f"torch compiled, eager, {shared}", f"{OURS}, eager, {shared}"} < set(more.summary)
+    assert more.summary[f"{OURS}, eager, {shared}"] == pytest.approx(more.groups[2].row(OURS).speedup)  # type: ignore[union-attr]
+    first.environment["device"] = "an abacus"
+    with pytest.raises(ValueError, match=r"figures of device an abacus cannot be added to"):
+        run_e2e(settings, ["two"], known=first)
+
+
+def test_no_model_is_begun_that_would_not_end_in_time(
+    own_models: None, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 40))
+    monkeypatch.setattr(e2e.time, "monotonic", lambda: float(next(clock)))
+    result = run_e2e(settings, ["one", "two"], seconds=100)
+    assert [group.tags["model"] for group in result.groups[::2]] == ["one"]
+    assert result.notes == ["left out, two, eager: it would not have ended within 100 s"]
 
 
 def _no_optimizer(parameters: object) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ MODES = ("eager", "compiled")
 
 BACK_TO_BACK = 4  # iterations for one figure, without waiting for the device in between, as in training
 ROUNDS = 6
-SETUP_STEPS = 3  # torch.compile meets empty state in the first step and compiles again in the second
+SETUP_STEPS = 3  # the compiled optimizer's first is not compiled, and it may compile in both others
 
 
 def _adam(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -41,9 +41,16 @@ def _adam(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer
 
 
 def _adam_compiled(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """torch's Adam, its step compiled once there is state: its first step makes that, and would be a graph of its own."""
     rate = torch.tensor(LEARNING_RATE, device=parameters[0].device)
     optimizer = torch.optim.Adam(parameters, lr=rate, capturable=parameters[0].is_cuda)  # foreach on a GPU
-    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    begin = optimizer.step
+
+    def first() -> None:
+        begin()
+        optimizer.step = torch.compile(begin)  # type: ignore[method-assign]
+
+    optimizer.step = first  # type: ignore[method-assign, assignment]
     return optimizer
 
 
@@ -65,6 +72,8 @@ def run_e2e(
     modes: Sequence[str] = ("eager",),
     batch: int = 0,
     keep: Callable[[Result], object] | None = None,
+    known: Result | None = None,
+    seconds: float = math.inf,
 ) -> Result:
     """Measure training iterations of every architecture whose library is installed.
 
@@ -75,41 +84,108 @@ def run_e2e(
         modes: `eager`, and `compiled` for models under `torch.compile`.
         batch: sequences or images in a batch; 0 takes each architecture's own.
         keep: called with the result so far after each model.
+        known: an earlier result, to which what it has not is added; from the same kind of device and the same torch.
+        seconds: a model is begun only if the longest so far would still end within so many seconds from now.
 
     Returns:
         For each model and mode one group of iterations and one of the step alone; `summary` has the geometric means of
         the speedups.
 
     Raises:
-        ValueError: for a model or mode that there is not.
+        ValueError: for a model or mode that there is not, and for a result that this one cannot be added to.
     """
+    begin, longest = time.monotonic(), 0.0
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"no mode is called {mode!r}; there are: {', '.join(MODES)}")
     chosen, missing = available(models)
     result = Result("e2e", environment(settings.device))
+    if known is not None:
+        _take_over(result, known)
     result.notes.extend(f"left out, {suite} is not installed: its models" for suite in missing)
+    result.summary = _summary(result)
     for architecture in chosen:
         for mode in modes:
-            settings.say(f"e2e: {architecture.name}, {mode}")
+            if _has(result, architecture.name, mode, settings):
+                continue
+            label, started = f"{architecture.name}, {mode}", time.monotonic()
+            if started - begin + longest > seconds:
+                result.notes.append(f"left out, {label}: it would not have ended within {seconds:g} s")
+                continue
+            settings.say(f"e2e: {label}")
+            groups: list[Group] = []
             try:
-                result.groups.extend(_groups(architecture, mode, settings, batch))
+                groups = _groups(architecture, mode, settings, batch)
             except Exception as failure:  # one model that cannot be built here must not cost the others' figures
                 reason = " ".join(str(failure).split())[:200]
-                result.notes.append(f"left out, {architecture.name} {mode}: {type(failure).__name__}: {reason}")
+                result.notes.append(f"left out, {label}: {type(failure).__name__}: {reason}")
+            _replace(result, architecture.name, mode, groups)
             torch.compiler.reset()  # torch recompiles one function, the optimizer's step, only so often
             free(settings.device)
-        result.summary = _summary(result)
-        if keep is not None:
-            keep(result)
+            longest = max(longest, time.monotonic() - started)
+            for line in _in_short(groups[:1]):
+                settings.say(f"  {line}")
+            settings.say(f"  {time.monotonic() - begin:.0f} s so far")
+            result.summary = _summary(result)
+            if keep is not None:
+                keep(result)
     return result
+
+
+def _take_over(result: Result, known: Result) -> None:
+    """Begin a result with the groups of an earlier one.
+
+    Raises:
+        ValueError: for one from elsewhere.
+    """
+    for key in ("device", "torch"):
+        here, there = result.environment[key], known.environment[key]
+        if here != there:
+            raise ValueError(f"figures of {key} {there} cannot be added to with {key} {here}: choose another folder")
+    result.groups.extend(known.groups)
+
+
+def _has(result: Result, model: str, mode: str, settings: Settings) -> bool:
+    """Whether every contender has run, or failed, with a model."""
+    wanted = {peer.name for peer in COMPETING if settings.compiled or not peer.compiled}
+    return any(
+        wanted <= {row.contender for row in group.rows}
+        for group in result.groups
+        if (group.tags["model"], group.tags["mode"], group.tags["work"]) == (model, mode, ITERATION)
+    )
+
+
+def _replace(result: Result, model: str, mode: str, groups: Sequence[Group]) -> None:
+    """Put in a model's groups, in the place of what was known with other contenders."""
+    if groups:
+        others = [group for group in result.groups if (group.tags["model"], group.tags["mode"]) != (model, mode)]
+        result.groups = [*others, *groups]
+
+
+def _in_short(groups: Sequence[Group]) -> Iterator[str]:
+    for group in groups:
+        for row in group.rows:
+            if row.failure is not None:
+                yield f"{row.contender} failed: {row.failure}"
+            elif row.wall is not None:
+                faster = f", {row.speedup:.2f}x" if row.speedup is not None else ""
+                built = f" (ready after {row.setup_seconds:.1f} s)" if row.setup_seconds is not None else ""
+                yield f"{row.contender}: {row.wall.median:.1f} ms{faster}{built}"
 
 
 class _Training:
     """A model trained by one optimizer; all optimizers of a model share it, and so one compilation of it."""
 
-    def __init__(self, peer: Peer, model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        model: nn.Module,
+        loss: Callable[[], Tensor],
+        device: torch.device,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
         self.peer = peer
+        self.say = say
         self.model = model
         self.loss = loss
         self.device = device
@@ -132,6 +208,8 @@ class _Training:
         synchronize(self.device)
         begin = time.perf_counter()
         if self._step is None:
+            if self.peer.compiled:
+                self.say(f"  {self.peer.name}: compiling the step of {len(self.parameters)} tensors")
             self._step = step_of(self.peer, self.parameters, MAX_GRAD_NORM)
         self._step()
         synchronize(self.device)
@@ -145,8 +223,11 @@ def _groups(architecture: Architecture, mode: str, settings: Settings, batch: in
     model = architecture.build(device, settings.quick)
     inputs = architecture.inputs(model, device, settings.quick, batch)
     loss = make_loss(torch.compile(model) if mode == "compiled" else model, inputs)  # type: ignore[arg-type]
+    if mode == "compiled":
+        settings.say("  compiling the model")
     loss().backward()
-    trainings = [_Training(peer, model, loss, device) for peer in COMPETING if settings.compiled or not peer.compiled]
+    peers = [peer for peer in COMPETING if settings.compiled or not peer.compiled]
+    trainings = [_Training(peer, model, loss, device, settings.say) for peer in peers]
     iterations = [
         Contender(each.peer.name, each.iterate, prepare=each.iterate, repeat=1 if settings.quick else BACK_TO_BACK)
         for each in trainings
@@ -210,14 +291,27 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def _summary(result: Result) -> dict[str, float]:
-    """Geometric means of the speedups: by contender and mode, over all models and over those of each suite."""
-    speedups: dict[str, list[float]] = {}
+    """Geometric means of the speedups: by contender and mode, over all models and over those of each suite.
+
+    A contender with figures for fewer models than ours has one mean over them, beside ours over the same.
+    """
+    speedups: dict[tuple[str, str], dict[str, float]] = {}
+    suites: dict[str, str] = {}
     for group in result.groups:
-        if group.tags.get("work") != ITERATION:
+        for row in group.rows if group.tags.get("work") == ITERATION else ():
+            if row.speedup is not None and row.contender != BASELINE:
+                suites[group.tags["model"]] = group.tags["suite"]
+                speedups.setdefault((row.contender, group.tags["mode"]), {})[group.tags["model"]] = row.speedup
+    found: dict[str, float] = {}
+    for (contender, mode), own in speedups.items():
+        ours = speedups.get((OURS, mode), {})
+        if own.keys() < ours.keys():
+            scope = f"the {len(own)} models of {contender}"
+            found[f"{contender}, {mode}, {scope}"] = geometric_mean(list(own.values()))
+            found[f"{OURS}, {mode}, {scope}"] = geometric_mean([ours[model] for model in own])
             continue
-        for row in group.rows:
-            if row.speedup is None or row.contender == BASELINE:
-                continue
-            for scope in ("all models", group.tags["suite"]):
-                speedups.setdefault(f"{row.contender}, {group.tags['mode']}, {scope}", []).append(row.speedup)
-    return {name: geometric_mean(values) for name, values in speedups.items()}
+        found[f"{contender}, {mode}, all models"] = geometric_mean(list(own.values()))
+        for suite in dict.fromkeys(suites[model] for model in own):
+            values = [value for model, value in own.items() if suites[model] == suite]
+            found[f"{contender}, {mode}, {suite}"] = geometric_mean(values)
+    return found

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from tilestep.bench.results import Result
 
 
 class Section(str, Enum):
@@ -52,6 +50,12 @@ def register(app: typer.Typer) -> None:
         models: Annotated[str, typer.Option(help="e2e: only these models, by name, with commas.")] = "",
         mode: Annotated[Mode, typer.Option(help="e2e: models eager, under torch.compile, or both.")] = Mode.eager,
         batch: Annotated[int, typer.Option(min=0, help="e2e: batch size; 0 takes each model's own.")] = 0,
+        seconds: Annotated[
+            float, typer.Option(min=0, help="e2e: begin no model that ends later; 0: no limit.")
+        ] = 0,
+        add: Annotated[
+            bool, typer.Option(help="e2e: keep what --out has, measure what is missing.")
+        ] = False,
         rules: Annotated[str, typer.Option(help="rules: only these, by name, with commas.")] = "",
     ) -> None:
         """Measure norms, optimizer steps and training iterations of tilestep and its peers, in interleaved rounds."""
@@ -61,6 +65,7 @@ def register(app: typer.Typer) -> None:
         from tilestep.bench.e2e import MODES, run_e2e
         from tilestep.bench.first_step import run_compile
         from tilestep.bench.report import plot, print_result
+        from tilestep.bench.results import Result
         from tilestep.bench.rule_steps import run_rules
         from tilestep.bench.sections import Settings, run_cpu, run_norm, run_step
         from tilestep.cli._options import chosen_device, require_plotting
@@ -72,12 +77,12 @@ def register(app: typer.Typer) -> None:
         def say(line: str) -> None:
             console.print(line, style="dim", markup=False)
 
-        def save(result: Result) -> None:
-            result.save(out)
-
         def end_to_end(settings: Settings) -> Result:
             modes = MODES if mode is Mode.both else (mode.value,)
-            return run_e2e(settings, _names(models), modes, batch, keep=save)
+            stored = out / "e2e.json"
+            known = Result.load(stored) if add and stored.exists() else None
+            names, limit = _names(models), seconds or math.inf
+            return run_e2e(settings, names, modes, batch, lambda result: result.save(out), known, limit)
 
         if not quick and native.wait():
             say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")
