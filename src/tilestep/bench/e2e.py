@@ -41,7 +41,7 @@ def _adam(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer
 
 
 def _adam_compiled(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """torch's Adam, its step compiled once there is state: its first step makes that, and would be a graph of its own."""
+    """torch's Adam, compiled once there is state: the first step makes that, and would be a graph of its own."""
     rate = torch.tensor(LEARNING_RATE, device=parameters[0].device)
     optimizer = torch.optim.Adam(parameters, lr=rate, capturable=parameters[0].is_cuda)  # foreach on a GPU
     begin = optimizer.step
