@@ -50,12 +50,8 @@ def register(app: typer.Typer) -> None:
         models: Annotated[str, typer.Option(help="e2e: only these models, by name, with commas.")] = "",
         mode: Annotated[Mode, typer.Option(help="e2e: models eager, under torch.compile, or both.")] = Mode.eager,
         batch: Annotated[int, typer.Option(min=0, help="e2e: batch size; 0 takes each model's own.")] = 0,
-        seconds: Annotated[
-            float, typer.Option(min=0, help="e2e: begin no model that ends later; 0: no limit.")
-        ] = 0,
-        add: Annotated[
-            bool, typer.Option(help="e2e: keep what --out has, measure what is missing.")
-        ] = False,
+        seconds: Annotated[float, typer.Option(min=0, help="e2e: begin no model that ends later; 0: no limit.")] = 0,
+        add: Annotated[bool, typer.Option(help="e2e: keep what --out has, measure what is missing.")] = False,
         rules: Annotated[str, typer.Option(help="rules: only these, by name, with commas.")] = "",
     ) -> None:
         """Measure norms, optimizer steps and training iterations of tilestep and its peers, in interleaved rounds."""
