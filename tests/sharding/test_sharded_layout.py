@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -48,6 +49,48 @@ def test_whole_parameters_are_balanced() -> None:
     items = [Item(size, 4, whole=True) for size in (1600, 800, 800, 400, 400, 400, 400)]
     (layout,) = plan_buckets(items, ranks=3, cap_bytes=1e9)
     assert layout.section == 1600
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=30), st.integers(1, 5), st.integers(16, 4000), st.data())
+def test_costs_are_balanced_in_sections_no_longer_than_by_size_alone(
+    sizes: list[int], ranks: int, cap: int, data: st.DataObject
+) -> None:
+    costs = data.draw(st.lists(st.integers(1, 100), min_size=len(sizes), max_size=len(sizes)))
+    items = [Item(16 * size, 1, None, True, cost) for size, cost in zip(sizes, costs)]
+    alone = [Item(16 * size, 1, None, True, 16 * size) for size in sizes]
+    layouts, by_size = plan_buckets(items, ranks, cap), plan_buckets(alone, ranks, cap)
+    assert [layout.section for layout in layouts] == [layout.section for layout in by_size]
+    for layout in layouts:
+        taken = sorted((slot.offset, slot.offset + slot.numel) for slot in layout.slots if slot.numel)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+        assert all(start // layout.section == (end - 1) // layout.section for start, end in taken)
+
+
+def test_expensive_matrices_go_to_different_ranks_in_every_bucket() -> None:
+    """Two of three of the same size cost nearly nothing, in buckets of three: who had the expensive one is spared."""
+    items = [Item(1600, 4, None, True, 100 if index % 3 == 0 else 1) for index in range(9)]
+    layouts = plan_buckets(items, ranks=3, cap_bytes=1600 * 4)
+    assert len(layouts) == 3
+    loads = [0, 0, 0]
+    for layout in layouts:
+        for slot in layout.slots:
+            loads[slot.offset // layout.section] += items[slot.index].cost
+    assert loads == [102, 102, 102]
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """A tensor of more elements than 32 bits count, and what comes after it."""
+    items = [Item(5, 2), Item(2**33 + 7, 2), Item(3, 2)]
+    (layout,) = plan_buckets(items, ranks=3, cap_bytes=1e12)
+    assert [slot.numel for slot in layout.slots] == [3, 2**33 + 7, 5]
+    for slot in layout.slots:
+        pieces = [layout.piece(slot, rank) for rank in range(3)]
+        assert sum(stop - start for start, stop in pieces) == slot.numel
+        assert max(stop for _, stop in pieces) == slot.numel
+    start, stop = layout.piece(layout.slots[1], 2)
+    assert stop == 2**33 + 7 and start > 2**32
+    parts = boxes((2**17, 2**16 + 1), 2**32 + 5, 2**33 + 7)
+    assert sum(box.numel for box in parts) == 2**33 + 7 - 2**32 - 5 and parts[0].start == 2**32 + 5
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())

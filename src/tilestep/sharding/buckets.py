@@ -159,13 +159,13 @@ class Bucket:
 
 
 def make_buckets(
-    params: Sequence[torch.Tensor], whole: Sequence[bool], ranks: Ranks, options: Options
+    params: Sequence[torch.Tensor], costs: Sequence[int | None], ranks: Ranks, options: Options
 ) -> tuple[list[Bucket], list[tuple[int, ...]]]:
     """Bring parameters into buckets, in the order in which backward completes them.
 
     Args:
         params: the parameters in the order of the model, on one device.
-        whole: for each whether one rank must have all of it.
+        costs: for each that one rank must have all of, what its update costs; None for the others.
         ranks: the ranks that share them.
         options: what `shard` was told.
 
@@ -173,10 +173,10 @@ def make_buckets(
         The buckets, and for each the places of its parameters among `params`.
     """
     items = []
-    for param, alone in zip(params, whole):
+    for param, cost in zip(params, costs):
         itemsize = (options.grad_sync_dtype or param.dtype).itemsize
         kind: Hashable = (param.dtype, param.requires_grad)
-        items.append(Item(param.numel(), itemsize, kind, alone))
+        items.append(Item(param.numel(), itemsize, kind, whole=cost is not None, cost=cost or 0))
     layouts = plan_buckets(items, ranks.size, options.bucket_cap_mb * 2**20)
     members = [tuple(slot.index for slot in layout.slots) for layout in layouts]
     dtypes = [params[places[0]].dtype for places in members]

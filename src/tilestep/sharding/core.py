@@ -16,7 +16,7 @@ from ..optimizer import Optimizer
 from .buckets import Bucket, Options, make_buckets, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
-from .inner import make_inner, mirror, needs_whole
+from .inner import costs_of_wholes, make_inner, mirror
 from .layout import Slot
 from .parameters import ParameterSync
 from .streams import Channel
@@ -151,8 +151,8 @@ class Sharding:
         """
         groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         params = [param for param in names if param not in self.member_of]
-        whole, known = needs_whole(optimizer), len(self.members)
-        buckets, places = make_buckets(params, [whole[param] for param in params], self.ranks, self.options)
+        costs, known = costs_of_wholes(optimizer), len(self.members)
+        buckets, places = make_buckets(params, [costs[param] for param in params], self.ranks, self.options)
         made = {
             param: Member(names[param], param, groups[param], bucket, slot)
             for bucket in buckets

@@ -17,7 +17,7 @@ from ..placements import SharedSums
 from ..rules import rule
 from .groups import Deciders, Ranks
 
-__all__ = ["PieceOptimizer", "make_inner", "mirror", "needs_whole"]
+__all__ = ["PieceOptimizer", "costs_of_wholes", "make_inner", "mirror"]
 
 ANCHOR = "anchor"
 """Key of a param group that only exists so that a rank without pieces takes part in decisions."""
@@ -83,25 +83,34 @@ def spec_of(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor)
     return kernel_spec(graph, storages(param, group, graph), compute_dtype(param), param.device.type)
 
 
-def needs_whole(optimizer: Optimizer) -> dict[torch.Tensor, bool]:
-    """For each parameter whether its rule works on more than single elements and reductions over all of them.
+def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
+    """For each parameter whose rule works on more than single elements and reductions over all of them what it costs.
+
+    Products of matrices cost as many operations for an element as the shorter side is long, as those of Muon do;
+    what is done by rows and columns costs the same for every element.
 
     Args:
         optimizer: the optimizer as the user has made it.
 
+    Returns:
+        None for parameters that may be cut.
+
     Raises:
-        RuleError: for a rule that does, and also reduces over all parameters.
+        RuleError: for a rule that needs whole tensors, and also reduces over all parameters.
     """
-    found: dict[torch.Tensor, bool] = {}
+    found: dict[torch.Tensor, int | None] = {}
     for label, _, group, param in labelled(optimizer):
         program = spec_of(optimizer, group, param).program
         graph = program.graph
-        found[param] = bool(graph.slice_states or program.slices.views or program.library.scratch)
-        if found[param] and program.across:
+        if not (graph.slice_states or program.slices.views or program.library.scratch):
+            found[param] = None
+            continue
+        if program.across:
             raise RuleError(
                 f"{label}: rule {graph.title} needs whole tensors, which would be spread over the ranks, and reduces "
                 "over all of them; that is not supported by shard()"
             )
+        found[param] = param.numel() * (min(param.shape[-2:]) if program.library.scratch and param.dim() > 1 else 1)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["ALIGNMENT", "Box", "BucketLayout", "Item", "Slot", "boxes", "plan_buckets"]
@@ -21,12 +21,14 @@ class Item:
         itemsize: bytes of one of them.
         kind: only parameters of the same kind share a bucket.
         whole: whether one rank must have all of it, since its rule works on whole tensors.
+        cost: what the update of a whole one costs, in any unit.
     """
 
     numel: int
     itemsize: int
     kind: Hashable = None
     whole: bool = False
+    cost: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,13 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float) -> list[Bu
     # One that was never full is complete when its last parameter is.
     done.extend(filling.values())
     done.sort(key=lambda members: -members[-1])
-    return [_layout(members, items, ranks) for members in done]
+    costs = [0] * ranks
+    return [_layout(members, items, ranks, costs) for members in done]
 
 
-def _layout(members: Sequence[int], items: Sequence[Item], ranks: int) -> BucketLayout:
+def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
     if items[members[0]].whole:
-        return _whole_layout(members, items, ranks)
+        return _whole_layout(members, items, ranks, costs)
     slots, end = [], 0
     for index in members:
         slots.append(Slot(index, end, items[index].numel))
@@ -122,16 +125,55 @@ def _layout(members: Sequence[int], items: Sequence[Item], ranks: int) -> Bucket
     return BucketLayout(tuple(slots), max(_aligned(-(-end // ranks)), ALIGNMENT), ranks)
 
 
-def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int) -> BucketLayout:
-    """The largest first, each to the rank that has least."""
+def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
+    """The most expensive first, each to the rank that has least to do, in sections as short as they can be made.
+
+    Args:
+        members: the parameters of the bucket.
+        items: all parameters.
+        ranks: ranks that share them.
+        costs: what each rank has to do for the buckets before; this one's is added.
+    """
+    sizes = {index: _aligned(items[index].numel) for index in members}
+    by_size = sorted(members, key=lambda each: (-items[each].numel, each))
+    section = max(*_dealt(by_size, sizes, [0] * ranks)[1], ALIGNMENT)
     loads = [0] * ranks
-    placed: dict[int, tuple[int, int]] = {}
-    for index in sorted(members, key=lambda each: (-items[each].numel, each)):
-        rank = loads.index(min(loads))
-        placed[index] = rank, loads[rank]
-        loads[rank] += _aligned(items[index].numel)
-    section = max(max(loads), ALIGNMENT)
-    slots = [Slot(index, placed[index][0] * section + placed[index][1], items[index].numel) for index in members]
+    owners: dict[int, int] = {}
+    for index in sorted(members, key=lambda each: (-items[each].cost, -items[each].numel, each)):
+        fitting = [rank for rank in range(ranks) if loads[rank] + sizes[index] <= section]
+        if not fitting:
+            # What is balanced by size alone always fits.
+            owners, loads = _dealt(by_size, sizes, [0] * ranks)
+            break
+        owners[index] = rank = min(fitting, key=lambda each: (costs[each] + _cost(owners, items, each), each))
+        loads[rank] += sizes[index]
+    for index, rank in owners.items():
+        costs[rank] += items[index].cost
+    return _placed(members, items, owners, section, ranks)
+
+
+def _cost(owners: Mapping[int, int], items: Sequence[Item], rank: int) -> int:
+    return sum(items[index].cost for index, owner in owners.items() if owner == rank)
+
+
+def _dealt(members: Sequence[int], sizes: Mapping[int, int], loads: list[int]) -> tuple[dict[int, int], list[int]]:
+    """Each in turn to the rank that has fewest elements; who has what, and how much."""
+    owners: dict[int, int] = {}
+    for index in members:
+        owners[index] = rank = loads.index(min(loads))
+        loads[rank] += sizes[index]
+    return owners, loads
+
+
+def _placed(
+    members: Sequence[int], items: Sequence[Item], owners: Mapping[int, int], section: int, ranks: int
+) -> BucketLayout:
+    """One after the other in the sections of their owners."""
+    ends = [rank * section for rank in range(ranks)]
+    slots = []
+    for index in members:
+        slots.append(Slot(index, ends[owners[index]], items[index].numel))
+        ends[owners[index]] += _aligned(items[index].numel)
     return BucketLayout(tuple(slots), section, ranks, whole=True)
 
 
