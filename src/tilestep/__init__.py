@@ -44,7 +44,7 @@ from .rules.compose import (
     lookahead,
 )
 from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
-from .sharding import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
+from .sharding import LoadPlanner, ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .tracing import Profile, profile
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ __all__ = [
     "GradientError",
     "HostMemoryError",
     "Interval",
+    "LoadPlanner",
     "MatrixError",
     "OffloadError",
     "OffloadedOptimizer",

@@ -20,6 +20,7 @@ import sharded_captures as captures
 import sharded_twins
 import test_decisions as decisions
 import test_meshes as meshes
+import test_random_models as random_models
 import test_rules as rules
 import test_traffic as traffic
 import test_training as training
@@ -31,6 +32,7 @@ from torch import nn
 
 import tilestep
 from tilestep.sharding import roll_call
+from tilestep.sharding.groups import Ranks
 from tilestep.sharding.streams import Channel
 
 GPUS = torch.cuda.device_count()
@@ -140,9 +142,54 @@ def each_rank_has_its_share_of_the_state() -> None:
     assert torch.cuda.memory_allocated() < 1.1 * (4 * numel + held) + 2**26
 
 
+def a_tensor_of_more_elements_than_32_bits_count() -> None:
+    """Its pieces begin and end beyond 2^31; parameters, gradients and updates are looked at around both."""
+    numel = 2**31 + 2**20 + 40
+    model = nn.Module()
+    model.small = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    model.large = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+    optimizer = tilestep.SGD(model.parameters(), lr=0.5)  # type: ignore[attr-defined]
+    optimizer = tilestep.shard(optimizer, model)
+    section = numel // dist.get_world_size()
+    places = [0, 1, section - 1, section + 17, 2**31 - 1, 2**31, numel - 1]
+    model.large.grad = torch.ones_like(model.large)
+    model.large.grad[places] = torch.arange(2.0, 2 + len(places), dtype=torch.bfloat16) + 2 * dist.get_rank()
+    model.small.grad = torch.ones_like(model.small)
+    optimizer.step()
+    optimizer.wait()
+    found = model.large.detach()
+    means = torch.arange(2.0, 2 + len(places)) + dist.get_world_size() - 1
+    torch.testing.assert_close(found[places].float(), -0.5 * means, rtol=0, atol=0)
+    others = torch.ones(numel, dtype=torch.bool)
+    others[places] = False
+    wrong = sum(int(((part != -0.5) & left).sum()) for part, left in zip(found.split(2**28), others.split(2**28)))
+    assert wrong == 0 and bool((model.small == 0.5).all())
+
+
+def buckets_are_gathered_in_few_calls() -> None:
+    calls: list[int] = []
+    before = Ranks.all_gather
+
+    def counted(self: Ranks, flats: Any, sections: Any) -> Any:
+        calls.append(len(flats))
+        return before(self, flats, sections)
+
+    pair = Pair(Elementwise(100), plain, bucket_cap_mb=TINY)
+    Ranks.all_gather = counted  # type: ignore[method-assign]
+    try:
+        with delays():
+            for _ in range(5):
+                calls.clear()
+                train(pair, [loss_of(inputs(5, 7))])
+    finally:
+        Ranks.all_gather = before  # type: ignore[method-assign]
+    assert sum(calls) == len(pair.optimizer._sharding.buckets) and len(calls) < sum(calls) / 2
+    pair.compare()
+
+
 EXACT = [
     check
-    for check in (*training.CHECKS, *decisions.CHECKS, *captures.CHECKS)
+    for check in (*training.CHECKS, *decisions.CHECKS, *captures.CHECKS, random_models.trainings)
     if check.__name__
     not in (
         "images_with_channels_last",
@@ -160,10 +207,17 @@ NEARLY = [
     )
     if check.__name__ != "compiled_models"
 ]
-OWN = [nothing_is_read_before_it_has_arrived, the_host_never_waits, each_rank_has_its_share_of_the_state]
+OWN = [
+    nothing_is_read_before_it_has_arrived,
+    buckets_are_gathered_in_few_calls,
+    the_host_never_waits,
+    each_rank_has_its_share_of_the_state,
+    a_tensor_of_more_elements_than_32_bits_count,
+]
 TWO = [*EXACT, *NEARLY, *OWN]
 FOUR = [
     *meshes.THREE,
+    random_models.trainings,
     Nearly(meshes.split_over_two_and_copied_over_two),
     meshes.a_bad_value_on_one_copy_skips_everywhere,
     meshes.stages_that_share_a_norm,

@@ -14,7 +14,11 @@ import torch.distributed.checkpoint as dcp
 from rank_processes import all_pass, run_on_ranks
 from sharded_twins import TINY, Convolutions, Pair, inputs, two_groups
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import tilestep
 from tilestep.sharding.pieces import ShardedTensorPiece
@@ -208,6 +212,38 @@ def state_by_name_as_torch_gives_it() -> None:
             torch.testing.assert_close(other, mine, rtol=0, atol=0)
 
 
+def checkpoints_of_torch_s_optimizer_are_loaded_strictly() -> None:
+    """By name, nested and flattened, in pieces; a checkpoint without some of the state is refused."""
+    model = Convolutions()
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1)
+    trained("adamw", range(2), theirs, model)
+    for flatten in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        folder, saved = shared_folder(), get_optimizer_state_dict(model, theirs, options=options)
+        dcp.save({"optimizer": saved}, checkpoint_id=f"{folder}/whole")
+        fresh = Convolutions()
+        mine = tilestep.AdamW(fresh.parameters(), lr=0.3, eps=0.1, max_grad_norm=7.0)  # type: ignore[attr-defined]
+        mine = tilestep.shard(mine, fresh, bucket_cap_mb=TINY)
+        loaded = {"optimizer": get_optimizer_state_dict(fresh, mine, options=options)}
+        with pytest.raises(dcp.CheckpointException, match="Missing key"):
+            dcp.load(loaded, checkpoint_id=f"{folder}/whole")
+        dcp.load(loaded, checkpoint_id=f"{folder}/whole", planner=tilestep.LoadPlanner())
+        set_optimizer_state_dict(fresh, mine, loaded["optimizer"], options=options)
+        assert mine.param_groups[0]["lr"] == 0.1 and mine.param_groups[0]["max_grad_norm"] == 7.0
+        full = mine.full_state_dict()["state"]
+        for number, values in theirs.state_dict()["state"].items():
+            for name, value in values.items():
+                torch.testing.assert_close(full[number][name], value, rtol=0, atol=0)
+        if flatten:
+            kept = {name: value for name, value in saved.items() if not name.endswith("exp_avg_sq")}
+        else:
+            states = {name: {"exp_avg": values["exp_avg"]} for name, values in saved["state"].items()}
+            kept = {**saved, "state": states}
+        dcp.save({"optimizer": kept}, checkpoint_id=f"{folder}/part")
+        with pytest.raises(dcp.CheckpointException, match="Missing key"):
+            dcp.load(loaded, checkpoint_id=f"{folder}/part", planner=tilestep.LoadPlanner())
+
+
 def states_go_to_fully_sharded_data_parallelism_and_back() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -313,6 +349,7 @@ def a_function_of_the_step_and_a_user_s_own_values() -> None:
 CHECKS = [
     full_states_go_to_torch_and_back,
     state_by_name_as_torch_gives_it,
+    checkpoints_of_torch_s_optimizer_are_loaded_strictly,
     states_go_to_fully_sharded_data_parallelism_and_back,
     what_does_not_fit_is_refused_and_changes_nothing,
     pieces_are_not_computed_with,

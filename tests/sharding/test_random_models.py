@@ -46,7 +46,8 @@ class Random(nn.Module):
         total = torch.zeros(())
         for index in used:
             weight = self.parts[index].weight
-            total = total + (weight * torch.randint(-8, 9, weight.shape, generator=generator)).sum()
+            factors = torch.randint(-8, 9, weight.shape, generator=generator, device="cpu").to(weight)
+            total = total + (weight * factors).sum()
         return total
 
 

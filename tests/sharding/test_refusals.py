@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rank_processes import run_on_ranks
 from sharded_twins import Elementwise, inputs
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
@@ -116,6 +116,18 @@ def meshes() -> None:
         tilestep.shard(sgd(model.parameters()), model, unclear)
 
 
+def a_rank_outside_of_the_mesh() -> None:
+    """It is refused, and those in the mesh do not wait for it."""
+    model, mesh = Elementwise(), DeviceMesh("cpu", [0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="rank 1 does not belong to"):
+            tilestep.shard(sgd(model.parameters()), model, mesh)
+        return
+    optimizer = tilestep.shard(sgd(model.parameters()), model, mesh)
+    model(inputs(2, 7)).sum().backward()
+    optimizer.step()
+
+
 def what_a_sharded_optimizer_does_not_do() -> None:
     model = Elementwise()
     optimizer = tilestep.shard(sgd(model.parameters()), model)
@@ -139,6 +151,7 @@ CHECKS = [
     ranks_that_differ,
     arguments_that_are_none,
     meshes,
+    a_rank_outside_of_the_mesh,
     what_a_sharded_optimizer_does_not_do,
 ]
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .optimizer import ShardedOptimizer, shard
-from .saving import load_checkpoint, save_checkpoint
+from .saving import LoadPlanner, load_checkpoint, save_checkpoint
 
-__all__ = ["ShardedOptimizer", "load_checkpoint", "save_checkpoint", "shard"]
+__all__ = ["LoadPlanner", "ShardedOptimizer", "load_checkpoint", "save_checkpoint", "shard"]

@@ -13,10 +13,49 @@ import torch.distributed.checkpoint as dcp
 
 from .roll_call import roll_call
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["LoadPlanner", "load_checkpoint", "save_checkpoint"]
 
 _WHOLE = re.compile(r"checkpoint-(\d+)")
 _BEGUN = ".unfinished"
+_OWN_KEYS = ("rule", "max_grad_norm", "master_weights")
+"""What param groups have here and torch's have not; what a checkpoint does not say of them stays as it is."""
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """For `torch.distributed.checkpoint.load`: takes checkpoints of torch's optimizers, and misses all else.
+
+    Param groups of tilestep's optimizers have a rule, a clip and a kind of master that those of torch's have not, and
+    every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses
+    such a checkpoint, or, with `allow_partial_load`, takes one without half of the state.
+
+    Example:
+        >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
+        >>> weight, folder = torch.ones(2, requires_grad=True), tempfile.mkdtemp()
+        >>> weight.grad = torch.ones(2)
+        >>> theirs, mine = torch.optim.SGD([weight], lr=0.5, momentum=0.9), tilestep.SGD([weight], momentum=0.9)
+        >>> theirs.step()
+        >>> dcp.save({"optimizer": theirs.state_dict()}, checkpoint_id=folder, no_dist=True)  # doctest: +ELLIPSIS
+        Metadata(...)
+        >>> state = {"optimizer": mine.state_dict()}
+        >>> dcp.load(state, checkpoint_id=folder, planner=tilestep.LoadPlanner(), no_dist=True)
+        >>> mine.load_state_dict(state["optimizer"])
+        >>> mine.param_groups[0]["lr"]
+        0.5
+    """
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        """As `DefaultLoadPlanner` does, without what is here alone if the checkpoint does not have it."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        known = self.state_dict if metadata is None else metadata.state_dict_metadata
+        counts = any(str(key).endswith(".step") for key in known)
+
+        def is_here_alone(key: str) -> bool:
+            place, _, name = key.rpartition(".")
+            return ("param_groups." in f"{place}." and name in _OWN_KEYS) or (name == "step" and not counts)
+
+        self.state_dict = {
+            key: value for key, value in self.state_dict.items() if key in known or not is_here_alone(str(key))
+        }
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
@@ -80,7 +119,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
         if not numbers:
             raise FileNotFoundError(f"there is no finished checkpoint in {root}")
         found = root / f"checkpoint-{numbers[-1]}"
-        dcp.load(state, checkpoint_id=found)
+        dcp.load(state, checkpoint_id=found, planner=LoadPlanner())
     return found
 
 
