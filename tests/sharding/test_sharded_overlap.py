@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_ranks import run_on_ranks
+from rank_processes import run_on_ranks
 from sharded_twins import TINY, inputs
 from torch import nn
 
