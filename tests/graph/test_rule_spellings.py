@@ -1,0 +1,161 @@
+"""Tracing: the ways to say one thing in a rule, and which names its values get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from traced_rules import line_of, traced
+
+import tilestep
+from tilestep import RuleError
+from tilestep.graph import Graph, Level, trace
+from tilestep.rules import Rule, registry
+
+
+def adam_functional(param: Any, grad: Any, m: Any, v: Any, *, lr: Any = 0.1, beta: Any = 0.9, step: Any) -> Any:
+    decayed = param * (1 - lr * 0.01)
+    m = m + (1 - beta) * (grad - m)
+    v = v * beta + (1 - beta) * grad * grad
+    denom = v.sqrt() + 1e-8
+    return decayed + (-lr) * (m / denom), m, v
+
+
+def adam_in_place(param: Any, grad: Any, m: Any, v: Any, *, lr: Any = 0.1, beta: Any = 0.9, step: Any) -> None:
+    param.mul_(1 - lr * 0.01)
+    m.lerp_(grad, 1 - beta)
+    v.mul_(beta).addcmul_(grad, grad, value=1 - beta)
+    denom = v.sqrt().add_(1e-8)
+    param.addcdiv_(m, denom, value=-lr)
+
+
+def adam_through_data(param: Any, grad: Any, m: Any, v: Any, *, lr: Any = 0.1, beta: Any = 0.9, step: Any) -> None:
+    weights = param.data
+    weights *= 1 - lr * 0.01
+    m += (1 - beta) * (grad - m)
+    v.detach().copy_(v * beta + (1 - beta) * grad.square())
+    weights.add_(m / (v.sqrt() + 1e-8), alpha=-lr)
+
+
+def adam_by_torch_functions(
+    param: Any, grad: Any, m: Any, v: Any, *, lr: Any = 0.1, beta: Any = 0.9, step: Any
+) -> tuple[Any, ...]:
+    m = torch.lerp(m, grad, weight=1 - beta)
+    v = torch.addcmul(v * beta, grad, grad, value=1 - beta)
+    param = torch.sub(param, torch.mul(param, lr * 0.01))
+    return torch.add(param, torch.div(m, torch.add(v.sqrt(), 1e-8)), alpha=-lr), m, v
+
+
+def stepped(rule: Rule, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Parameter and states after three steps of the generated kernel."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.nn.Parameter(torch.randn(100, generator=generator).to(dtype))
+    optimizer = tilestep.Optimizer([weight], rule)
+    for _ in range(3):
+        weight.grad = torch.randn(100, generator=generator).to(dtype)
+        optimizer.step()
+    return [weight.detach(), optimizer.state[weight]["m"], optimizer.state[weight]["v"]]
+
+
+@pytest.mark.parametrize("function", [adam_in_place, adam_through_data, adam_by_torch_functions])
+def test_a_rule_may_be_spelled_in_place(function: Callable[..., Any]) -> None:
+    wanted = stepped(tilestep.rule(adam_functional), torch.float64)
+    for got, expected in zip(stepped(tilestep.rule(function), torch.float64), wanted):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_a_view_of_what_was_written_to_is_not_used_again() -> None:
+    def stale(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        turned = param.t()
+        param.mul_(2.0)
+        return param - (turned + turned).t()
+
+    with pytest.raises(RuleError, match="a view of one written to since"):
+        traced(stale, 2)
+
+
+def test_numbers_may_be_made_inside_a_rule() -> None:
+    def half(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param * torch.tensor(0.5) - grad * torch.full_like(lr, 0.25) + torch.where(torch.tensor(True), lr, 0.0)
+
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    weight.grad = torch.tensor([4.0, 8.0])
+    tilestep.Optimizer([weight], tilestep.rule(half)).step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.4, -0.9]))
+
+
+def test_masks_are_numbers_where_numbers_are_wanted() -> None:
+    def masks(param: Any, grad: Any, either: Any, both: Any, one: Any, filled: Any) -> tuple[Any, ...]:
+        positive, large = grad > 0, grad.abs() > 1
+        return (
+            param * positive,
+            (positive + large).to(param.dtype),
+            (positive & large).float(),
+            torch.logical_xor(positive, ~large).float(),
+            grad.masked_fill(large, -7.0),
+        )
+
+    rule = tilestep.rule(masks)
+    grad = torch.tensor([2.0, 0.5, -0.5, -2.0])
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    wanted = rule(weight.detach().clone(), grad.clone(), *(torch.zeros(4) for _ in range(4)))
+    optimizer = tilestep.Optimizer([weight], rule)
+    weight.grad = grad
+    optimizer.step()
+    got = [weight.detach(), *(optimizer.state[weight][name] for name in rule.state_names)]
+    assert [value.tolist() for value in got] == [value.tolist() for value in wanted]
+
+
+def names_of(graph: Graph, level: Level) -> list[str]:
+    return [value.name for value in graph.values() if value.level is level and value.name and value.args]
+
+
+def test_values_carry_the_rule_s_variable_names() -> None:
+    rule = registry["AdamW"]
+    graph = trace(rule, rule.hyperparameters)
+    assert [name for name in ("bias_correction1", "bias_correction2_sqrt") if name in names_of(graph, Level.GROUP)] == [
+        "bias_correction1",
+        "bias_correction2_sqrt",
+    ]
+    assert {"exp_avg", "exp_avg_sq", "denom", "param", "grad"} <= set(names_of(graph, Level.ELEMENT))
+
+
+def test_in_place_calls_name_what_they_change() -> None:
+    graph = traced(adam_in_place)
+    named = names_of(graph, Level.ELEMENT)
+    assert {"param", "m", "v", "denom"} <= set(named)
+    assert graph.outputs["m"].name == "m" and graph.outputs["param"].name == "param"
+
+
+def test_each_line_names_its_last_value_alone() -> None:
+    def long_line(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        update = (
+            grad * 2.0
+            + grad.sqrt()
+        )  # fmt: skip
+        param = param - update
+        return param - update * lr
+
+    graph = traced(long_line)
+    assert names_of(graph, Level.ELEMENT).count("update") == 1
+    [update] = [value for value in graph.values() if value.name == "update"]
+    assert update.operation == "add"
+
+
+def test_values_remember_their_line() -> None:
+    graph = traced(adam_in_place)
+    [denom] = [value for value in graph.values() if value.name == "denom"]
+    assert denom.line == line_of(adam_in_place, "denom = v.sqrt()")
+
+
+def test_only_states_that_are_used_are_there() -> None:
+    def chooses(param: Any, grad: Any, used: Any, other: Any, *, flag: bool = False) -> tuple[Any, ...]:
+        if flag:
+            other = other + grad
+        return param - used, used + grad, other
+
+    rule = tilestep.rule(chooses)
+    assert trace(rule, {"flag": False}).states == ("used",)
+    assert trace(rule, {"flag": True}).states == ("used", "other")
