@@ -8,10 +8,10 @@ import torch
 
 from ..codegen.spec import KernelSpec
 from ..codegen.traffic import total_traffic
-from ..engine import grad_dtype, graph_for, kernel_spec
+from ..engine import grad_dtype
 from ..optimizer import Optimizer
 from ..optimizer.build import labelled
-from ..optimizer.states import compute_dtype, storages
+from ..optimizer.specs import spec_of
 from .bandwidth import Bandwidths
 from .memory import gigabytes
 from .placing import part_of
@@ -61,12 +61,6 @@ class Plan:
         return max(gradients / known.outward, self.parameters / known.inward, shared)
 
 
-def _spec(optimizer: Optimizer, group: dict[str, object], part: torch.Tensor, shape: torch.Size) -> KernelSpec:
-    rule = optimizer.rule_of(group)
-    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, part.dim(), shape)
-    return kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
-
-
 def plan_for(optimizer: Optimizer) -> Plan:
     """What an update of an optimizer's parameters moves.
 
@@ -79,7 +73,7 @@ def plan_for(optimizer: Optimizer) -> Plan:
         if param.is_meta:
             continue
         part = part_of(param)
-        spec = _spec(optimizer, group, part, param.shape)
+        spec = spec_of(optimizer.rule_of(group), group, part, param.shape)
         key = (id(spec), part.dtype, grad_dtype(part))
         if key not in widths:
             widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), sum(total_traffic(spec)))

@@ -13,7 +13,7 @@ import torch
 
 from ..codegen.spec import KernelSpec
 from ..compat import local_parts
-from ..engine import DeviceEngine, Entry, grad_dtype, graph_for, kernel_spec, run_passes
+from ..engine import DeviceEngine, Entry, grad_dtype, kernel_spec, run_passes
 from ..errors import MatrixError
 from ..graph import Graph
 from ..placements import (
@@ -34,6 +34,7 @@ from .overlap import check_not_shared
 from .parameters import check_parameter, labelled, param_states
 from .parts import build_engines
 from .scan import Scan
+from .specs import graph_of
 from .states import MASTER, Later, begin_missing, compute_dtype, follow_parameter, initial_state, storages
 from .watched_state import WatchedState
 
@@ -371,7 +372,7 @@ def _as_a_whole(optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
 
 def _graph_of(label: str, rule: Rule, group: dict[str, Any], param: torch.Tensor) -> Graph:
     try:
-        return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim(), param.shape)
+        return graph_of(rule, group, param.shape)
     except MatrixError as error:
         raise MatrixError(
             f"{label} of shape {tuple(param.shape)} is not a matrix, and {rule.name} works on matrices only; give it "

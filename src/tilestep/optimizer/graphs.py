@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..engine import Stale, graph_for, run_passes
+from ..engine import Stale, run_passes
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..errors import CaptureError
 from ..matrices import MATRIX_OPERATIONS
 from .decide import build_decision, decide
+from .specs import graph_of
 
 if TYPE_CHECKING:
     from .build import Tables
@@ -68,7 +69,7 @@ def require_no_waits(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)
         for shape in {param.shape for param in group["params"]}:
-            graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape)
+            graph = graph_of(rule, group, shape)
             operations = (MATRIX_OPERATIONS.get(value.operation) for value in graph.values())
             waits = any(operation is not None and operation.waits for operation in operations)
             require(not waits, f"rule {rule.name} decomposes matrices in some steps, and ranks step together")

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ..compat import fsdp_module_type, local_parts
-from ..engine import graph_for, kernel_spec
 from ..optimizer import Optimizer
 from ..optimizer.build import labelled
-from ..optimizer.states import compute_dtype, storages
+from ..optimizer.specs import spec_of
 
 __all__ = ["Group", "Grouping", "divide"]
 
@@ -98,9 +97,7 @@ def _together(optimizer: Optimizer) -> dict[int, str]:
         if param.is_meta:
             continue
         rule = optimizer.rule_of(group)
-        graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim(), param.shape)
-        spec = kernel_spec(graph, storages(param, group, graph), compute_dtype(param), param.device.type)
-        if spec.program.across:
+        if spec_of(rule, group, param).program.across:
             found[id(param)] = rule.name
     return found
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import graph_for
 from ..errors import StateError
 from ..optimizer import Optimizer
 from ..optimizer.build import labelled
 from ..optimizer.checkpoint import check_rules, complete_groups
 from ..optimizer.homes import StateHome
 from ..optimizer.hyperparameters import about_group, check_group
+from ..optimizer.specs import graph_of
 from ..optimizer.states import MASTER, TRAINING, begin_missing, initial_state
 from ..rules import Rule
 from .inner import ANCHOR, mirror
@@ -75,7 +75,7 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     group = optimizer.param_groups[member.group]
     rule = optimizer.rule_of(group)
     like = torch.empty_like(member.param, device="meta")
-    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, like.dim(), like.shape)
+    graph = graph_of(rule, group, like.shape)
     later: Any = {}
     state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome(), like.shape)
     begin_missing(later, StateHome())
