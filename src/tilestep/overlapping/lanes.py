@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..compat import current_stream_number
+
 __all__ = ["Lane"]
 
 
@@ -25,6 +27,10 @@ class Lane:
     def current(self) -> torch.cuda.Stream | None:
         """The stream that work goes to now; None on a CPU."""
         return None if self.stream is None else torch.cuda.current_stream(self._device)
+
+    def current_number(self) -> int | None:
+        """The same stream's number, which costs a tenth of the stream; None on a CPU."""
+        return None if self.stream is None else current_stream_number(self._device.index)
 
     @contextmanager
     def after(self, *streams: torch.cuda.Stream) -> Iterator[None]:

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..amp import GradScaler
+from ..compat import local_parts
 from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
 from ..errors import CaptureError
 from ..optimizer import Optimizer
 from ..optimizer.build import Tables, labelled
 from ..optimizer.decide import decide, needs_norm
-from ..placements.local import local_part
+from ..placements.local import ready
 from .choice import OverlapReport, Trial, device_clock
 from .data_parallel import CommHook, follow_buckets, wrappers
 from .groups import Group, Grouping, divide
@@ -186,7 +187,8 @@ class OverlappedOptimizer(Optimizer):
             works = [(group, self._work(tables, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self._lane.mark()
-            self._lane.keep([local_part(gradient) for taken in held.values() for gradient in taken])
+            taken = [gradient for each in held.values() for gradient in each]
+            self._lane.keep(list(map(ready, local_parts(taken))))
             self._pending.put(works)
         current = self._lane.current()
         if current is not None and decided is not None:

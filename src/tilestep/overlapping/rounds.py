@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ..accumulating import Accumulating
-from ..compat import after_backward, backward_pass
+from ..compat import after_backward, backward_pass, local_parts
 from ..engine import Stale
 from ..errors import GradientError
 from ..optimizer.decide import decide, needs_norm
-from ..placements.local import is_distributed, local_part
+from ..placements.local import is_distributed, ready
 from .groups import Group
 from .lanes import Lane
 
@@ -152,9 +152,11 @@ class Round(Accumulating):
                 "all but the last backward before a step inside optimizer.no_sync(); after a backward that was broken "
                 'off call zero_grad() first; for parameters that reentrant checkpoints share use during="forward"'
             )
-        stream = self._lane.current()
-        if stream is not None:
-            self._streams.setdefault(group.index, {})[stream.cuda_stream] = stream
+        number = self._lane.current_number()
+        if number is not None:
+            streams = self._streams.setdefault(group.index, {})
+            if number not in streams and (stream := self._lane.current()) is not None:
+                streams[number] = stream
         missing = self._missing[group.index]
         if not missing:
             # Its norm is known; backward runs once more.
@@ -185,7 +187,7 @@ class Round(Accumulating):
         for param in own:
             param.grad = None
         if self._on_two_streams(group, streams):
-            lane.keep(list(map(local_part, gradients)))
+            lane.keep(list(map(ready, local_parts(gradients))))
             gradients = []
         self._let_go(streams)
         self._held.append((gradients, event))
