@@ -208,6 +208,33 @@ def test_without_a_store_errors_stay_as_they_are() -> None:
         raise RuntimeError("timed out")
 
 
+def test_a_store_that_cannot_be_cloned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Written(dist.Store):
+        """What a user may write in Python, around another one."""
+
+        def __init__(self, known: Any) -> None:
+            super().__init__()
+            self.known = known
+
+        def set(self, key: Any, value: Any) -> None:
+            self.known.set(key, value)
+
+        def get(self, key: Any) -> Any:
+            return self.known.get(key)
+
+        def add(self, key: Any, value: int) -> int:
+            return self.known.add(key, value)
+
+        def check(self, keys: Any) -> bool:
+            return self.known.check(keys)
+
+    monkeypatch.setattr(roll_call, "PATIENCE", 1.0)
+    monkeypatch.setattr(RollCall, "is_current", True)
+    call = RollCall(Written(dist.HashStore()), 0, 2)
+    assert call.missing() == [1]
+    call.close()
+
+
 def test_a_rank_that_gives_no_sign_of_life_is_logged(
     three: list[RollCall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

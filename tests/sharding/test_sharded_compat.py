@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tilestep import compat
+from tilestep.compat import streams
+from tilestep.sharding.groups import Ranks
 
 
 def test_backward_passes_are_numbered_and_end_with_a_call() -> None:
@@ -90,3 +94,23 @@ def test_the_store_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None
     assert hasattr(module, "_get_default_store"), f"torch {torch.__version__} keeps its store elsewhere (compat)"
     monkeypatch.delattr(module, "_get_default_store")
     assert compat.default_store() is None
+
+
+def test_the_number_of_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the private call, streams are asked for as objects."""
+    if torch.version.cuda:
+        assert hasattr(torch._C, "_cuda_getCurrentRawStream"), f"torch {torch.__version__} has another (compat)"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=100 + device))
+    assert streams._public(3) == 103
+
+
+def test_nccl_is_known_behind_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group that was made without saying a backend has both, and graphs can hold what runs on GPUs."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = Ranks(dist.group.WORLD)
+        assert not ranks.can_be_captured or torch.version.cuda
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        assert ranks.can_be_captured
+    finally:
+        dist.destroy_process_group()

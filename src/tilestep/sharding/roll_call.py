@@ -51,9 +51,9 @@ class RollCall:
         self._store: Any = None
         self._over = threading.Event()
         if store is not None and ranks > 1:
-            # A connection of its own, for others may be waiting on the store's.
-            store = store.clone() if hasattr(store, "clone") else store
-            self._store = dist.PrefixStore("tilestep/roll_call", store)
+            # One written in Python lives as long as somebody refers to it.
+            self._connection = _own_connection(store)
+            self._store = dist.PrefixStore("tilestep/roll_call", self._connection)
             self._thread = threading.Thread(target=self._answer, name="tilestep roll call", daemon=True)
             self._thread.start()
             atexit.register(self.close)
@@ -156,6 +156,15 @@ class RollCall:
             f"error of its own ({_first_line(error)})",
             [],
         )
+
+
+def _own_connection(store: Any) -> Any:
+    """A connection to a store on which nobody else is waiting, where the store can make one."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):
+        # Older ones, and stores written in Python.
+        return store
 
 
 def _gone(absent: list[int]) -> str:
