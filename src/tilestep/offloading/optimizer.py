@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,7 +15,8 @@ from ..optimizer import Optimizer
 from ..optimizer.build import labelled
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.extended import extended_class
-from ..optimizer.homes import StateHome, deferred_state
+from ..optimizer.homes import StateHome
+from ..optimizer.making import made_for
 from ..overlapping import OverlappedOptimizer
 from ..sharding import ShardedOptimizer
 from .bandwidth import measure_bandwidths
@@ -120,14 +121,8 @@ class OffloadedOptimizer(Optimizer):
         raise TypeError("an offloaded optimizer cannot be copied or pickled: save its state_dict()")
 
 
-class Makes(Protocol):
-    """What makes an optimizer."""
-
-    def __call__(self) -> Optimizer: ...
-
-
 def offload(
-    optimizer: Optimizer | Makes,
+    optimizer: Optimizer | Callable[[], Optimizer],
     *,
     state: bool = True,
     gradients: bool = False,
@@ -194,11 +189,7 @@ def offload(
 
 
 def _made(optimizer: Any) -> Optimizer:
-    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-        with deferred_state():
-            optimizer = optimizer()
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+    optimizer = made_for("offload", optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
         raise OffloadError("the optimizer is offloaded already")
     if isinstance(optimizer, OverlappedOptimizer):

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import KernelSpec
-from ..engine import graph_for, kernel_spec
 from ..errors import RuleError
 from ..optimizer import Optimizer
 from ..optimizer.build import Tables, labelled
-from ..optimizer.states import compute_dtype, storages
+from ..optimizer.specs import spec_of
 from ..placements import SharedSums
 from ..rules import rule
 from .groups import Deciders, Ranks
@@ -76,13 +74,6 @@ class PieceOptimizer(Optimizer):
         return tables
 
 
-def spec_of(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> KernelSpec:
-    """What the kernels of a parameter are built from."""
-    rule = optimizer.rule_of(group)
-    graph = graph_for(rule, {key: group[key] for key in rule.hyperparameters}, param.dim(), param.shape)
-    return kernel_spec(graph, storages(param, group, graph), compute_dtype(param), param.device.type)
-
-
 def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
     """For each parameter whose rule works on more than single elements and reductions over all of them what it costs.
 
@@ -100,7 +91,7 @@ def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
     """
     found: dict[torch.Tensor, int | None] = {}
     for label, _, group, param in labelled(optimizer):
-        program = spec_of(optimizer, group, param).program
+        program = spec_of(optimizer.rule_of(group), group, param).program
         graph = program.graph
         if not (graph.slice_states or program.slices.views or program.library.scratch):
             found[param] = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
 from ..optimizer.homes import StateHome, deferred_state
+from ..optimizer.making import made_for
 from .agree import check_together, plain_module
 from .buckets import Options
 from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states
@@ -26,14 +27,8 @@ from .groups import ranks_of
 __all__ = ["ShardedOptimizer", "shard"]
 
 
-class Makes(Protocol):
-    """What makes an optimizer."""
-
-    def __call__(self) -> Optimizer: ...
-
-
 def shard(
-    optimizer: Optimizer | Makes,
+    optimizer: Optimizer | Callable[[], Optimizer],
     model: nn.Module,
     mesh: Any = None,
     *,
@@ -100,11 +95,7 @@ def shard(
         [[0.5, 0.0]]
         >>> torch.distributed.destroy_process_group()
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-        with deferred_state():
-            optimizer = optimizer()
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"shard() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+    optimizer = made_for("shard", optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
     if type(optimizer._home) is not StateHome:
