@@ -8,30 +8,14 @@ from typing import Any
 import pytest
 import torch
 from state_files import saved_and_loaded
-from twins import FLAGS, SHAPES, assert_close, everything, make_params, plain, set_gradients, torch_lists, train, twins
+from torch_twins import argument_lists, exchanged_training
+from twins import SHAPES, assert_close, everything, make_params, set_gradients, torch_lists, train, twins
 
 import tilestep
 
-INFOS = {info.optim_cls.__name__: info for info in torch_lists().optim_db}
-# Muon has its own tests; the others are not dense single-pass updates.
-NAMES = sorted(set(INFOS) & set(tilestep.registry) - {"Muon"})
-
-
-def cases() -> list[Any]:
-    found: list[Any] = []
-    for name in NAMES:
-        known: list[dict[str, Any]] = []
-        for entry in INFOS[name].optim_inputs_func(device="cpu"):
-            kwargs = {key: plain(value) for key, value in entry.kwargs.items() if key not in FLAGS}
-            if kwargs not in known:
-                known.append(kwargs)
-                label = ",".join(f"{key}={value}" for key, value in kwargs.items()) or "defaults"
-                found.append(pytest.param(name, kwargs, id=f"{name}-{label}"))
-    return found
-
-
-# A gradient of a single number can be all but zero; Adafactor and others then divide two roundings.
-NUMBERS = [shape for shape in SHAPES if shape]
+torch_lists()
+LISTS = argument_lists()
+NAMES = sorted({name for name, _ in LISTS} - {"Muon"})  # Muon has its own tests
 
 
 def shapes_torch_takes(name: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -39,26 +23,10 @@ def shapes_torch_takes(name: str, shapes: Sequence[tuple[int, ...]]) -> list[tup
     return [shape for shape in shapes if name != "Adafactor" or 0 not in shape]
 
 
-@pytest.mark.parametrize(("name", "kwargs"), cases())
-def test_both_ways_in_the_middle_of_a_training(name: str, kwargs: dict[str, Any]) -> None:
-    shapes = shapes_torch_takes(name, NUMBERS)
-    mine, theirs = make_params(shapes), make_params(shapes)
-    ours, torchs = getattr(tilestep, name)(mine, **kwargs), getattr(torch.optim, name)(theirs, **kwargs)
-    train([(ours, mine), (torchs, theirs)], range(4))
-    assert_close(mine, theirs)
-
-    into_ours, into_torch = twins(theirs), twins(mine)
-    # Other arguments than the checkpoint's: it brings its own.
-    resumed = getattr(tilestep, name)(into_ours, lr=0.5)
-    resumed.load_state_dict(saved_and_loaded(torchs.state_dict()))
-    torch_resumed = getattr(torch.optim, name)(into_torch, lr=0.5)
-    torch_resumed.load_state_dict(saved_and_loaded(ours.state_dict()))
-    train(
-        [(ours, mine), (torchs, theirs), (resumed, into_ours), (torch_resumed, into_torch)],
-        range(4, 8),
-    )
-    for params in (mine, into_ours, into_torch):
-        assert_close(params, theirs)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("name", "kwargs"), LISTS, ids=str)
+def test_twenty_steps_and_an_exchange_agree_with_torch(name: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
+    exchanged_training(name, kwargs, dtype, "cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -64,6 +64,18 @@ def lars(p, gradient, lr, momentum, weight_decay, trust_coefficient, eps, nester
         yield p
 
 
+def lion(p, gradient, lr, betas, weight_decay, maximize):
+    b1, b2 = betas
+    m = np.zeros_like(p)
+    for t in range(1, STEPS + 1):
+        g = -gradient(p, t) if maximize else gradient(p, t)
+        update = np.sign(m * b1 + g * (1 - b1))
+        p = p * (1 - lr * weight_decay)
+        p = p + update * -lr
+        m = m * b2 + g * (1 - b2)
+        yield p
+
+
 def adan(p, gradient, lr, betas, eps, weight_decay, no_prox):
     b1, b2, b3 = betas
     m, d, n, before = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p), None

@@ -103,6 +103,18 @@ def test_lars(shape: tuple[int, ...], changes: dict[str, Any]) -> None:
     "changes",
     [
         {},
+        {"lr": 0.02, "betas": (0.7, 0.5), "weight_decay": 0.3},
+        {"betas": (0.95, 0.98), "maximize": True},
+    ],
+)
+def test_lion(changes: dict[str, Any]) -> None:
+    compare(registry["Lion"], published.lion, VECTOR, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
         {"lr": 0.05, "weight_decay": 0.2},
         {"betas": (0.9, 0.8, 0.95), "weight_decay": 0.1, "no_prox": True, "eps": 1e-3},
     ],
@@ -288,7 +300,7 @@ def test_prodigy_stands_still_without_a_gradient_or_a_learning_rate() -> None:
             assert torch.equal(old, new), name
 
 
-MODERN = ["LAMB", "LARS", "Adan", "AdEMAMix", "ADOPT", "ScheduleFreeSGD", "ScheduleFreeAdamW", "SophiaG"]
+MODERN = ["Lion", "LAMB", "LARS", "Adan", "AdEMAMix", "ADOPT", "ScheduleFreeSGD", "ScheduleFreeAdamW", "SophiaG"]
 MODERN += ["StableAdamW", "Tiger", "Prodigy"]
 REDUCING = {"LAMB", "LARS", "StableAdamW", "Tiger", "Prodigy"}
 
