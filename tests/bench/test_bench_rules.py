@@ -46,6 +46,30 @@ def test_bytes_of_a_reducing_rule_are_those_of_both_phases() -> None:
     assert step_bytes(tilestep.Optimizer(parameters, "LAMB")) == 100 * 4 * (6 + 4)
 
 
+ADAMW = tilestep.registry["AdamW"]
+
+
+@pytest.mark.parametrize(
+    ("composed", "numbers"),
+    [
+        (tilestep.decoupled_weight_decay(ADAMW, 0.1), 7),  # nothing beside AdamW's: parameter and moments, the gradient
+        (tilestep.coupled_weight_decay(ADAMW, 0.1), 7),
+        (tilestep.ema(ADAMW, 0.9), 7 + 2),  # the average, read and written
+        (tilestep.lookahead(ADAMW, 5, 0.5), 7 + 2),
+        (tilestep.lookahead(tilestep.ema(ADAMW, 0.9), 5, 0.5), 7 + 2 + 2),
+        (tilestep.centralize(ADAMW), 7 + 1),  # the gradient once more, for its means
+        (tilestep.centralize(tilestep.ema(ADAMW, 0.9)), 7 + 1 + 2),
+        # A size known after all elements: moments are kept and read again with the parameter, the gradient is not.
+        (tilestep.clip_update(ADAMW, 1.0), 6 + 3 + 1),
+        (tilestep.ema(tilestep.clip_update(ADAMW, 1.0), 0.9), 6 + 3 + 1 + 2),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_composed_rules_move_what_they_touch_and_no_more(composed: tilestep.Rule, numbers: int) -> None:
+    parameters = [torch.zeros(30, 4, requires_grad=True)]
+    assert step_bytes(tilestep.Optimizer(parameters, composed)) == 120 * 4 * numbers
+
+
 def test_matrix_work_is_known() -> None:
     matrix = [torch.zeros(4, 6, requires_grad=True)]
     assert has_matrix_work(tilestep.Optimizer(matrix, "Muon"))

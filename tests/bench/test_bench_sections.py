@@ -10,6 +10,7 @@ import torch
 
 from tilestep import cli
 from tilestep.bench import bandwidth, peers
+from tilestep.bench.first_step import run_compile
 from tilestep.bench.report import plot
 from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import Settings, run_cpu, run_norm, run_step
@@ -145,6 +146,15 @@ def test_the_command_writes_figures_and_pictures(tmp_path: Path, capfd: pytest.C
     }
     assert (tmp_path / "compile.png").read_bytes().startswith(b"\x89PNG")
     assert "first step" in capfd.readouterr().out
+
+
+def test_the_first_step_of_rules_by_name(quick: Settings) -> None:
+    (group,) = run_compile(quick, ["Muon"]).groups
+    assert group.title == "first step, 10 parameters of 8 x 8"
+    assert [row.contender for row in group.rows] == ["rule Muon, empty caches", "rule Muon, filled caches"]
+    assert all(row.wall is not None and row.failure is None for row in group.rows)
+    with pytest.raises(ValueError, match="no rule is called 'Moun'"):
+        run_compile(quick, ["Moun"])
 
 
 def test_a_device_that_is_not_here_is_bad_usage(capfd: pytest.CaptureFixture[str]) -> None:

@@ -198,6 +198,19 @@ def test_launches_and_copies_of_a_step_do_not_depend_on_the_number_of_tensors() 
         assert trace(plain.step, CUDA).copies == 1
 
 
+@pytest.mark.parametrize("name", [*NAMES, "Prodigy"])
+def test_launches_of_no_rule_depend_on_the_number_of_tensors(name: str) -> None:
+    launches = []
+    for count in (3, 300):
+        params = make([shape for _ in range(count) for shape in ((33, 9), (70,))])
+        set_gradients(params, step=0)
+        optimizer = getattr(tilestep, name)(params)
+        for _ in range(3):
+            optimizer.step()
+        launches.append(trace(optimizer.step, CUDA).launches)
+    assert launches[0] == launches[1] > 0
+
+
 @pytest.mark.parametrize("name", ["AdamW", "LAMB", "Adafactor"])
 def test_a_step_takes_no_memory_and_tables_little(name: str) -> None:
     shape = (1024, 1024) if name == "Adafactor" else (1 << 20,)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+import tilestep
 from tilestep.bench.environment import environment
 from tilestep.bench.measure import Spread, spread, synchronize
 from tilestep.bench.peers import OURS, peers, step_of
@@ -27,22 +28,37 @@ __all__ = ["first_step", "run_compile"]
 
 CACHE_VARIABLES = ("TILESTEP_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 ELEMENTS = 64
+SIDE = 8  # of parameters for rules by name: matrices, for those that take nothing else
+RULE = "rule "
 COMPILED_COUNT = 100  # parameters for the peers that compile: their time grows with the count
 
 
-def run_compile(settings: Settings, timeout: float = 600.0) -> Result:
+def run_compile(settings: Settings, rules: Sequence[str] = (), timeout: float = 600.0) -> Result:
     """Measure the first step of 1,000 and 10,000 parameters, each in processes of their own.
 
     Args:
         settings: as for the other sections.
+        rules: instead of the peers, these rules with their defaults; "all" for every one.
         timeout: seconds after which a process is given up.
+
+    Raises:
+        ValueError: for a name that no rule has.
     """
+    names = list(tilestep.registry) if list(rules) == ["all"] else rules
+    for name in names:
+        if name not in tilestep.registry:
+            raise ValueError(f"no rule is called {name!r}; there are: {', '.join(tilestep.registry)}")
     result = Result("compile", environment(settings.device))
     result.notes.append(
         "wall: building the optimizer, the first clip and the first step, in a fresh process, imports done"
     )
     counts = (10, 20) if settings.quick else (1000, 10_000)
     repeats = 1 if settings.quick else 2
+    if names:
+        settings.say(f"compile: first step of {counts[0]:,} parameters, {len(names)} rules")
+        rows = [row for name in names for row in _rows(RULE + name, counts[0], settings, 1, timeout)]
+        result.groups.append(Group(f"first step, {counts[0]:,} parameters of {SIDE} x {SIDE}", rows))
+        return result
     ready = [peer.name for peer in peers(settings.device) if peer.name in (OURS, "torch fused")]
     for count in counts:
         settings.say(f"compile: first step of {count:,} parameters")
@@ -86,11 +102,16 @@ def _in_fresh_process(name: str, count: int, device: torch.device, caches: str, 
 def first_step(name: str, count: int, device: torch.device) -> float:
     """Build an optimizer for small parameters, clip and step once; return the milliseconds until the work is done.
 
+    Args:
+        name: a peer's, or `rule` and a rule's.
+        count: parameters.
+        device: where.
+
     >>> first_step("torch fused", 3, torch.device("cpu")) > 0
     True
     """
-    peer = peers(device, compiled=True, names=[name])[0]
-    parameters = [torch.ones(ELEMENTS, device=device, requires_grad=True) for _ in range(count)]
+    shape = (SIDE, SIDE) if name.startswith(RULE) else (ELEMENTS,)
+    parameters = [torch.ones(shape, device=device, requires_grad=True) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     importlib.import_module(
@@ -98,7 +119,10 @@ def first_step(name: str, count: int, device: torch.device) -> float:
     )  # any torch optimizer imports it when built: a second that is not compiling
     synchronize(device)
     begin = time.perf_counter()
-    step_of(peer, parameters, MAX_GRAD_NORM)()
+    if name.startswith(RULE):
+        tilestep.Optimizer(parameters, name.removeprefix(RULE), max_grad_norm=MAX_GRAD_NORM).step()
+    else:
+        step_of(peers(device, compiled=True, names=[name])[0], parameters, MAX_GRAD_NORM)()
     synchronize(device)
     return (time.perf_counter() - begin) * 1e3
 

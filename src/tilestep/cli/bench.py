@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
         batch: Annotated[int, typer.Option(min=0, help="e2e: batch size; 0 takes each model's own.")] = 0,
         seconds: Annotated[float, typer.Option(min=0, help="e2e: begin no model that ends later; 0: no limit.")] = 0,
         add: Annotated[bool, typer.Option(help="e2e: keep what --out has, measure what is missing.")] = False,
-        rules: Annotated[str, typer.Option(help="rules: only these, by name, with commas.")] = "",
+        rules: Annotated[str, typer.Option(help="rules: only these, with commas; compile: these, or all.")] = "",
     ) -> None:
         """Measure norms, optimizer steps and training iterations of tilestep and its peers, in interleaved rounds."""
         from rich.console import Console
@@ -86,7 +86,7 @@ def register(app: typer.Typer) -> None:
         runs = {
             "norm": run_norm,
             "step": run_step,
-            "compile": run_compile,
+            "compile": lambda settings: run_compile(settings, _names(rules)),
             "cpu": run_cpu,
             "rules": lambda settings: run_rules(settings, _names(rules)),
             "e2e": end_to_end,
