@@ -18,6 +18,7 @@ import tilestep
 from tilestep import compat
 from tilestep.sharding import parameters
 from tilestep.sharding.groups import Ranks
+from tilestep.sharding.streams import Channel
 
 
 def sgd(params: Any) -> tilestep.Optimizer:
@@ -100,12 +101,26 @@ def training_and_traffic_are_as_ever() -> None:
             check()
 
 
+def what_arrives_in_order_is_not_waited_for_again() -> None:
+    """As on a GPU, where everything follows in the stream: sums and gathers are finished when they are asked for."""
+    with together(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "in_order", True)
+        for options in ({}, {"grad_buffer": "bucket"}, {"param_sync_dtype": torch.float64}):
+            pair = Pair(Elementwise(30), sgd, bucket_cap_mb=TINY, **options)
+            for _ in range(3):
+                data = inputs(5, 7)
+                train(pair, [lambda model, data=data: (model(data) * data).sum()] * 2)
+                pair.compare()
+                assert not pair.optimizer._sharding.parameters.is_pending
+
+
 CHECKS = [
     several_tensors_in_one_message,
     waves_grow_and_arrive,
     buckets_that_are_converted_travel_alone,
     frozen_buckets_stay_at_home,
     training_and_traffic_are_as_ever,
+    what_arrives_in_order_is_not_waited_for_again,
 ]
 
 
