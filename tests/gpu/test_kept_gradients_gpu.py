@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from offloaded_pairs import streamed
+from rank_processes import run_on_ranks
 from test_offload_gpu import CUDA, clipped, delays, layers, one_rank, sharded
+from test_offload_ranks import shards_whose_gradients_leave
 
 import tilestep
 
@@ -152,3 +155,14 @@ def test_fsdp_shards(one_rank: None, where: str) -> None:
             assert torch.equal(left.full_tensor(), right.full_tensor())  # type: ignore[attr-defined]
         else:
             torch.testing.assert_close(left.full_tensor(), right.full_tensor(), rtol=1e-5, atol=1e-6)  # type: ignore[attr-defined]
+
+
+def shards_of_two_ranks() -> None:
+    """Reduced by NCCL in a stream of its own while backward goes on; copies and updates come late."""
+    with delays(dist.get_rank()):
+        shards_whose_gradients_leave(streamed(500, 2, keeps_gradients=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_on_two_gpus() -> None:
+    assert not run_on_ranks([shards_of_two_ranks], 2, backend="nccl")

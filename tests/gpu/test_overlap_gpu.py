@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import overlapped_meshes
 import overlapped_models
 import overlapped_ranks
 import pytest
@@ -276,7 +277,13 @@ def offloaded_parameters() -> None:
         pair.compare()
 
 
-CHECKS: list[Callable[[], None]] = [*overlapped_ranks.CHECKS, late_on_ranks, offloaded_parameters]
+CHECKS: list[Callable[[], None]] = [
+    *overlapped_ranks.CHECKS,
+    *overlapped_meshes.CHECKS,
+    *overlapped_meshes.WIDE_CHECKS,
+    late_on_ranks,
+    offloaded_parameters,
+]
 
 
 class OnGpus:

@@ -184,6 +184,22 @@ def test_rules_that_look_at_gradients_more_than_once(rule: str) -> None:
         assert torch.equal(left, right)
 
 
+def test_gradients_of_another_type(kept: Kept) -> None:
+    weights = [nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2)]
+    for weight in weights:
+        weight.grad_dtype = torch.float32
+    reference = tilestep.AdamW([weights[0]], max_grad_norm=1.0)
+    optimizer = kept(tilestep.AdamW([weights[1]], max_grad_norm=1.0))
+    for step in range(3):
+        for weight, each in zip(weights, (reference, optimizer)):
+            for _ in range(2):
+                (weight.float() * torch.linspace(-1, 1 + step, 300)).square().sum().backward()
+            assert step or weight.grad is None or weight.grad.dtype is torch.float32
+            each.step()
+            each.zero_grad()
+    assert torch.equal(*weights)
+
+
 def test_what_is_refused() -> None:
     net = model()
     optimizer = kept_and_streamed(tilestep.AdamW(net.parameters()))

@@ -49,26 +49,30 @@ def shards_are_updated_as_without() -> None:
 
 
 def gradients_of_shards_leave_the_device() -> None:
+    for home in (streamed(500, 2, keeps_gradients=True), on_host(500, keeps_gradients=True)):
+        shards_whose_gradients_leave(home)
+
+
+def shards_whose_gradients_leave(home: Homes) -> None:
     """Each microbatch's, once it is reduced; a partial sum stays for the step, which all ranks take together."""
     for layout in LAYOUTS:
-        for home in (streamed(500, 2, keeps_gradients=True), on_host(500, keeps_gradients=True)):
-            plain, moved = (LAYOUTS[layout][0]() for _ in range(2))
-            reference, made = (tilestep.AdamW(net.parameters(), lr=1e-2, max_grad_norm=0.05) for net in (plain, moved))
-            optimizer = home(made)
-            for step in range(3):
-                for part in range(2):
-                    for net in (plain, moved):
-                        backward(net, batch(2 * step + part, layout))
-                    left = left_of(moved)
-                    assert all(gradient.placements != param.placements for gradient, param in left)
-                    assert len(left) < len(list(moved.parameters())), layout
-                for each in (reference, optimizer):
-                    each.step()
-                assert all(param.grad is None for param in moved.parameters())
-                reference.zero_grad()
-                assert torch.equal(reference.grad_norm, optimizer.grad_norm), (layout, step)
-            for one, other in zip(plain.parameters(), moved.parameters()):
-                assert torch.equal(full(one), full(other)), (layout, home)
+        plain, moved = (LAYOUTS[layout][0]() for _ in range(2))
+        reference, made = (tilestep.AdamW(net.parameters(), lr=1e-2, max_grad_norm=0.05) for net in (plain, moved))
+        optimizer = home(made)
+        for step in range(3):
+            for part in range(2):
+                for net in (plain, moved):
+                    backward(net, batch(2 * step + part, layout))
+                left = left_of(moved)
+                assert all(gradient.placements != param.placements for gradient, param in left)
+                assert len(left) < len(list(moved.parameters())), layout
+            for each in (reference, optimizer):
+                each.step()
+            assert all(param.grad is None for param in moved.parameters())
+            reference.zero_grad()
+            assert torch.equal(reference.grad_norm, optimizer.grad_norm), (layout, step)
+        for one, other in zip(plain.parameters(), moved.parameters()):
+            assert torch.equal(full(one), full(other)), layout
 
 
 def left_of(net: torch.nn.Module) -> list[tuple[Any, Any]]:

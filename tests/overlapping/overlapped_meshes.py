@@ -1,25 +1,20 @@
-"""Overlapped optimizers of models on several meshes, with weights that are shared, unused or whose state is elsewhere."""
+"""Overlapped optimizers on several meshes, with weights that are shared or unused, with state on the host."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from offloaded_pairs import streamed
 from overlapped_models import adamw, clipped
 from overlapped_ranks import DURING, Pair, Stack, device, fsdp, local, one_batch
+from sharded_models import LAYOUTS, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tilestep
-
-for folder in ("offloading", "placements"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
-from offloaded_pairs import streamed
-from sharded_models import LAYOUTS, batch
 
 
 class Tied(Stack):
