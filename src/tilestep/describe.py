@@ -12,7 +12,7 @@ import torch
 from .codegen.spec import KernelSpec
 from .codegen.traffic import Traffic, tile_traffic
 from .engine import graph_for, kernel_spec
-from .graph import TilePass, Value
+from .graph import Guard, TilePass, Value
 from .graph.views import slice_word
 from .optimizer.states import MASTER, compute_dtype, has_master, storages
 from .rules import Rule
@@ -182,7 +182,7 @@ def describe(
         equations=inspect.cleandoc(rule.__doc__ or "No docstring."),
         hyperparameters={**rule.hyperparameters, **(hyperparameters or {})},
         states=_states(rule, spec, dtype, master_weights),
-        specialized=tuple(f"{_in_words(guard.condition)} is {guard.outcome}" for guard in guards),
+        specialized=tuple(map(_as_it_holds, guards)),
         passes=tuple(_passes(spec, backend)),
         source=source,
     )
@@ -260,6 +260,20 @@ def _names(values: list[Value]) -> str:
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SIGNS |= {"eq": "==", "ne": "!=", "and": "and", "or": "or"}
 _LONGEST = 40
+
+
+_COMPARISONS = {"lt": "<", "ge": ">=", "le": "<=", "gt": ">", "eq": "==", "ne": "!="}
+_OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
+
+
+def _as_it_holds(guard: Guard) -> str:
+    """A branch that was taken, as what is true in it."""
+    condition = guard.condition
+    if condition.operation not in _COMPARISONS:
+        return f"{_in_words(condition)} is {guard.outcome}"
+    operation = condition.operation if guard.outcome else _OPPOSITE[condition.operation]
+    left, right = map(_in_words, condition.args)
+    return f"{left} {_COMPARISONS[operation]} {right}"
 
 
 def _in_words(value: Value) -> str:

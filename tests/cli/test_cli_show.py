@@ -91,6 +91,15 @@ def test_options_change_what_is_shown(run: Run) -> None:
     assert vector.count("tile_pass_1") == 0 < matrix.count("tile_pass_1")
 
 
+def test_branches_are_shown_as_what_is_true_in_them(run: Run) -> None:
+    _, both, _ = run("show", "soap", "--dims", "2")
+    holds = "This code holds while shampoo_beta < 0; rows <= max_precond_dim; columns <= max_precond_dim"
+    assert holds in " ".join(both.split())
+    _, none, _ = run("show", "soap", "--dims", "2", "--set", "max_precond_dim=0", "--set", "shampoo_beta=0.5")
+    assert "shampoo_beta >= 0; rows > max_precond_dim; columns > max_precond_dim" in " ".join(none.split())
+    assert "gram_left" in both and "gram_left  " not in none
+
+
 def test_show_takes_a_rule_of_the_user_s(run: Run) -> None:
     code, out, _ = run("show", "authored:signed", "--backend", "cpp")
     assert code == 0

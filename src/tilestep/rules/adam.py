@@ -84,7 +84,14 @@ def adamw(
     maximize: bool = False,
     step: Any,
 ) -> tuple[Any, ...]:
-    """Adam with decoupled weight decay: Adam's equations after p <- p - lr * weight_decay * p.
+    """Adam with decoupled weight decay.
+
+    Equations (t is the step count from 1):
+        p <- p - lr * weight_decay * p
+        m <- beta1 * m + (1 - beta1) * g
+        v <- beta2 * v + (1 - beta2) * g^2
+        p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    and with `amsgrad` the largest v so far in place of v.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019); torch.optim.AdamW.
     """
