@@ -32,8 +32,8 @@ def _orthogonal_basis(operands: Sequence[torch.Tensor], _: Sequence[float], out:
 
 
 def _descending(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
-    square, basis = operands
-    sizes = (basis * torch.bmm(square, basis)).sum(dim=-2)
+    ahead, basis = operands
+    sizes = (basis * ahead).sum(dim=-2)
     order = sizes.argsort(dim=-1, descending=True)
     picked = torch.nn.functional.one_hot(order, order.size(-1)).mT
     return _into(picked.to(basis.dtype), out)
@@ -93,17 +93,17 @@ def orthogonal_basis(matrix: torch.Tensor) -> torch.Tensor:
     return _orthogonal_basis_op(matrix)
 
 
-def descending(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+def descending(ahead: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """The permutation that sorts a basis by how large a symmetric matrix is along its columns, largest first.
 
     Args:
-        square: symmetric, [side, side].
-        basis: columns, [side, side]; `basis @ descending(square, basis)` are they, sorted.
+        ahead: the symmetric matrix times the basis, [side, side].
+        basis: columns, [side, side]; `basis @ descending(ahead, basis)` are they, sorted.
 
     Example:
         >>> square = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
-        >>> descending(square, torch.eye(2))
+        >>> descending(square @ torch.eye(2), torch.eye(2))
         tensor([[0., 1.],
                 [1., 0.]])
     """
-    return _descending_op(square, basis)
+    return _descending_op(ahead, basis)

@@ -93,12 +93,14 @@ def soap(
     next_right: Any = None
     if has_left:
         gram_left = gram_left + (1 - decay) * (grad @ grad.mT - gram_left)
-        order_left = descending(gram_left, basis_left)
-        next_left = orthogonal_basis(gram_left @ (basis_left @ order_left))
+        ahead_left = gram_left @ basis_left
+        order_left = descending(ahead_left, basis_left)
+        next_left = orthogonal_basis(ahead_left @ order_left)
     if has_right:
         gram_right = gram_right + (1 - decay) * (grad.mT @ grad - gram_right)
-        order_right = descending(gram_right, basis_right)
-        next_right = orthogonal_basis(gram_right @ (basis_right @ order_right))
+        ahead_right = gram_right @ basis_right
+        order_right = descending(ahead_right, basis_right)
+        next_right = orthogonal_basis(ahead_right @ order_right)
     original = _turned_back(mean, left, right)
     refreshes = torch.logical_and(turns, torch.logical_not(first))
     exp_avg = torch.where(refreshes, _turned(original, next_left, next_right), mean)
