@@ -231,18 +231,21 @@ def test_the_plain_iteration_is_left_for_what_the_kernel_does_not_take() -> None
 
 def test_soap_is_the_rule_in_float64_and_waits_only_to_decompose() -> None:
     rule = tilestep.registry["SOAP"]
-    params = [torch.nn.Parameter(drawn(shape, seed).double()) for seed, shape in enumerate([(8, 8), (12, 12), (8, 8)])]
+    shapes = [(8, 8), (12, 12), (8, 8), (5,), (30, 6), (20, 20)]  # vectors and sides that are too long stay as they are
+    params = [torch.nn.Parameter(drawn(shape, seed).double()) for seed, shape in enumerate(shapes)]
+    given = {"precondition_frequency": 3, "lr": 0.01, "max_precond_dim": 12}
     values = []
     for param in params:
-        zero = torch.zeros_like(param.detach())
-        values.append([param.detach().clone(), *(zero.clone() for _ in range(6))])
-    optimizer = tilestep.SOAP(params, precondition_frequency=3, lr=0.01, skip_nonfinite=True)
+        sides = [param.new_zeros(side, side) if param.dim() > 1 and side <= 12 else None for side in param.shape]
+        left, right = sides if param.dim() > 1 else (None, None)
+        moments = [torch.zeros_like(param.detach()) for _ in range(2)]
+        values.append([param.detach().clone(), *moments, left, right, left, right])
+    optimizer = tilestep.SOAP(params, **given, skip_nonfinite=True)
     for step in range(8):
         set_gradients(params, step)
         for place, param in enumerate(params):
             first, *rest = values[place]
-            hyper = {"precondition_frequency": 3, "lr": 0.01, "step": step + 1}
-            values[place] = list(rule(first, param.grad, *rest, **hyper))
+            values[place] = list(rule(first, param.grad, *rest, **given, step=step + 1))
         if step > 1 and step % 3 == 2:
             with no_synchronization():
                 optimizer.step()
