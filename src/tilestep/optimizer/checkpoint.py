@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,20 @@ from ..placements.local import copy_into, distribute, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
 from .build import labelled
+from .hyperparameters import about_group, check_group
 from .states import MASTER, TRAINING, restart
 from .watched_state import WatchedState
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
 
-__all__ = ["check_rules", "complete_groups", "install_states", "save_numbers", "unchanged_on_error"]
+__all__ = [
+    "check_rules",
+    "complete_groups",
+    "loading_into_buffers",
+    "save_numbers",
+    "unchanged_on_error",
+]
 
 
 @contextmanager
@@ -50,6 +58,46 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
             # The same entries as before: tables made for them fit as before, and so do captured graphs.
             state.changes = changes
         raise
+
+
+@contextmanager
+def loading_into_buffers(optimizer: Optimizer, finish: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """A block for torch's `load_state_dict`: states come as they are, uncast, into the buffers that are there.
+
+    Args:
+        optimizer: unchanged if anything in the block fails.
+        finish: called with the checkpoint when groups and states are loaded, before the user's own hooks.
+
+    Raises:
+        StateError: for other shapes or another rule; ValueError for other groups.
+    """
+    # The user's hooks may change what is loaded; torch gets no state, which it would cast.
+    given: list[dict[str, Any]] = []
+    before, state = optimizer.param_groups, optimizer.state
+
+    def take(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        check_rules(before, loaded["param_groups"])
+        given.append(loaded)
+        return {**loaded, "state": {}}
+
+    def install(_: torch.optim.Optimizer) -> None:
+        optimizer.state.update(state)
+        complete_groups(optimizer.param_groups, before, optimizer._rules)
+        for index, group in enumerate(optimizer.param_groups):
+            about_group(index, partial(check_group, optimizer.rule_of(group), group))
+        _install_states(optimizer, given[-1])
+        finish(given[-1])
+
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(take),
+        optimizer.register_load_state_dict_post_hook(install, prepend=True),
+    ]
+    try:
+        with unchanged_on_error(optimizer):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_rules(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -121,7 +169,7 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
 
 
-def install_states(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+def _install_states(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
     """Bring a checkpoint's states, in the precision they have, into buffers where they are.
 
     Args:

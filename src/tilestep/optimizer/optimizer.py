@@ -16,7 +16,7 @@ from ..engine.control import NORM, SKIPPED
 from ..placements import Agreement
 from ..rules import Rule
 from .build import Tables, build_tables
-from .checkpoint import check_rules, complete_groups, install_states, save_numbers, unchanged_on_error
+from .checkpoint import loading_into_buffers, save_numbers, unchanged_on_error
 from .decide import SkipPolicy, TimesMean, decide, forget_scale, needs_norm, remember, restore_mean, save_mean
 from .evaluation import hold_averages, hold_training_weights, holds_averages
 from .graphs import Graphs, prepare_capture, push, step_in_capture
@@ -360,34 +360,13 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             StateError: for other shapes or another rule; ValueError for other groups. Nothing is changed then.
         """
-        # The user's hooks may change what is loaded; torch gets no state to cast, it goes uncast into our own buffers.
-        given: list[dict[str, Any]] = []
-        before, state = self.param_groups, self.state
 
-        def take(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            check_rules(before, loaded["param_groups"])
-            given.append(loaded)
-            return {**loaded, "state": {}}
-
-        def install(_: torch.optim.Optimizer) -> None:
-            self.state.update(state)
-            complete_groups(self.param_groups, before, self._rules)
-            for index, group in enumerate(self.param_groups):
-                about_group(index, lambda group=group: check_group(self.rule_of(group), group))  # type: ignore[misc]
-            install_states(self, given[-1])
+        def finish(given: Mapping[str, Any]) -> None:
             self._evaluating = holds_averages(self)
-            restore_mean(self._current(), self.param_groups, given[-1]["param_groups"][0])
+            restore_mean(self._current(), self.param_groups, given["param_groups"][0])
 
-        hooks = [
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(install, prepend=True),
-        ]
-        try:
-            with unchanged_on_error(self):
-                super().load_state_dict(state_dict)  # type: ignore[arg-type]
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with loading_into_buffers(self, finish):
+            super().load_state_dict(state_dict)  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         return {
