@@ -20,7 +20,7 @@ from ..optimizer.graphs import CHANGED, prepare_capture, require_no_waits
 
 if TYPE_CHECKING:
     from ..optimizer import Optimizer
-    from ..optimizer.build import Tables
+    from ..optimizer.tables import Tables
 
 __all__ = ["CapturedStep", "capture"]
 

@@ -16,9 +16,9 @@ from ..engine.gradients import copy_to
 from ..engine.segment import Segment
 from ..engine.windows import Window
 from ..errors import OffloadError
-from ..optimizer.build import check_parameter
 from ..optimizer.homes import StateHome
 from ..optimizer.overlap import check_not_shared
+from ..optimizer.parameters import check_parameter
 from .chunks import sizes_of_chunks
 from .kept import KeptGradients
 from .lanes import Lane

@@ -12,11 +12,11 @@ from ..codegen.compile_cpp import compiler
 from ..codegen.compile_triton import available as triton_is_there
 from ..errors import OffloadError
 from ..optimizer import Optimizer
-from ..optimizer.build import labelled
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.extended import extended_class
 from ..optimizer.homes import StateHome
 from ..optimizer.making import made_for
+from ..optimizer.parameters import labelled
 from ..overlapping import OverlappedOptimizer
 from ..sharding import ShardedOptimizer
 from .bandwidth import measure_bandwidths

@@ -10,7 +10,7 @@ from ..codegen.spec import KernelSpec
 from ..codegen.traffic import total_traffic
 from ..engine import grad_dtype
 from ..optimizer import Optimizer
-from ..optimizer.build import labelled
+from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
 from .bandwidth import Bandwidths
 from .memory import gigabytes

@@ -13,8 +13,8 @@ from ..errors import StateError
 from ..placements.local import copy_into, distribute, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
-from .build import labelled
 from .hyperparameters import about_group, check_group
+from .parameters import labelled
 from .states import MASTER, TRAINING, restart
 from .watched_state import WatchedState
 

@@ -8,7 +8,7 @@ import torch
 
 from ..placements import distribute, local_state
 from ..placements.local import copy_into, local_part
-from .build import labelled, param_states
+from .parameters import labelled, param_states
 from .states import MASTER, TRAINING, compute_dtype, slice_overs
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from .decide import build_decision, decide
 from .specs import graph_of
 
 if TYPE_CHECKING:
-    from .build import Tables
     from .optimizer import Optimizer
+    from .tables import Tables
 
 __all__ = ["Graphs", "prepare_capture", "push", "step_in_capture"]
 

@@ -15,7 +15,7 @@ from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..placements import Agreement
 from ..rules import Rule
-from .build import Tables, build_tables
+from .build import build_tables
 from .checkpoint import loading_into_buffers, save_numbers, unchanged_on_error
 from .decide import SkipPolicy, TimesMean, decide, forget_scale, needs_norm, remember, restore_mean, save_mean
 from .evaluation import hold_averages, hold_training_weights, holds_averages
@@ -23,6 +23,7 @@ from .graphs import Graphs, prepare_capture, push, step_in_capture
 from .homes import StateHome, is_deferred
 from .hyperparameters import about_group, check_group, find_rule
 from .scan import Scan
+from .tables import Tables
 
 __all__ = ["Optimizer"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..compat import fsdp_module_type, local_parts
 from ..optimizer import Optimizer
-from ..optimizer.build import labelled
+from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
 
 __all__ = ["Group", "Grouping", "divide"]

@@ -10,7 +10,7 @@ import torch
 
 from ..compat import local_parts
 from ..engine import JointNorm
-from ..optimizer.build import Tables
+from ..optimizer.tables import Tables
 
 __all__ = ["EarlyNorms"]
 

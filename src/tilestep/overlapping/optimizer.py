@@ -15,8 +15,9 @@ from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
 from ..errors import CaptureError
 from ..optimizer import Optimizer
-from ..optimizer.build import Tables, labelled
 from ..optimizer.decide import decide, needs_norm
+from ..optimizer.parameters import labelled
+from ..optimizer.tables import Tables
 from ..placements.local import ready
 from .choice import OverlapReport, Trial, device_clock
 from .data_parallel import CommHook, follow_buckets, wrappers

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..compat import uncompiled
 from ..optimizer import Optimizer
-from ..optimizer.build import labelled
 from ..optimizer.extended import extended_class
+from ..optimizer.parameters import labelled
 from ..sharding import ShardedOptimizer
 from .data_parallel import CommHook
 from .groups import divide

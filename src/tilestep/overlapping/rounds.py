@@ -19,7 +19,7 @@ from .groups import Group
 from .lanes import Lane
 
 if TYPE_CHECKING:
-    from ..optimizer.build import Tables
+    from ..optimizer.tables import Tables
     from .optimizer import OverlappedOptimizer
 
 __all__ = ["Round", "scale_error"]

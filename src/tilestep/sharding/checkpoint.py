@@ -11,10 +11,10 @@ import torch
 
 from ..errors import StateError
 from ..optimizer import Optimizer
-from ..optimizer.build import labelled
 from ..optimizer.checkpoint import check_rules, complete_groups
 from ..optimizer.homes import StateHome
 from ..optimizer.hyperparameters import about_group, check_group
+from ..optimizer.parameters import labelled
 from ..optimizer.specs import graph_of
 from ..optimizer.states import MASTER, TRAINING, begin_missing, initial_state
 from ..rules import Rule

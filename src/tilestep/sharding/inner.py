@@ -9,8 +9,9 @@ import torch
 
 from ..errors import RuleError
 from ..optimizer import Optimizer
-from ..optimizer.build import Tables, labelled
+from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
+from ..optimizer.tables import Tables
 from ..placements import SharedSums
 from ..rules import rule
 from .groups import Deciders, Ranks

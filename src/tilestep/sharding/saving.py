@@ -11,14 +11,13 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from ..optimizer.build import OWN_KEYS
 from .roll_call import roll_call
 
 __all__ = ["LoadPlanner", "load_checkpoint", "save_checkpoint"]
 
 _WHOLE = re.compile(r"checkpoint-(\d+)")
 _BEGUN = ".unfinished"
-_OWN_KEYS = ("rule", "max_grad_norm", "master_weights")
-"""What param groups have here and torch's have not; what a checkpoint does not say of them stays as it is."""
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -51,7 +50,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
         def is_here_alone(key: str) -> bool:
             place, _, name = key.rpartition(".")
-            return ("param_groups." in f"{place}." and name in _OWN_KEYS) or (name == "step" and not counts)
+            return ("param_groups." in f"{place}." and name in OWN_KEYS) or (name == "step" and not counts)
 
         self.state_dict = {
             key: value for key, value in self.state_dict.items() if key in known or not is_here_alone(str(key))

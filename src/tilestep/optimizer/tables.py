@@ -1,0 +1,221 @@
+"""What a step works on: an optimizer's engines, and whether they are still those of its parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compat import local_parts
+from ..engine import DeviceEngine, run_passes
+from ..placements import (
+    Agreement,
+    LocalGradients,
+    SharedSums,
+)
+from ..placements.local import local_part
+from .homes import StateHome
+from .scan import Scan
+from .states import follow_parameter
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Tables"]
+
+_GRAD = operator.attrgetter("grad")
+
+
+@dataclass
+class Tables:
+    """What a step works on, made for the param groups and the state as they were.
+
+    Args:
+        engines: one for each device, or for each of the parts that are stepped by themselves there.
+        members: for each engine its parameters, in the order of its entries.
+        dormant: parameters without gradient that need none so far: frozen ones, and those still on the meta device.
+            They have no state, as in torch.
+        groups: the param groups.
+        params: every parameter.
+        state: the optimizer's state.
+        state_changes: how often its entries had been replaced.
+        masters: each low-precision parameter with its master.
+        versions: sum of these parameters' versions after the last step.
+        agreement: the ranks that decide steps together, if some parameters are DTensors.
+        local_gradients: then for each engine what finds the local parts of its gradients.
+        shared_sums: then for each engine what combines reductions over one tensor.
+        scan: the quick look at all tensors, once there is one.
+        places: for each part, see `Optimizer._part_of`, the places of its engines.
+        home: where the state lives.
+    """
+
+    engines: list[DeviceEngine]
+    members: list[list[torch.Tensor]]
+    dormant: list[torch.Tensor]
+    groups: list[dict[str, Any]]
+    params: list[torch.Tensor]
+    state: Any
+    state_changes: int
+    masters: list[tuple[torch.Tensor, torch.Tensor]]
+    versions: int | None = None
+    agreement: Agreement | None = None
+    local_gradients: Sequence[LocalGradients] = ()
+    shared_sums: Sequence[SharedSums] = ()
+    scan: Scan | None = None
+    places: dict[Any, list[int]] = field(default_factory=dict)
+    home: StateHome = field(default_factory=StateHome)
+
+    def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
+        """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
+
+        Args:
+            optimizer: the optimizer.
+            norm: as for `start`.
+
+        Raises:
+            Stale: as for `prepare`.
+        """
+        if self.scan is None:
+            return False
+        known = self.same_groups(optimizer) and self.scan.same_params(_all_params(optimizer), self.params)
+        if not known or any(param.grad is not None for param in self.dormant) or not self.scan.look(self):
+            self.scan = None
+            return False
+        for engine in self.engines:
+            engine.prepare_scanned(norm=norm and len(self.engines) == 1)
+        return True
+
+    def fit(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
+        groups = optimizer.param_groups
+        params = _all_params(optimizer)
+        return (
+            vars(optimizer)["state"] is self.state
+            and _changes(self.state) == self.state_changes
+            and _same(groups, self.groups)
+            and _same(params, self.params)
+            and not any(param.grad is not None for param in self.dormant)
+            and (self.agreement is None or self._same_parts())
+        )
+
+    def _same_parts(self) -> bool:
+        """Whether DTensors still have the local parts that the tables describe; a model that is moved gets others."""
+        return all(
+            _same(list(map(self.home.part, params, local_parts(params))), engine.params)
+            for params, engine in zip(self.members, self.engines)
+        )
+
+    def same_groups(self, optimizer: torch.optim.Optimizer) -> bool:
+        """What of `fit` can be seen without looking at every parameter."""
+        groups = optimizer.param_groups
+        known = sum(len(group["params"]) for group in groups) == len(self.params)
+        same_state = vars(optimizer)["state"] is self.state and _changes(self.state) == self.state_changes
+        return known and same_state and _same(groups, self.groups)
+
+    def gradients(self) -> list[list[torch.Tensor | None]]:
+        """For each engine the gradients of its entries; of DTensors what lies on this rank."""
+        gradients = [self.gradients_at(place) for place in range(len(self.engines))]
+        return self.home.gradients(self.members, gradients)
+
+    def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
+        """The gradients of one engine's entries; of DTensors what lies on this rank.
+
+        Args:
+            place: the engine's.
+            find: gives a parameter's gradient, or None.
+        """
+        gradients = list(map(find, self.members[place]))
+        return gradients if self.agreement is None else self.local_gradients[place].parts(gradients)
+
+    def start(self, *, norm: bool) -> list[list[torch.Tensor | None]]:
+        """Look at the gradients first, so that their norm runs on a GPU while the host checks everything else.
+
+        Args:
+            norm: whether the step needs the norm.
+
+        Returns:
+            For each engine the gradients of its entries.
+        """
+        gradients = self.gradients()
+        for engine, own in zip(self.engines, gradients):
+            engine.start(own, norm=norm and len(self.engines) == 1)
+        return gradients
+
+    def prepare(self, gradients: list[list[torch.Tensor | None]] | None = None) -> list[list[torch.Tensor | None]]:
+        """Bring every engine up to date; nothing is updated yet.
+
+        Args:
+            gradients: for each engine the gradients of its entries, if they are known.
+
+        Returns:
+            For each engine the gradients of its entries.
+        """
+        gradients = self.gradients() if gradients is None else gradients
+        for engine, own in zip(self.engines, gradients):
+            engine.prepare(own)
+        return gradients
+
+    def run(self, gradients: list[list[torch.Tensor | None]], places: Sequence[int], *, counts_versions: bool) -> None:
+        """Update the parameters of prepared and decided engines.
+
+        Args:
+            gradients: for each of all engines the gradients of its entries, as `prepare` takes them.
+            places: which engines.
+            counts_versions: whether nobody else tells autograd which parameters were written.
+        """
+        engines = [self.engines[place] for place in places]
+        for place, engine in zip(places, engines):
+            engine.begin(gradients[place])
+        run_passes(engines, [self.shared_sums[place] for place in places] if self.shared_sums else ())
+        for engine in engines:
+            engine.finish(counts_versions=counts_versions)
+            self.home.finish(engine)
+
+    def same_versions(self) -> bool:
+        """Whether nobody has written to a parameter that has a master since the last step."""
+        return not self.masters or self._versions() == self.versions
+
+    def follow_parameters(self) -> None:
+        """Take over into the masters what somebody else has written to their parameters since the last step."""
+        self.home.follow_parameters()
+        if not self.same_versions():
+            self.home.wait()
+            for param, master in self.masters:
+                follow_parameter(local_part(master), local_part(param))
+
+    def note_versions(self) -> None:
+        """Remember that the parameters are now as the step left them."""
+        self.home.note_parameters()
+        if self.masters:
+            self.versions = self._versions()
+
+    @contextmanager
+    def own_writes(self) -> Iterator[None]:
+        """A block that writes parameters with their masters."""
+        before = self._versions() if self.masters else 0
+        yield
+        if self.masters and self.versions is not None:
+            self.versions += self._versions() - before
+
+    def _versions(self) -> int:
+        # Versions only grow: no version has changed if their sum has not. A DTensor and its part have one each.
+        params = [param for param, _ in self.masters]
+        parts = local_parts(params) if self.agreement is not None else []
+        return sum([param._version for param in params]) + sum([part._version for part in parts])
+
+
+def _changes(state: Any) -> int:
+    return state.changes
+
+
+def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    groups = optimizer.param_groups
+    return groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
