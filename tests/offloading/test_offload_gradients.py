@@ -184,6 +184,29 @@ def test_rules_that_look_at_gradients_more_than_once(rule: str) -> None:
         assert torch.equal(left, right)
 
 
+def test_an_exception_in_backward_leaves_what_zero_grad_drops(kept: Kept) -> None:
+    training = Training(kept, max_grad_norm=0.5)
+    for step in range(4):
+        training.backward()
+        if step % 2:
+            for net in (training.plain, training.moved):
+                handle = net[2].register_full_backward_hook(_fail)
+                with pytest.raises(RuntimeError, match="interrupted"):
+                    net(torch.ones(2, 7)).sum().backward()
+                handle.remove()
+            for optimizer in (training.reference, training.optimizer):
+                optimizer.zero_grad()
+            training.backward()
+        for optimizer in (training.reference, training.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        training.compare()
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("interrupted")
+
+
 def test_gradients_of_another_type(kept: Kept) -> None:
     weights = [nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2)]
     for weight in weights:
