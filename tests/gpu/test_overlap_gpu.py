@@ -12,8 +12,10 @@ from typing import Any
 
 import overlapped_meshes
 import overlapped_models
+import overlapped_pairs
 import overlapped_ranks
 import pytest
+import test_overlap_between_steps as between
 import test_overlap_schedules as schedules
 import torch
 from overlapped_models import TINY, Make, Twins, adamw, clipped, loss_of, small
@@ -94,11 +96,11 @@ def test_updates_that_come_late_under_accumulation(during: str) -> None:
         schedules.test_steps_that_are_skipped_are_skipped_by_all_groups,
         schedules.test_skip_above_a_running_mean,
         schedules.test_frozen_and_thawed_parameters,
-        schedules.test_evaluation_and_checkpoints_between_steps,
-        schedules.test_averages,
-        schedules.test_schedulers_hooks_and_closures,
-        schedules.test_groups_that_are_added,
-        schedules.test_gradients_that_are_dropped_or_set_by_hand,
+        between.test_evaluation_and_checkpoints_between_steps,
+        between.test_averages,
+        between.test_schedulers_hooks_and_closures,
+        between.test_groups_that_are_added,
+        between.test_gradients_that_are_dropped_or_set_by_hand,
     ],
     ids=lambda check: check.__name__,
 )
@@ -112,10 +114,10 @@ def test_the_same_as_on_a_cpu(during: str, check: Callable[[str], None]) -> None
     [
         schedules.test_backward_updates_group_by_group_and_lets_gradients_go,
         schedules.test_a_second_backward_before_the_step_is_refused_where_it_would_be_wrong,
-        schedules.test_another_model_with_the_same_weights_waits,
-        schedules.test_two_optimizers_of_one_model,
-        schedules.test_a_rate_that_changes_after_the_step_waits_for_the_next_one,
-        schedules.test_parameters_outside_of_the_model,
+        between.test_another_model_with_the_same_weights_waits,
+        between.test_two_optimizers_of_one_model,
+        between.test_a_rate_that_changes_after_the_step_waits_for_the_next_one,
+        between.test_parameters_outside_of_the_model,
     ],
     ids=lambda check: check.__name__,
 )
@@ -257,10 +259,10 @@ def test_backward_keeps_a_fifth_of_the_gradients_at_most() -> None:
 
 def late_on_ranks() -> None:
     with delays(torch.distributed.get_rank()):
-        for build in (overlapped_ranks.ddp, overlapped_ranks.fsdp, overlapped_ranks.fsdp_prefetching):
+        for build in (overlapped_pairs.ddp, overlapped_pairs.fsdp, overlapped_pairs.fsdp_prefetching):
             for during in DURING:
                 for make in (adamw, clipped):
-                    pair = overlapped_ranks.Pair(make, during, build)
+                    pair = overlapped_pairs.Pair(make, during, build)
                     for step in range(10):
                         pair.step(step)
                     pair.compare()
@@ -271,7 +273,7 @@ def offloaded_parameters() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     for during in DURING:
-        pair = overlapped_ranks.Pair(adamw, during, lambda: overlapped_ranks.fsdp(offload_policy=CPUOffloadPolicy()))
+        pair = overlapped_pairs.Pair(adamw, during, lambda: overlapped_pairs.fsdp(offload_policy=CPUOffloadPolicy()))
         for step in range(6):
             pair.step(step)
         pair.compare()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from offloaded_pairs import streamed
 from overlapped_models import adamw, clipped
-from overlapped_ranks import DURING, Pair, Stack, device, fsdp, local, one_batch
+from overlapped_pairs import DURING, Pair, Stack, device, fsdp, local, one_batch
 from sharded_models import LAYOUTS, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard

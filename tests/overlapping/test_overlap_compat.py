@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import overlapped_ranks
+import overlapped_pairs
 import pytest
 import torch
 from overlapped_models import clipped
@@ -24,11 +24,11 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "overlap.md"
 
 def test_modules_of_fsdp_are_known(one_rank: None) -> None:
     assert compat.fsdp_module_type() is FSDPModule
-    assert isinstance(overlapped_ranks.fsdp(), FSDPModule)
+    assert isinstance(overlapped_pairs.fsdp(), FSDPModule)
 
 
 def test_gathering_is_seen_whoever_asks_for_it(one_rank: None) -> None:
-    model: Any = overlapped_ranks.fsdp()
+    model: Any = overlapped_pairs.fsdp()
     seen: list[tuple[str, list[Any]]] = []
     for name in ("0", "1"):
         block = model.blocks[int(name)]
@@ -36,7 +36,7 @@ def test_gathering_is_seen_whoever_asks_for_it(one_rank: None) -> None:
         assert prepared, f"torch {torch.__version__} has no groups of FSDP parameters with unshard() (compat)"
     model.blocks[1].unshard()
     model.blocks[1].reshard()
-    overlapped_ranks.one_batch(model, 0).backward()
+    overlapped_pairs.one_batch(model, 0).backward()
     names = [name for name, _ in seen]
     assert names[:3] == ["1", "0", "1"] and set(names) == {"0", "1"}
     assert all(streams == [] for _, streams in seen)
@@ -45,7 +45,7 @@ def test_gathering_is_seen_whoever_asks_for_it(one_rank: None) -> None:
 def test_without_it_modules_wait_before_their_forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compat.before_gathering(nn.Linear(1, 1), lambda streams: None)
     monkeypatch.setattr(pending, "before_gathering", lambda module, prepare: False)
-    pair = overlapped_ranks.Pair(clipped, "forward", overlapped_ranks.fsdp)
+    pair = overlapped_pairs.Pair(clipped, "forward", overlapped_pairs.fsdp)
     for step in range(4):
         pair.step(step)
     pair.compare()

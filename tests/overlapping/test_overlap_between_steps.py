@@ -1,0 +1,291 @@
+"""What is done between the steps of overlapped optimizers: reading, saving, changing, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import overlapped_models
+import pytest
+import torch
+from overlapped_models import TINY, Twins, adamw, clipped, compare_models, loss_of, small, tokens
+from torch import nn
+
+import tilestep
+from tilestep.engine import JointNorm
+
+DURING = ["backward", "forward"]
+
+both = pytest.mark.parametrize("during", DURING)
+
+
+@both
+def test_evaluation_and_checkpoints_between_steps(during: str) -> None:
+    twins = Twins(clipped, during)
+    for step in range(10):
+        twins.step(step)
+        if step % 3 == 0:
+            compare_models(twins.serial, twins.overlapped)
+        if step % 3 == 1:
+            with torch.no_grad():
+                outputs = [model.eval()(tokens(99)) for model, _ in twins.pairs]
+            assert torch.equal(*outputs)
+            for model, _ in twins.pairs:
+                model.train()
+        if step == 5:
+            states = [copy.deepcopy((model.state_dict(), optimizer.state_dict())) for model, optimizer in twins.pairs]
+            for (model, optimizer), (weights, state) in zip(twins.pairs, states):
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+    twins.compare()
+
+
+@both
+def test_loading_drops_no_update_and_waits_for_none_later(during: str) -> None:
+    model = small()
+    optimizer = tilestep.overlap(clipped(model.parameters()), model, during, bucket_cap_mb=TINY)
+    start = copy.deepcopy(model.state_dict())
+    loss_of(model, 0).backward()
+    optimizer.step()
+    model.load_state_dict(start)
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+def test_another_model_with_the_same_weights_waits() -> None:
+    model, other = small(), nn.Linear(6, 9).to(overlapped_models.DEVICE)
+    optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)
+    other.weight = model.first.weight
+    serial = small()
+    reference = clipped(serial.parameters())
+    for each, own in ((model, optimizer), (serial, reference)):
+        loss_of(each, 0).backward()
+        own.step()
+    with torch.no_grad():
+        given = torch.ones(1, 6).to(overlapped_models.DEVICE)
+        assert torch.equal(other(given), nn.functional.linear(given, serial.first.weight, other.bias))
+
+
+def test_two_optimizers_of_one_model() -> None:
+    model, serial = small(), small()
+    pairs = []
+    for each in (model, serial):
+        halves = list(each.parameters())[:6], list(each.parameters())[6:]
+        pairs.append([clipped(half) for half in halves])
+    for optimizer, during in zip(pairs[0], ("forward", "backward")):
+        tilestep.overlap(optimizer, model, during, bucket_cap_mb=TINY)  # type: ignore[arg-type]
+    for step in range(8):
+        losses = []
+        for each, optimizers in zip((model, serial), pairs):
+            loss = loss_of(each, step)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    compare_models(serial, model)
+
+
+@both
+def test_averages(during: str) -> None:
+    def make(params: Any) -> tilestep.Optimizer:
+        return tilestep.Optimizer(params, tilestep.ema(tilestep.registry["AdamW"], 0.9), lr=0.01, max_grad_norm=1.0)
+
+    twins = Twins(make, during)
+    for step in range(6):
+        twins.step(step)
+        with twins.optimizer.averaged(), twins.reference.averaged():
+            compare_models(twins.serial, twins.overlapped)
+            with pytest.raises(RuntimeError, match=r"call train\(\)"):
+                loss_of(twins.overlapped, 0).backward()
+                twins.optimizer.step()
+            twins.optimizer.zero_grad()
+    twins.compare()
+
+
+@both
+def test_schedulers_hooks_and_closures(during: str) -> None:
+    twins = Twins(adamw, during)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 10) for _, each in twins.pairs]
+    counts = []
+    for _, optimizer in twins.pairs:
+        count: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, count=count: count.append("before"))
+        optimizer.register_step_post_hook(lambda *_, count=count: count.append("after"))
+        counts.append(count)
+    for step in range(10):
+        losses = []
+        for model, optimizer in twins.pairs:
+
+            def closure(model: nn.Module = model, optimizer: Any = optimizer, step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        for scheduler in schedulers:
+            scheduler.step()
+        assert losses[0] == losses[1]
+    twins.compare()
+    assert counts[0] == counts[1] == ["before", "after"] * 10
+
+
+def test_a_rate_that_changes_after_backward_is_refused() -> None:
+    model = small()
+    optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward", bucket_cap_mb=TINY)
+    loss_of(model, 0).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="hyperparameters have changed since backward"):
+        optimizer.step()
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def test_a_rate_that_changes_after_the_step_waits_for_the_next_one() -> None:
+    twins = Twins(clipped, "forward")
+    for step in range(6):
+        twins.step(step)
+        for _, optimizer in twins.pairs:
+            optimizer.param_groups[0]["lr"] *= 0.5
+    twins.compare()
+
+
+@both
+def test_groups_that_are_added(during: str) -> None:
+    def make(params: Any) -> tilestep.Optimizer:
+        return clipped([*params][:6]) if during == "forward" else adamw([*params][:6])
+
+    twins = Twins(make, during)
+    for step in range(8):
+        twins.step(step)
+        if step == 3:
+            for model, optimizer in twins.pairs:
+                rest = list(model.parameters())[6:]
+                model.extra = nn.Parameter(torch.ones(11).to(overlapped_models.DEVICE))
+                optimizer.add_param_group({"params": [*rest, model.extra], "lr": 0.05})
+            twins.step(100, lambda model, step: loss_of(model, step) + (model.extra**2).sum())
+    twins.compare()
+
+
+@both
+def test_gradients_that_are_dropped_or_set_by_hand(during: str) -> None:
+    twins = Twins(clipped, during)
+    for step in range(5):
+        for model, optimizer in twins.pairs:
+            loss_of(model, step).backward()
+            if step == 1:
+                optimizer.zero_grad()
+            if step == 2:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if step == 3:
+                optimizer.zero_grad()
+                for param in model.parameters():
+                    param.grad = torch.full_like(param, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    twins.compare()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_norms_are_summed_in_backward(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(clipped, "backward")
+    summed: list[int] = []
+    put = JointNorm.put
+    monkeypatch.setattr(JointNorm, "put", lambda joint, engine: (summed.append(id(engine)), put(joint, engine)))
+    for step in range(4):
+        for model, optimizer in twins.pairs:
+            loss_of(model, step).backward()
+            if optimizer is twins.optimizer:
+                in_backward = len(summed)
+            if changes:
+                with torch.no_grad():
+                    model.first.weight.grad.mul_(3.0)
+            optimizer.step()
+        groups = len(twins.optimizer._grouping.groups)
+        # The group of the layer without gradients is never complete; one that has changed is summed twice.
+        assert in_backward == groups - 1 and len(summed) == groups + changes
+        summed.clear()
+        assert twins.optimizer.grad_norm == twins.reference.grad_norm > 0
+        twins.reference.zero_grad()
+    twins.compare()
+
+
+def test_gradients_that_backward_has_used_cannot_be_dropped() -> None:
+    model = small()
+    optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward", bucket_cap_mb=TINY)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_muon_beside_adamw() -> None:
+    for during in DURING:
+
+        def make(params: Any) -> tilestep.Optimizer:
+            listed = list(params)
+            matrices, rest = [p for p in listed if p.dim() == 2], [p for p in listed if p.dim() != 2]
+            groups = [{"params": matrices, "rule": "Muon", "lr": 0.02}, {"params": rest}]
+            return tilestep.AdamW(groups, lr=0.01)  # type: ignore[attr-defined]
+
+        serial, overlapped = small(), small()
+        reference = make(serial.parameters())
+        optimizer = tilestep.overlap(make(overlapped.parameters()), overlapped, during, bucket_cap_mb=TINY)  # type: ignore[arg-type]
+        for step in range(5):
+            for model, own in ((serial, reference), (overlapped, optimizer)):
+                loss_of(model, step).backward()
+                own.step()
+                own.zero_grad()
+        # Matrices of a group are batched by themselves; products of other batches may round otherwise.
+        for param, wanted in zip(overlapped.parameters(), serial.parameters()):
+            torch.testing.assert_close(param, wanted, rtol=1e-4, atol=1e-5)
+
+
+@both
+def test_a_compiled_model(during: str) -> None:
+    twins = Twins(adamw, during)
+    twins.overlapped.first.compile(backend="eager")
+    for step in range(4):
+        twins.step(step)
+    twins.compare()
+
+
+def test_what_is_refused() -> None:
+    model = small()
+    optimizer = adamw(model.parameters())
+    with pytest.raises(ValueError, match='"backward" or "forward"'):
+        tilestep.overlap(optimizer, model, "sideways")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not AdamW"):
+        tilestep.overlap(torch.optim.AdamW(model.parameters()), model)  # type: ignore[arg-type]
+    for during in ("auto", "forward"):
+        with pytest.raises(ValueError, match="comm_hook is for"):
+            tilestep.overlap(optimizer, model, during, comm_hook=(None, print))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        tilestep.overlap(optimizer, model, bucket_cap_mb=0)
+    overlapped = tilestep.overlap(optimizer, model)
+    assert overlapped is optimizer
+    assert isinstance(optimizer, tilestep.AdamW)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="overlapped already"):
+        tilestep.overlap(optimizer, model)
+    with pytest.raises(tilestep.CaptureError):
+        optimizer.prepare_capture()
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+    assert type(copy.deepcopy(model)._parameters) is dict
+
+
+def test_parameters_outside_of_the_model() -> None:
+    twins = Twins(clipped, "forward")
+    extras = [nn.Parameter(torch.ones(3).to(overlapped_models.DEVICE)) for _ in range(2)]
+    for (_, optimizer), extra in zip(twins.pairs, extras):
+        optimizer.add_param_group({"params": [extra]})
+    for step in range(4):
+        for (model, optimizer), extra in zip(twins.pairs, extras):
+            (loss_of(model, step) + extra.square().sum()).backward()
+            optimizer.step()
+        # Nobody looks them up: they are updated when the step returns.
+        assert torch.equal(extras[0], extras[1])
+        twins.reference.zero_grad()
+    twins.compare()
