@@ -129,3 +129,13 @@ def test_the_readme_s_code_runs() -> None:
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
+
+
+def test_the_readme_names_every_rule() -> None:
+    words = (
+        (ROOT / "README.md")
+        .read_text()
+        .lower()
+        .replace("schedule-free sgd and adamw", "schedulefreesgd, schedulefreeadamw")
+    )
+    assert [name for name in tilestep.registry if not re.search(rf"\b{name.lower()}\b", words)] == []
