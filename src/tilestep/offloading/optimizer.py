@@ -85,8 +85,13 @@ class OffloadedOptimizer(Optimizer):
         if self._kept is None:
             return super()._unscale_with(unscale, *args, **kwargs)
         with self._kept.as_parameters() as there:
-            params = [*there, *self._with_gradients()]
-            return unscale(SimpleNamespace(param_groups=[{"params": params}]), *args, **kwargs)
+            beside = self._with_gradients()
+            here = [*there, *(param for param in beside if param.device.type == "cpu")]
+            elsewhere = [param for param in beside if param.device.type != "cpu"]
+            # What torch copies to the host by itself it reads before it has arrived.
+            arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if here else []
+            found = unscale(_grouped(here), *arrived, **kwargs) if here else {}
+            return {**found, **unscale(_grouped(elsewhere), *args, **kwargs)} if elsewhere or not here else found
 
     def wait(self) -> None:
         """Have the state's tensors hold what the last step gave them; of a sharded optimizer also the parameters."""
@@ -119,6 +124,11 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an offloaded optimizer cannot be copied or pickled: save its state_dict()")
+
+
+def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:
+    """What a scaler sees of an optimizer."""
+    return SimpleNamespace(param_groups=[{"params": params}])
 
 
 def offload(
