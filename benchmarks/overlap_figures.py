@@ -4,7 +4,7 @@
 
 takes three minutes on GPUs, prints what it found and writes it to benchmarks/results/ after every part. The model has
 the shapes of `tilestep bench step`'s language model, 1.2 B parameters in float32, and computes in bfloat16; under FSDP2
-every block is sharded by itself. docs/overlap.md says what the schedules are.
+every block, the embedding and the head are sharded by themselves. docs/overlap.md says what the schedules are.
 
 iterations: contenders take turns, each with a model of its own; those that clip, then those that do not. memory: peaks
 with short sequences, where gradients and not activations are at the peak. losses: a hundred steps of each schedule in

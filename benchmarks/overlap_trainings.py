@@ -24,12 +24,15 @@ SCHEDULES = ("serial", "backward", "forward")
 
 
 def fully_sharded(shape: Shape, device: torch.device) -> Any:
-    """The model under FSDP2, float32 shards used as bfloat16, a group for each block."""
+    """The model under FSDP2, float32 shards used as bfloat16, a group for each block, the embedding and the head.
+
+    In one group the last two would be at the peak of memory together.
+    """
     model = make_model(shape, device, torch.float32)
     # A CPU's reductions take what they get.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
+    for part in (model.words, *model.blocks, [model.norm, model.head]):
+        fully_shard(part, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
