@@ -1,4 +1,9 @@
-"""Running checks on several ranks at once: one set of processes for many checks; a hang fails."""
+"""Running checks on several ranks at once: one set of processes for many checks; a hang fails.
+
+On a machine with many cores TILESTEP_RANK_SETS=4 parts them among four sets that run at once (they compile most of the
+time). TILESTEP_RANK_LOG names a file that gets a line for each check as soon as it is done, and TILESTEP_RANK_SECONDS
+says when checks that have not ended are given up, so that those before them have an outcome.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +25,11 @@ __all__ = ["all_pass", "run_on_ranks"]
 
 Check = Callable[[], None]
 
-SECONDS = 500.0
+SECONDS = float(os.environ.get("TILESTEP_RANK_SECONDS", "500"))
 """Of all checks together."""
+
+SETS = int(os.environ.get("TILESTEP_RANK_SETS", "1"))
+LOG = os.environ.get("TILESTEP_RANK_LOG", "")
 
 TIMEOUT = timedelta(seconds=120)
 """Of one collective."""
@@ -43,6 +52,14 @@ def run_on_ranks(
         For each check that failed what was raised on which rank.
     """
     named = dict(checks) if isinstance(checks, Mapping) else {check.__name__: check for check in checks}
+    parts = [dict(list(named.items())[start::SETS]) for start in range(min(SETS, len(named)))]
+    with ThreadPoolExecutor(max(len(parts), 1)) as sets:
+        found = list(sets.map(lambda part: _failures(part, ranks, backend, default_gpu), parts))
+    return {name: text for part in found for name, text in part.items()}
+
+
+def _failures(named: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool) -> dict[str, str]:
+    """Those of one set of processes."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (named, ranks, backend, default_gpu, folder)
         context: Any = multiprocessing.start_processes(
@@ -93,14 +110,19 @@ def _run(rank: int, checks: Mapping[str, Check], ranks: int, backend: str, defau
         torch.set_default_device(options["device_id"])
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT, **options)
-    for place, check in enumerate(checks.values()):
+    for place, (name, check) in enumerate(checks.items()):
         torch.manual_seed(0)
+        begin = time.monotonic()
         try:
             check()
             outcome = ""
         except BaseException:  # errors of distributed checkpoints are no `Exception`
             outcome = traceback.format_exc()
         Path(folder, f"{place}.{rank}").write_text(outcome)
+        if LOG:
+            with open(LOG, "a", encoding="utf-8") as log:
+                seconds = time.monotonic() - begin
+                log.write(f"{name}, rank {rank}: {seconds:.1f} s {'failed' if outcome else 'passed'}\n{outcome}")
         # Ranks that failed wait for the others here; if these wait for them elsewhere, all time out.
         dist.barrier()
     dist.destroy_process_group()
