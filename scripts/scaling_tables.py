@@ -12,6 +12,7 @@ from pathlib import Path
 from tilestep.planning import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
 from tilestep.planning.plan import crossover
 from tilestep.rules import registry
+from tilestep.sharding.layout import default_cap
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)+")
@@ -26,9 +27,10 @@ def _needs() -> Footprint:
     return footprint(registry["AdamW"], master_weights=True)
 
 
-def _job(elements: float, ranks: int, bucket: float, constants: Constants) -> Job:
-    job = Job(elements, _needs(), ranks, tokens=TOKENS, bucket=bucket or 2**20)
-    return job if bucket else Job(elements, _needs(), ranks, tokens=TOKENS, bucket=best_bucket(job, constants))
+def _job(elements: float, ranks: int) -> Job:
+    """With the buckets that `shard` chooses."""
+    needs = _needs()
+    return Job(elements, needs, ranks, tokens=TOKENS, bucket=default_cap(elements * needs.gradient))
 
 
 def constants_table(constants: Constants) -> Rows:
@@ -44,7 +46,7 @@ def traffic_table(constants: Constants) -> Rows:
     rows: Rows = [("GPUs", "model", "state GB", "sent GB", "collectives", "latency", "exposed ms", "beyond the model")]
     for ranks in RANKS:
         for title, elements in SIZES.items():
-            rows.append((str(ranks), title, *_figures(plan(_job(elements, ranks, 25 * 2**20, constants), constants))))
+            rows.append((str(ranks), title, *_figures(plan(_job(elements, ranks), constants))))
     return rows
 
 
@@ -63,7 +65,7 @@ def buckets_table(constants: Constants) -> Rows:
     rows: Rows = [("GPUs", "latency of a collective", "bucket at which half is latency", "best, 1.2 B", "best, 8 B")]
     for ranks in RANKS:
         latency, size = crossover(ranks, constants)
-        best = [f"{_job(elements, ranks, 0, constants).bucket / 2**20:g} MiB" for elements in SIZES.values()]
+        best = [f"{best_bucket(_job(elements, ranks), constants) / 2**20:g} MiB" for elements in SIZES.values()]
         rows.append((str(ranks), f"{latency * 1e6:,.0f} us", f"{size / 2**20:.1f} MiB", *best))
     return rows
 
@@ -72,7 +74,7 @@ def meshes_table(constants: Constants) -> Rows:
     rows: Rows = [("GPUs", "model", "all split, ms", "fastest mesh", "bucket", "ms", "state GB there")]
     for ranks in RANKS:
         for title, elements in SIZES.items():
-            plans = list(meshes(_job(elements, ranks, 25 * 2**20, constants), constants))
+            plans = list(meshes(_job(elements, ranks), constants))
             fastest = min(plans, key=lambda each: each.iteration)
             job = fastest.job
             rows.append(

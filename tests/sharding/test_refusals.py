@@ -73,6 +73,9 @@ def ranks_that_differ() -> None:
     refused(r"float32.*rank 1.*bfloat16", lambda other: build(dtype=torch.bfloat16 if other else torch.float32))
     refused(r"rank 0 has group 0 lr=0\.1; rank 1 has group 0 lr=0\.2", lambda other: build(lr=0.2 if other else 0.1))
     refused(r"bucket_cap_mb=25\.0; rank 1 has bucket_cap_mb=1", lambda other: build(bucket_cap_mb=1 if other else 25.0))
+    refused(
+        r"bucket_cap_mb=None; rank 1 has bucket_cap_mb=25", lambda other: build(bucket_cap_mb=25 if other else None)
+    )
     refused("overlap_grad_sync", lambda other: build(overlap_grad_sync=other))
     refused("frozen", lambda other: build(frozen=other))
     refused("in group 2", lambda other: build(swapped=other))

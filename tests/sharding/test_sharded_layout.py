@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilestep.sharding.buckets import memory_order, view_of
-from tilestep.sharding.layout import ALIGNMENT, Item, boxes, plan_buckets
+from tilestep.sharding.layout import ALIGNMENT, LARGEST_CAP, LEAST_CAP, PARTS, Item, boxes, default_cap, plan_buckets
 
 ITEMS = st.lists(
     st.builds(Item, st.integers(0, 3000), st.sampled_from([1, 2, 4, 8]), st.sampled_from("ab"), whole=st.booleans()),
@@ -43,6 +43,43 @@ def test_buckets_are_filled_from_the_last_parameter_and_ordered_as_they_are_full
     items = [Item(100, 4), Item(100, 4, "other"), Item(100, 4), Item(100, 4), Item(100, 4)]
     layouts = plan_buckets(items, ranks=2, cap_bytes=800)
     assert [[slot.index for slot in layout.slots] for layout in layouts] == [[4, 3], [1], [2, 0]]
+
+
+def _bytes(items: list[Item], ranks: int, *, trains: bool = True) -> list[int]:
+    """Of each bucket of those that train, or do not."""
+    found = []
+    for layout in plan_buckets(items, ranks):
+        own = [items[slot.index] for slot in layout.slots]
+        if own[0].trains is trains:
+            found.append(sum(item.numel * item.itemsize for item in own))
+    return found
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_buckets_are_a_part_of_all_where_nobody_says(itemsize: int) -> None:
+    mebi = 2**20
+    for total in (64 * mebi, 400 * mebi, 1600 * mebi, 4096 * mebi, 20000 * mebi):
+        items = [Item(mebi // itemsize, itemsize)] * (total // mebi)
+        assert default_cap(total) == min(max(total / PARTS, LEAST_CAP), LARGEST_CAP)
+        sizes = _bytes(items, ranks=4)
+        assert set(sizes[:-1]) <= {default_cap(total)} and sum(sizes) == total
+        if PARTS * LEAST_CAP <= total <= PARTS * LARGEST_CAP:
+            assert len(sizes) == PARTS
+
+
+def test_what_is_frozen_does_not_make_the_buckets_of_what_trains_larger() -> None:
+    mebi = 2**20
+    frozen, trained = [Item(mebi, 1, trains=False)] * 3200, [Item(mebi, 1)] * 100
+    items = [item for pair in zip(frozen, trained * 32) for item in pair][:200] + frozen[100:]
+    assert _bytes(items, ranks=2) == [25 * mebi] * 4
+    assert _bytes(items, ranks=2, trains=False) == [200 * mebi] * 16
+
+
+def test_whole_parameters_have_at_least_the_smallest_bucket_for_every_rank() -> None:
+    mebi = 2**20
+    items = [Item(mebi, 1, whole=True)] * 1600
+    assert _bytes(items, ranks=2) == [100 * mebi] * 16
+    assert _bytes(items, ranks=16) == [400 * mebi] * 4
 
 
 def test_whole_parameters_are_balanced() -> None:

@@ -105,7 +105,7 @@ def register(app: typer.Typer) -> None:
         split, copies = mesh_of(mesh)
         known = default_constants() if constants is None else Constants.load(constants)
         whole = grad_buffer is Buffer.contiguous
-        job = Job(elements_of(size), needs, split, copies, tokens, max(bucket_mb, 1) * 2**20, whole, clip)
+        job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=max(bucket_mb, 1) * 2**20)
         if not bucket_mb:
             job = dataclasses.replace(job, bucket=best_bucket(job, known))
         console = Console()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .constants import Constants
 from .storage import Footprint
@@ -44,7 +44,7 @@ class Job:
     shard: int
     replicate: int = 1
     tokens: int = 8192
-    bucket: float = 25 * 2**20
+    bucket: float = field(kw_only=True)
     contiguous: bool = True
     clips: bool = True
 
@@ -144,7 +144,8 @@ def plan(job: Job, constants: Constants) -> Plan:
     Example:
         >>> from tilestep.planning import default_constants, footprint
         >>> from tilestep.rules import registry
-        >>> found = plan(Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8), default_constants())
+        >>> job = Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8, bucket=2**27)
+        >>> found = plan(job, default_constants())
         >>> round(found.memory["state"] / 1e9, 2), round(found.whole_state / 1e9, 2)
         (1.8, 14.4)
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Options:
     Args:
         overlap_grad_sync: reduce a bucket as soon as backward has completed it.
         overlap_param_sync: gather buckets while what follows the step already runs.
-        bucket_cap_mb: MiB of gradients in a bucket.
+        bucket_cap_mb: MiB of gradients in a bucket; None for a part of all.
         grad_sync_dtype: the type that gradients are accumulated and summed in; None for the parameter's.
         param_sync_dtype: the type that parameters travel in; None for their own.
         grad_buffer: "contiguous" keeps memory for all gradients, "bucket" only while a bucket is being filled.
@@ -32,7 +32,7 @@ class Options:
 
     overlap_grad_sync: bool
     overlap_param_sync: bool
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None
     grad_sync_dtype: torch.dtype | None
     param_sync_dtype: torch.dtype | None
     grad_buffer: str
@@ -41,7 +41,7 @@ class Options:
 
     def check(self) -> None:
         """Raise `ValueError` for an option that is none of those."""
-        if not self.bucket_cap_mb > 0:
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}; it must be positive")
         for name in ("grad_buffer", "param_buffer"):
             if getattr(self, name) not in ("contiguous", "bucket"):
@@ -175,9 +175,10 @@ def make_buckets(
     items = []
     for param, cost in zip(params, costs):
         itemsize = (options.grad_sync_dtype or param.dtype).itemsize
-        kind: Hashable = (param.dtype, param.requires_grad)
-        items.append(Item(param.numel(), itemsize, kind, whole=cost is not None, cost=cost or 0))
-    layouts = plan_buckets(items, ranks.size, options.bucket_cap_mb * 2**20)
+        whole, trains = cost is not None, param.requires_grad
+        items.append(Item(param.numel(), itemsize, param.dtype, whole=whole, cost=cost or 0, trains=trains))
+    cap = None if options.bucket_cap_mb is None else options.bucket_cap_mb * 2**20
+    layouts = plan_buckets(items, ranks.size, cap)
     members = [tuple(slot.index for slot in layout.slots) for layout in layouts]
     dtypes = [params[places[0]].dtype for places in members]
     device = params[0].device

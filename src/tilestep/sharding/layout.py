@@ -6,10 +6,18 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "Box", "BucketLayout", "Item", "Slot", "boxes", "plan_buckets"]
+__all__ = ["ALIGNMENT", "Box", "BucketLayout", "Item", "Slot", "boxes", "default_cap", "plan_buckets"]
 
 ALIGNMENT = 16
 """Elements to which parameters and ranks' sections are aligned: at least 16 bytes in every dtype, 8-bit ones too."""
+
+
+LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
+"""Bytes between which buckets are where nobody says: smaller ones cost the host more than the network, and the last of
+larger ones is waited for too long."""
+
+PARTS = 16
+"""As many buckets are wanted: enough for backward to hide all but the last, and few calls for the host."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class Item:
         kind: only parameters of the same kind share a bucket.
         whole: whether one rank must have all of it, since its rule works on whole tensors.
         cost: what the update of a whole one costs, in any unit.
+        trains: whether it has gradients; those that have none are in buckets of their own.
     """
 
     numel: int
@@ -29,6 +38,7 @@ class Item:
     kind: Hashable = None
     whole: bool = False
     cost: int = 0
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,35 +94,68 @@ class BucketLayout:
         return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
 
 
-def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float) -> list[BucketLayout]:
+def default_cap(gradient_bytes: float) -> float:
+    """Bytes of a bucket where nobody says how large it is to be: a part of all, within limits.
+
+    Args:
+        gradient_bytes: bytes of all gradients.
+
+    Example:
+        >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
+        [25.0, 100.0, 256.0]
+    """
+    return min(max(gradient_bytes / PARTS, LEAST_CAP), LARGEST_CAP)
+
+
+def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = None) -> list[BucketLayout]:
     """Put parameters into buckets, in the order in which backward completes them: the last first.
 
-    A bucket is full when it holds at least `cap_bytes`; one of whole parameters when it does so for every rank. Every
-    rank computes the same.
+    A bucket is full when it holds at least `cap_bytes`; one of whole parameters when it does so for every rank, so that
+    there are enough of them to share out. Every rank computes the same.
 
     Args:
         items: the parameters in the order of the model.
         ranks: ranks that share them.
-        cap_bytes: bytes of a bucket.
+        cap_bytes: bytes of a bucket; None for `default_cap`.
 
     Example:
         >>> [layout.slots for layout in plan_buckets([Item(3, 4), Item(20, 4)], ranks=2, cap_bytes=64)]
         [(Slot(index=1, offset=0, numel=20),), (Slot(index=0, offset=0, numel=3),)]
     """
     filling: dict[Hashable, list[int]] = {}
+    sizes: dict[Hashable, int] = {}
     done: list[list[int]] = []
+    # Those that are frozen now are counted by themselves: they have gradients once they are thawed.
+    totals = {False: 0, True: 0}
+    for item in items:
+        totals[item.trains] += item.numel * item.itemsize
     for index in reversed(range(len(items))):
         item = items[index]
-        key = (item.kind, item.itemsize, item.whole)
-        members = filling.setdefault(key, [])
-        members.append(index)
-        if sum(items[each].numel * item.itemsize for each in members) >= cap_bytes * (ranks if item.whole else 1):
+        key = (item.kind, item.itemsize, item.whole, item.trains)
+        filling.setdefault(key, []).append(index)
+        sizes[key] = sizes.get(key, 0) + item.numel * item.itemsize
+        if sizes[key] >= _full_at(item, ranks, cap_bytes, totals[item.trains]):
             done.append(filling.pop(key))
+            del sizes[key]
     # One that was never full is complete when its last parameter is.
     done.extend(filling.values())
     done.sort(key=lambda members: -members[-1])
     costs = [0] * ranks
     return [_layout(members, items, ranks, costs) for members in done]
+
+
+def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int) -> float:
+    """Bytes of a bucket that takes no more.
+
+    Args:
+        item: a parameter of it.
+        ranks: ranks that share it.
+        cap_bytes: what the user said.
+        total: bytes of all that train, or do not, as this one.
+    """
+    if cap_bytes is not None:
+        return cap_bytes * (ranks if item.whole else 1)
+    return max(default_cap(total), LEAST_CAP * ranks) if item.whole else default_cap(total)
 
 
 def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:

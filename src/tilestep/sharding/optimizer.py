@@ -34,7 +34,7 @@ def shard(
     *,
     overlap_grad_sync: bool = True,
     overlap_param_sync: bool = True,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     grad_sync_dtype: torch.dtype | None = None,
     param_sync_dtype: torch.dtype | None = None,
     grad_buffer: str = "contiguous",
@@ -61,7 +61,8 @@ def shard(
         overlap_grad_sync: sum up buckets during backward, not at the step.
         overlap_param_sync: send parameters while the next forward runs; else they have arrived when `step()` returns,
             in the order of the current stream.
-        bucket_cap_mb: MiB of gradients in a bucket; a larger parameter has a bucket of its own.
+        bucket_cap_mb: MiB of gradients in a bucket; a larger parameter has a bucket of its own. None for a sixteenth of
+            all, at least 25 and at most 256 MiB: about 16 calls of the host for what backward sums up.
         grad_sync_dtype: the type that gradients are accumulated and summed up in; None for the parameter's own.
         param_sync_dtype: the type that parameters travel in, None for their own. With a narrower floating-point type
             the rank that updates a parameter keeps the exact one; with an integer type the bytes travel as they are.
