@@ -41,6 +41,8 @@ from tilestep.offloading.optimizer import OffloadedOptimizer, move_state
 from tilestep.offloading.plan import plan_for
 from tilestep.offloading.streaming import StreamedState
 
+BACK_TO_BACK = 3
+"""Iterations for one figure: what an update leaves for the next forward is hidden there only if one follows at once."""
 RESULTS = Path(__file__).parent / "results"
 SHARE_WANTED = 0.85
 LEARNING_RATE = 1e-4
@@ -242,7 +244,7 @@ def iteration_group(device: torch.device, rounds: int, batch: int, quick: bool, 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             peaks[name] = torch.cuda.max_memory_allocated(device) - before
-        contenders.append(Contender(name, call))
+        contenders.append(Contender(name, call, repeat=BACK_TO_BACK))
         print(f"iteration: {name} is there after {time.monotonic() - begin:.0f} s", flush=True)
     timings = measure(contenders, device, rounds, warmup=1, traced=False, busy=False, until=until)
     group = Group(f"iteration, batch {batch}, {elements / 1e9:.3g} B float32 parameters, bfloat16 autocast", failed)
