@@ -50,12 +50,12 @@ def graphs() -> Iterator[None]:
         for name in ("add_in", "largest", "reduce_scatter", "all_gather"):
             before = getattr(Ranks, name)
 
-            def recorded(*arguments: Any, before: Any = before) -> Any:
+            def recorded(*arguments: Any, before: Any = before, **options: Any) -> Any:
                 if simulation.graph is None:
-                    return before(*arguments)
+                    return before(*arguments, **options)
 
                 def run() -> None:
-                    work = before(*arguments)
+                    work = before(*arguments, **options)
                     if work is not None:
                         work.wait()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train, 
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilestep
+from tilestep.sharding import groups
+from tilestep.sharding.groups import Ranks
 
 
 def clipped(params: Any) -> tilestep.Optimizer:
@@ -69,6 +72,48 @@ def split_over_two_and_copied_over_two() -> None:
             data = inputs(2, 3, 6, 6)
             train(whole, [lambda model, data=data: model(data).square().sum()])
             whole.compare(rtol=1e-5, atol=1e-6)
+
+
+@contextmanager
+def averaging() -> Iterator[list[str]]:
+    """Means in the messages, which gloo does not know; what is averaged by them."""
+    calls: list[str] = []
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    def averaged(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if not any(isinstance(each, type(dist.ReduceOp.AVG)) and each == dist.ReduceOp.AVG for each in arguments):
+                return before(*arguments, **options)
+            *tensors, _, group = arguments
+            calls.append(name)
+            before(*tensors, dist.ReduceOp.SUM, group)
+            tensors[0].div_(dist.get_world_size(group))
+            return Done()
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "can_average", lambda self, flat: True)
+        patch.setattr(groups, "_reduce_scatter", averaged("reduce_scatter", groups._reduce_scatter))
+        patch.setattr(dist, "all_reduce", averaged("all_reduce", dist.all_reduce))
+        yield calls
+
+
+def means_that_come_with_the_messages() -> None:
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    variants: list[dict[str, Any]] = [{}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}]
+    for options in ({**each, "mesh": where} for each in variants for where in (None, mesh)):
+        with averaging() as calls:
+            pair = Pair(Elementwise(), plain, two_groups, bucket_cap_mb=TINY, **options)
+            linear_losses(pair)
+            assert set(calls) == ({"reduce_scatter"} if options["mesh"] is None else {"reduce_scatter", "all_reduce"})
+        pair.compare_states()
+        with averaging() as calls:
+            linear_losses(Pair(Elementwise(), plain, bucket_cap_mb=TINY, average=False, **options))
+            assert not calls
 
 
 def _lamb(params: Any) -> tilestep.Optimizer:
@@ -145,6 +190,7 @@ FOUR = [
     split_over_two_and_copied_over_two,
     a_bad_value_on_one_copy_skips_everywhere,
     stages_that_share_a_norm,
+    means_that_come_with_the_messages,
 ]
 
 

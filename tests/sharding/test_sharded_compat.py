@@ -112,5 +112,14 @@ def test_nccl_is_known_behind_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not ranks.can_be_captured or torch.version.cuda
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         assert ranks.can_be_captured
+        # One rank has nothing to average, and what lies on a CPU goes another way.
+        assert not ranks.can_average(torch.zeros(1))
+        like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+        assert not ranks.can_average(like)  # type: ignore[arg-type]
+        for size, copies, expected in ((2, 1, True), (4, 2, True), (1, 2, True), (3, 1, False), (2, 3, False)):
+            ranks.size, ranks.copies, ranks.replicate = size, copies, ranks.shard
+            assert ranks.can_average(like) == expected  # type: ignore[arg-type]
+        like.dtype, ranks.size, ranks.copies = torch.int32, 2, 1
+        assert not ranks.can_average(like)  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()

@@ -72,6 +72,9 @@ class GradientSync(Accumulating):
         memory = contiguous_memory(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
         self.channel.keep(*memory)
         added = [Sums(bucket, flat) for bucket, flat in zip(buckets, memory)]
+        for sums in added:
+            like = torch.empty(0, dtype=sums.bucket.grad_dtype, device=sums.bucket.flat.device)
+            sums.comes_averaged = self.options.average and self.ranks.can_average(like)
         self.sums += added
         self._places += [list(each) for each in places]
         known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
@@ -146,7 +149,7 @@ class GradientSync(Accumulating):
         section = sums.section = sums.place_of_section()
         given_back = () if sums.keeps_memory else (flat, section)
         with self.channel.after_compute(*given_back, sums.carried):
-            sums.work = self.ranks.reduce_scatter(section, flat)
+            sums.work = self.ranks.reduce_scatter(section, flat, mean=sums.comes_averaged)
             if self.channel.in_order:
                 self._finish(sums)
         sums.let_go()
@@ -160,8 +163,8 @@ class GradientSync(Accumulating):
         section = sums.section
         assert section is not None
         if self.ranks.copies > 1:
-            self.ranks.add_in(self.ranks.replicate, section)
-        if self.options.average and self.ranks.count > 1:
+            self.ranks.add_in(self.ranks.replicate, section, mean=sums.comes_averaged)
+        if self.options.average and not sums.comes_averaged and self.ranks.count > 1:
             section.div_(self.ranks.count)
         if sums.carried is not None:
             section.add_(sums.carried)

@@ -17,6 +17,12 @@ __all__ = ["Deciders", "Ranks", "ranks_of"]
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _operation(mean: bool) -> Any:
+    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+
 
 class Awaited:
     """Communication that has begun.
@@ -65,6 +71,18 @@ class Ranks:
         """Whether what they do together can be a part of a CUDA graph."""
         return all("nccl" in dist.get_backend_config(group) for group in self.groups)
 
+    def can_average(self, flat: torch.Tensor) -> bool:
+        """Whether messages bring means as exactly as sums that are divided; then nobody has to divide them.
+
+        NCCL multiplies by 1/N in the type of the tensor before it adds up. That is exact for powers of two alone: in
+        bfloat16 a third is wrong by 0.2%.
+
+        Args:
+            flat: what is to travel, or memory like it.
+        """
+        powers_of_two = all(number & (number - 1) == 0 for number in (self.size, self.copies))
+        return powers_of_two and self.count > 1 and flat.is_cuda and self.can_be_captured and flat.dtype in _AVERAGED
+
     @property
     def groups(self) -> list[Any]:
         """The groups that together reach all ranks."""
@@ -78,10 +96,10 @@ class Ranks:
         """
         self.add_in(self.shard, values)
 
-    def add_in(self, group: Any, values: torch.Tensor) -> None:
-        """Replace numbers by their sums over a group of ranks."""
+    def add_in(self, group: Any, values: torch.Tensor, *, mean: bool = False) -> None:
+        """Replace numbers by their sums over a group of ranks; by their means where it `can_average` them."""
         with self.roll_call:
-            dist.all_reduce(values, dist.ReduceOp.SUM, group)
+            dist.all_reduce(values, _operation(mean), group)
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over these ranks; NaN on one gives NaN on all.
@@ -95,7 +113,7 @@ class Ranks:
             dist.all_reduce(both, dist.ReduceOp.MAX, self.shard)
         values.copy_(torch.where(both[1] > 0, torch.nan, both[0]))
 
-    def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor) -> Any:
+    def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Any:
         """Begin to sum flat memory up over the ranks that split the state, each receiving its section.
 
         On a GPU it runs in the current stream: the library's own would only be waited for by ours.
@@ -103,12 +121,13 @@ class Ranks:
         Args:
             section: where this rank's section goes; it may be a part of `flat`.
             flat: as many elements as all sections.
+            mean: whether it is to be the mean, where it `can_average`.
 
         Returns:
             What to wait for.
         """
         with self.roll_call:
-            work = _reduce_scatter(section, flat, group=self.shard, async_op=not flat.is_cuda)
+            work = _reduce_scatter(section, flat, _operation(mean), self.shard, async_op=not flat.is_cuda)
         return Awaited([work], self.roll_call)
 
     def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:

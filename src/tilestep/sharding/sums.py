@@ -35,6 +35,8 @@ class Sums:
         self.carried: torch.Tensor | None = None
         """That of earlier rounds since the last step, to be added to the next one."""
         self.work: Any = None
+        self.comes_averaged = False
+        """Whether what comes from the other ranks is divided by their number already."""
         self._own_section: torch.Tensor | None = None
         self._keeps = bucket.grad_dtype == bucket.dtype
         if memory is not None:
