@@ -91,6 +91,9 @@ class _Both:
             each.wait(param)
 
 
+_is_traced = torch.compiler.is_dynamo_compiling
+
+
 class GuardedParameters(dict[str, Any]):
     """A module's parameters; looking one up waits until it is there.
 
@@ -112,8 +115,9 @@ class GuardedParameters(dict[str, Any]):
         return cls(entries, waits)
 
     def __getitem__(self, key: str) -> Any:
+        # For every parameter in every forward: no look-up more than there must be.
         param = super().__getitem__(key)
-        if torch.compiler.is_dynamo_compiling():
+        if _is_traced():
             self._waits.compiled = True
         elif self._waits.is_pending:
             self._waits.wait(param)

@@ -13,7 +13,7 @@ from ..engine.capturing import is_capturing
 from ..guards import guard_model
 from ..tensor_watch import TensorWatch
 from .buckets import Bucket, Options
-from .streams import Channel
+from .streams import Channel, Mark
 
 __all__ = ["ParameterSync"]
 
@@ -32,8 +32,8 @@ class _Wave:
         self._channel = channel
         self._work: Any = None
         self._travel: list[tuple[Bucket, torch.Tensor]] = []
-        self._event: torch.cuda.Event | None = None
-        self._waited: set[int] = set()
+        self.mark: Mark | None = None
+        """After it in the line of communication, where that is a stream."""
 
     @property
     def trains(self) -> bool:
@@ -47,8 +47,7 @@ class _Wave:
         self._work = self.buckets[0].ranks.all_gather([whole for whole, _ in pairs], [own for _, own in pairs])
         if self._channel.in_order:
             self._arrive()
-        self._event = self._channel.mark()
-        self._waited.clear()
+        self.mark = self._channel.mark()
         self.is_pending = True
 
     def _sent(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,31 +72,25 @@ class _Wave:
 
     def wait(self) -> None:
         """Let the current stream, or the host, wait for the buckets."""
-        if self._event is not None:
-            if self._channel.wait_for(self._event, self._waited):
-                self.is_pending = False
+        if self.mark is not None:
+            self._channel.wait_for(self.mark)
             return
         if self._work is not None:
             self._arrive()
         self.is_pending = False
 
-    def look(self) -> None:
-        """Note whether they have arrived, so that nobody waits any more."""
-        if self._event is not None and self._event.query():
-            self.is_pending = False
-
     def wait_on_host(self) -> None:
         """Let the host wait too."""
         self.wait()
-        if self._event is not None:
-            self._event.synchronize()
+        if self.mark is not None:
+            self.mark.event.synchronize()
         self.is_pending = False
 
     def finish_in_graph(self) -> None:
         """Have nobody wait for it outside the graph that it is in."""
         if self._work is not None:
             self._arrive()
-        self._event = None
+        self.mark = None
         self.is_pending = False
 
 
@@ -182,17 +175,32 @@ class ParameterSync:
             param: a parameter; one that is in no bucket, and None, are always there.
         """
         wave = self._of.get(id(param))
-        if wave is not None and wave.is_pending:
+        if wave is None or not wave.is_pending:
+            return
+        if wave.mark is not None:
+            self._channel.wait_for(wave.mark)
+        else:
             wave.wait()
+            self._count_pending()
 
     def wait_all(self) -> None:
         """Wait for every bucket that is still on its way."""
         if not self.is_pending:
             return
-        for wave in self._waves:
-            if wave.is_pending:
+        pending = [wave for wave in self._waves if wave.is_pending]
+        last = pending[-1].mark if pending else None
+        if last is None:
+            for wave in pending:
                 wave.wait()
-                wave.look()
+        else:
+            # They arrive in order: who waits for the last one, or finds it there, has all of them.
+            self._channel.wait_for(last)
+            if last.has_passed:
+                for wave in pending:
+                    wave.is_pending = False
+        self._count_pending()
+
+    def _count_pending(self) -> None:
         self.is_pending = any(wave.is_pending for wave in self._waves)
 
     def wait_on_host(self) -> None:

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from ..compat import current_stream_number
 from ..engine.capturing import is_capturing
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Mark"]
+
+
+class Mark(NamedTuple):
+    """A place in a line of communication.
+
+    Args:
+        event: of the stream there.
+        place: larger than those of all marks before.
+    """
+
+    event: torch.cuda.Event
+    place: int
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether everything before it is done."""
+        return self.event.query()
 
 
 class Channel:
@@ -26,6 +44,9 @@ class Channel:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._index = 0 if self._stream is None else self._stream.device_index
         self._compute: dict[int, torch.cuda.Stream] = {}
+        self._marks = 0
+        self._reached: dict[int, int] = {}
+        """The last mark that each stream has waited for, by the stream's number: what came before it has come too."""
 
     @property
     def in_order(self) -> bool:
@@ -83,23 +104,19 @@ class Channel:
         if self._stream is not None and not self._is_elsewhere():
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def wait_for(self, event: torch.cuda.Event, known: set[int]) -> bool:
-        """Let the current stream wait for an event.
+    def wait_for(self, mark: Mark) -> None:
+        """Let the current stream wait for a mark; one that has waited for it, or for a later one, does not again.
 
-        Args:
-            event: one that `mark` gave.
-            known: the streams that have waited for it, by number; this one is added.
-
-        Returns:
-            Whether it has happened, so that nobody else has to wait; who has waited before is not told.
+        Whoever looks a parameter up comes here.
         """
         number = current_stream_number(self._index)
-        if number in known:
-            return False
-        torch.cuda.current_stream(self._device).wait_event(event)
-        known.add(number)
-        return event.query()
+        if self._reached.get(number, 0) < mark.place:
+            torch.cuda.current_stream(self._device).wait_event(mark.event)
+            self._reached[number] = mark.place
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event after all communication so far; None on a CPU."""
-        return None if self._stream is None else self._stream.record_event()
+    def mark(self) -> Mark | None:
+        """A mark after all communication so far; None on a CPU."""
+        if self._stream is None:
+            return None
+        self._marks += 1
+        return Mark(self._stream.record_event(), self._marks)

@@ -1,0 +1,144 @@
+"""Who waits for communication in a stream of its own, and how often anybody asks: with streams that only count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tilestep
+from tilestep.sharding import streams
+from tilestep.sharding.streams import Channel
+
+
+class Event:
+    def __init__(self, done: set[int], number: int, asked: list[int]) -> None:
+        self._done, self.number, self._asked = done, number, asked
+
+    def query(self) -> bool:
+        self._asked.append(self.number)
+        return self.number in self._done
+
+
+class Streams:
+    """A stream of communication and any number of others, of which one is the current one."""
+
+    def __init__(self) -> None:
+        self.current = 1
+        self.made = 0
+        self.waits: list[tuple[int, int]] = []
+        """Stream and event."""
+        self.asked: list[int] = []
+        """Events that were asked whether they have happened."""
+        self.done: set[int] = set()
+
+    def record_event(self) -> Event:
+        self.made += 1
+        return Event(self.done, self.made, self.asked)
+
+    def wait_event(self, event: Event) -> None:
+        self.waits.append((self.current, event.number))
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+@contextmanager
+def counted() -> Iterator[Streams]:
+    """Have channels use such streams."""
+    found = Streams()
+    before = Channel.__init__
+
+    def made(self: Channel, device: torch.device) -> None:
+        before(self, device)
+        self._stream, self._index = found, 0  # type: ignore[assignment]
+
+    @contextmanager
+    def after_compute(self: Channel, *tensors: Any) -> Iterator[None]:
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "current_stream_number", lambda index: found.current)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: found)
+        patch.setattr(Channel, "__init__", made)
+        patch.setattr(Channel, "keep", lambda self, *tensors: None)
+        patch.setattr(Channel, "after_compute", after_compute)
+        yield found
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _stepped(count: int = 4) -> tuple[nn.Sequential, tilestep.ShardedOptimizer]:
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(count)))
+    made = tilestep.SGD(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    optimizer = tilestep.shard(made, model, bucket_cap_mb=1e-6)
+    _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: tilestep.ShardedOptimizer) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_every_stream_waits_once_for_what_it_looks_up_and_for_nothing_later(one_rank: None) -> None:
+    with counted() as found:
+        model, _ = _stepped()
+        marks = [found.made - 3 + place for place in range(4)]
+        found.waits.clear()
+        for _ in range(3):
+            model[1].weight, model[0].weight
+        # They arrive in order: who waits for the second bucket has the first.
+        assert found.waits == [(1, marks[1])]
+        found.current = 2
+        for _ in range(3):
+            model[0].weight, model[3].weight, model[2].weight
+        assert found.waits[1:] == [(2, marks[0]), (2, marks[3])]
+        found.current = 1
+        model[3].weight, model[2].weight
+        assert found.waits[3:] == [(1, marks[3])]
+        assert not found.asked
+
+
+def test_one_question_a_step_tells_whether_all_have_arrived(one_rank: None) -> None:
+    with counted() as found:
+        model, optimizer = _stepped()
+        for late in (True, False, False):
+            found.asked.clear()
+            last = found.made
+            if not late:
+                found.done.update(range(last + 1))
+            optimizer.wait()
+            assert found.asked == [last] and optimizer._sharding.parameters.is_pending == late
+            found.asked.clear()
+            found.waits.clear()
+            model[0].weight, model[3].weight
+            assert not found.asked and not found.waits
+            if late:
+                found.current += 1
+                assert model[3].weight.shape == (3, 3)
+                assert found.waits == [(found.current, last)]
+                found.done.update(range(last + 1))
+            _step(model, optimizer)
+            assert len(found.asked) == late
+
+
+def test_the_next_step_is_waited_for_by_streams_that_have_waited_before(one_rank: None) -> None:
+    with counted() as found:
+        model, optimizer = _stepped()
+        for _ in range(3):
+            _step(model, optimizer)
+            found.waits.clear()
+            model[0].weight, model[3].weight
+            assert [stream for stream, _ in found.waits] == [1, 1]
+            assert found.waits[1][1] == found.made
