@@ -42,8 +42,8 @@ class Round(Accumulating):
         self._lane = lane
         self._updates = updates
         self._hooked: dict[int, Any] = {}
-        self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None]] = deque()
-        """Gradients that are used up, until the stream whose memory they are has waited for their update."""
+        self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
+        """Gradients that are used up, until the streams whose memory they are have waited for their update."""
         self._begin()
 
     def _begin(self) -> None:
@@ -189,8 +189,8 @@ class Round(Accumulating):
         if self._on_two_streams(group, streams):
             lane.keep(list(map(ready, local_parts(gradients))))
             gradients = []
-        self._let_go(streams)
-        self._held.append((gradients, event))
+        self._let_go()
+        self._held.append((gradients, event, streams))
 
     @torch.no_grad()
     def _run(self, group: Group) -> None:
@@ -235,13 +235,14 @@ class Round(Accumulating):
         meshes = (getattr(param, "device_mesh", None) for param in group.params)
         return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 
-    def _let_go(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        """Let the stream that gradients come from wait for updates before the last one, and have their memory back.
+    def _let_go(self) -> None:
+        """Let the streams that gradients come from wait for updates before the last one, and have their memory back.
 
-        So memory is free at a point of that stream, however far the host is ahead of it.
+        So memory is free at a point of each stream, however far the host is ahead of it. The next group's gradients may
+        come from another stream: its waiting would not keep the first from using the memory again.
         """
         while self._held:
-            _, event = self._held[0]
+            _, event, streams = self._held[0]
             if event is not None:
                 for stream in streams:
                     stream.wait_event(event)
@@ -280,7 +281,7 @@ class Round(Accumulating):
 
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
-        self._held.clear()
+        self._let_go()
         self._optimizer._pending.joined()
         self._begin()
 
