@@ -164,6 +164,41 @@ def test_a_watch_sees_what_torch_sees() -> None:
     assert not watch.same_metadata(tensors[:-1])
 
 
+def test_a_number_is_no_vector() -> None:
+    module = native.module(500)
+    shapes = [(), (1,), (1, 1), (2,), (2, 1), (1, 2), (0,), (3, 0)]
+    tensors = [torch.zeros(shape) for shape in shapes]
+    for place, one in enumerate(tensors):
+        watch = module.watch([one])
+        same = [module.compare(watch, [other]) != 2 for other in tensors]
+        assert same == [place == other for other in range(len(tensors))]
+
+
+def test_what_cannot_be_looked_at_is_left_to_python() -> None:
+    """An error of torch's in here would end the process."""
+    module = native.module(500)
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with torch.inference_mode():
+        unversioned = torch.nn.Parameter(torch.zeros(3))
+        module.bump_list([unversioned])
+    unversioned.grad = torch.ones(3)
+    assert module.watch([nested]) is None
+    assert module.create([unversioned], DTENSOR_PARTS) is None
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        module.bump_list([unversioned])
+
+
+def test_steps_in_inference_mode() -> None:
+    with torch.inference_mode():
+        params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(600)]
+        for param in params:
+            param.grad = torch.ones(3)
+        optimizer = tilestep.SGD(params, lr=0.5)  # type: ignore[attr-defined]
+        for _ in range(3):
+            optimizer.step()
+    assert all(param.tolist() == [-1.5] * 3 for param in params)
+
+
 def test_norms_are_the_same() -> None:
     torch.manual_seed(1)
     tensors = [torch.randn(33) for _ in range(300)]

@@ -6,6 +6,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <c10/core/InferenceMode.h>
 #include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -61,9 +62,9 @@ Scanner* unpack(PyObject* capsule) {
 }
 
 bool is_plain(const at::Tensor& tensor) {
-  // What a subclass holds its own way is not in the storage.
+  // What a subclass holds its own way is not in the storage; a nested tensor has no sizes to ask for.
   const bool subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
-  return !subclass && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_complex() &&
+  return !subclass && !tensor.is_nested() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_complex() &&
          !tensor.is_conj();
 }
 
@@ -85,7 +86,10 @@ uint64_t mixed(uint64_t key, at::IntArrayRef numbers) {
   return key;
 }
 
-uint64_t layout_of(const at::Tensor& tensor) { return mixed(mixed(0, tensor.sizes()), tensor.strides()); }
+// Not from 0, which small sizes and strides lead back to: a number and a vector of one element would be the same.
+uint64_t layout_of(const at::Tensor& tensor) {
+  return mixed(mixed(0x243F6A8885A308D3u, tensor.sizes()), tensor.strides());
+}
 
 // The place of a type's slot in its objects, or 0 where it keeps the attribute otherwise.
 Py_ssize_t slot_of(PyTypeObject* type, PyObject* name) {
@@ -158,7 +162,8 @@ bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) 
   }
   const at::Tensor& param = THPVariable_Unpack(known.local == nullptr ? object : known.local);
   const at::Tensor& whole_grad = THPVariable_Unpack(object).grad();
-  if (!is_plain(param)) return false;
+  // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
+  if (!is_plain(param) || param.is_inference() || THPVariable_Unpack(object).is_inference()) return false;
   known.param_address = address_of(param);
   known.dtype = param.scalar_type();
   known.layout_key = layout_of(param);
@@ -353,7 +358,11 @@ PyObject* bump_list(PyObject*, PyObject* list) {
   for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     if (!THPVariable_Check(object)) return PyErr_Format(PyExc_TypeError, "bump_list() takes tensors");
-    THPVariable_Unpack(object).unsafeGetTensorImpl()->bump_version();
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (!tensor.is_inference())
+      tensor.unsafeGetTensorImpl()->bump_version();
+    else if (!c10::InferenceMode::is_enabled())
+      return PyErr_Format(PyExc_RuntimeError, "Inplace update to inference tensor outside InferenceMode is not allowed");
   }
   Py_RETURN_NONE;
 }
