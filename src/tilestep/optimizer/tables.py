@@ -6,24 +6,17 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..compat import local_parts
 from ..engine import DeviceEngine, run_passes
-from ..placements import (
-    Agreement,
-    LocalGradients,
-    SharedSums,
-)
+from ..placements import Agreement, LocalGradients, SharedSums
 from ..placements.local import local_part
 from .homes import StateHome
 from .scan import Scan
 from .states import follow_parameter
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Tables"]
 
