@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,6 @@ INF, NAN = float("inf"), float("nan")
 MAX_NORM = 0.7
 STEPS = 6
 SHAPES = [(5, 3), (), (17,), (2, 3, 4)]
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 Parameters = list[torch.nn.Parameter]
 Clip = Callable[[Parameters, float], object]
@@ -110,17 +109,22 @@ class Run:
     """Of every step, as the step left them."""
 
 
-def parameters(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Parameters:
+def parameters(
+    *devices: str, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> Parameters:
+    """Parameters, in turn on each of the devices; without any on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    return [torch.nn.Parameter(tensor.to(device, dtype)) for tensor in tensors]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    where = devices or ("cpu",)
+    return [torch.nn.Parameter(tensor.to(where[at % len(where)], dtype)) for at, tensor in enumerate(tensors)]
 
 
 def scaled_backward(scaler: torch.amp.GradScaler, params: Parameters, step: int) -> None:
     """Gradients of step `step`, times the loss scale."""
     generator = torch.Generator().manual_seed(100 + step)
-    loss = sum((param * torch.randn(param.shape, generator=generator).to(param)).sum() for param in params)
-    scaler.scale(loss).backward()  # type: ignore[arg-type]
+    home = params[0].device
+    losses = [(param * torch.randn(param.shape, generator=generator).to(param)).sum().to(home) for param in params]
+    scaler.scale(torch.stack(losses).sum()).backward()
 
 
 def run(
@@ -128,12 +132,12 @@ def run(
     scaler_class: type[torch.amp.GradScaler],
     order: Order,
     overflows: Overflows,
-    device: str = "cpu",
+    *devices: str,
 ) -> Run:
-    """Train for STEPS steps."""
-    params = parameters(device)
+    """Train for STEPS steps, with parameters on each of the devices; the scaler is the first one's."""
+    params = parameters(*devices)
     optimizer = make(params, max_grad_norm=MAX_NORM) if order.max_grad_norm else make(params)
-    scaler = scaler_class(device, init_scale=1024.0, growth_interval=2)
+    scaler = scaler_class(params[0].device.type, init_scale=1024.0, growth_interval=2)
     gradients = []
     for step in range(STEPS):
         optimizer.zero_grad()

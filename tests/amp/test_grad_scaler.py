@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from amp_runs import DEVICES, OVERFLOWS, parameters, scaled_backward
+from amp_runs import OVERFLOWS, parameters, scaled_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
@@ -22,7 +22,6 @@ def make(rule: str, params: Any, **options: Any) -> tilestep.Optimizer:
     return tilestep.Optimizer(params, rule, lr=0.01, **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_scaled_step_is_the_unscaled_one(rule: str, device: str) -> None:
     """To the bit in the gradients, as the scale is a power of two; rules of several passes too."""

@@ -7,7 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from amp_runs import DEVICES, ORDERS, OVERFLOWS, STEPS, Order, Run, run
+from amp_runs import (
+    INF,
+    NAN,
+    ORDERS,
+    OVERFLOWS,
+    STEPS,
+    Order,
+    Overflows,
+    Parameters,
+    Run,
+    parameters,
+    run,
+    scaled_backward,
+)
+from several_devices import spread_over_devices
 
 import tilestep
 
@@ -39,7 +53,6 @@ def assert_same_training(mine: Run, wanted: Run) -> None:
             torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overflows", OVERFLOWS)
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
@@ -49,7 +62,54 @@ def test_training_is_that_of_plain_torch(order: Order, scaler: str, overflows: s
     assert_same_training(mine, reference)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def overflow_on(*devices: int, count: int = 2) -> Overflows:
+    """An overflow in the second step and one in the last, on some of several devices."""
+
+    def put(params: Parameters) -> None:
+        for place, param in enumerate(params):
+            if place % count in devices:
+                param.grad.view(-1)[0] = (INF, NAN, -INF)[place % 3]  # type: ignore[union-attr]
+
+    return {1: put, STEPS - 1: put}
+
+
+ON_DEVICES = {"the first": (0,), "the second": (1,), "both": (0, 1)}
+
+
+@pytest.mark.parametrize("overflown", ON_DEVICES)
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
+def test_an_overflow_on_any_of_several_devices_skips_the_step_on_all(
+    order: Order, scaler: str, overflown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflows = overflow_on(*ON_DEVICES[overflown])
+    reference = run(plain, torch.amp.GradScaler, order.without_optimizer_clip(), overflows)
+    spread_over_devices(monkeypatch, 2)
+    mine = run(ours, SCALERS[scaler], order, overflows)
+    assert_same_training(mine, reference)
+    assert all(float(state["step"]) == STEPS - 2 for state in mine.state)
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_gradients_that_are_accumulated_are_unscaled_once(scaler: str) -> None:
+    """Several backwards under one scale; an overflow in one of them skips the step."""
+    runs = []
+    for make, kind in ((ours, SCALERS[scaler]), (plain, torch.amp.GradScaler)):
+        params = parameters()
+        optimizer, scale = make(params), kind("cpu", init_scale=1024.0, growth_interval=2)
+        for step in range(STEPS):
+            for part in range(3):
+                scaled_backward(scale, params, 10 * step + part)
+                if (step, part) == (2, 1):
+                    params[1].grad.fill_(INF)
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+        runs.append(Run(params, [dict(optimizer.state[param]) for param in params], scale.get_scale(), 0))
+    assert_same_training(*runs)
+    assert float(runs[0].state[0]["step"]) == STEPS - 1
+
+
 @pytest.mark.parametrize("overflows", ["none", "inf", "first_step", "several_in_a_row"])
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)

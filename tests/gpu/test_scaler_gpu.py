@@ -1,0 +1,88 @@
+"""Loss scaling and skipped steps on GPUs: the checks of tests/amp, several devices, and what a sequence launches."""
+
+from __future__ import annotations
+
+import pytest
+import test_scaler_orders as orders
+import torch
+from amp_runs import ORDERS, OVERFLOWS, Order, parameters, run, scaled_backward
+from synchronization import no_synchronization
+from test_grad_scaler import test_a_scaled_step_is_the_unscaled_one
+from test_scaler_orders import (
+    test_gradients_are_left_as_torch_fused_leaves_them,
+    test_training_is_that_of_plain_torch,
+)
+from test_skipping import test_nonfinite_gradients_change_nothing, test_skip_above_a_norm
+
+import tilestep
+
+__all__ = [
+    "test_a_scaled_step_is_the_unscaled_one",
+    "test_gradients_are_left_as_torch_fused_leaves_them",
+    "test_nonfinite_gradients_change_nothing",
+    "test_skip_above_a_norm",
+    "test_training_is_that_of_plain_torch",
+]
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the checks of tests/amp run here."""
+    return "cuda"
+
+
+def assert_trained_as_on_one_cpu(order: Order, scaler: str, overflown: str, *devices: str) -> None:
+    overflows = orders.overflow_on(*orders.ON_DEVICES[overflown])
+    mine = run(orders.ours, orders.SCALERS[scaler], order, overflows, *devices)
+    reference = run(orders.plain, torch.amp.GradScaler, order.without_optimizer_clip(), overflows)
+    for param in mine.params:
+        param.data = param.data.cpu()
+    mine.state = [{key: value.cpu() for key, value in state.items()} for state in mine.state]
+    orders.assert_same_training(mine, reference)
+
+
+@pytest.mark.parametrize("overflown", orders.ON_DEVICES)
+@pytest.mark.parametrize("order", [each for each in ORDERS if each.name in ("step", "max_grad_norm: step")])
+def test_an_overflow_beside_the_cpu(order: Order, overflown: str) -> None:
+    """Without `unscale_` and with our scaler: torch's own copies to the CPU may be read before they have arrived."""
+    assert_trained_as_on_one_cpu(order, "tilestep", overflown, "cuda", "cpu")
+
+
+@two_devices
+@pytest.mark.parametrize("overflown", orders.ON_DEVICES)
+@pytest.mark.parametrize("scaler", orders.SCALERS)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
+def test_an_overflow_on_any_of_two_gpus(order: Order, scaler: str, overflown: str) -> None:
+    assert_trained_as_on_one_cpu(order, scaler, overflown, "cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize("overflow", ["none", "inf"])
+def test_a_sequence_never_waits_and_launches_five_kernels(overflow: str) -> None:
+    params = [param for _ in range(50) for param in parameters("cuda")]
+    optimizer = tilestep.AdamW(params, max_grad_norm=1.0, skip_above=tilestep.TimesMean(3.0))
+    scaler = tilestep.GradScaler("cuda")
+
+    def finish() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        scaled_backward(scaler, params, step)
+        if overflow == "inf":
+            OVERFLOWS["inf"][2](params)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            if step:
+                with no_synchronization():
+                    finish()
+            else:
+                finish()
+            torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    # Norm, the decision (which adds up the tiles' sums), the scalar pass, the update, and torch's update of the scale.
+    assert len(kernels) <= 5, kernels
+    assert int(optimizer.skipped_steps) == (3 if overflow == "inf" else 0)
