@@ -26,6 +26,9 @@ from capture_runs import (
     refused,
     simulation,  # noqa: F401
 )
+from several_devices import spread_over_devices
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import tilestep
 
@@ -54,6 +57,41 @@ def test_gradients_of_a_whole_step_must_stay_only_if_they_were_there_before() ->
             with pytest.raises(tilestep.CaptureError, match="gradient of parameter 0 of group 0"):
                 captured.replay()
             equal(list(model.parameters()), before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_that_a_graph_by_hand_reads_must_keep_their_memory(inside: bool) -> None:
+    """Unless they were made inside it; who keeps them elsewhere may put others in their place for a while."""
+    model = Model().to(DEVICE)
+    params = list(model.parameters())
+    optimizer = tilestep.SGD(params, lr=0.1)
+    x = torch.ones(4, 6, device=DEVICE)
+    model(x).backward()
+    if inside:
+        optimizer.zero_grad(set_to_none=True)
+    optimizer.prepare_capture()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if inside:
+            model(x).backward()
+        optimizer.step()
+    optimizer.push()
+    kept = [param.grad for param in params]
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    optimizer.push()
+    graph.replay()
+    del kept
+    gc.collect()
+    if inside:
+        optimizer.push()
+        return
+    with refused(r"stale: the memory of the gradient of parameter \d of group 0 was given back.*set_to_none=False"):
+        optimizer.push()
+    model(x).backward()
+    optimizer.step()
+    optimizer.prepare_capture()
+    optimizer.push()
 
 
 def load(params: Params, optimizer: Any) -> None:
@@ -234,6 +272,61 @@ def test_a_scaler_that_was_not_used_before() -> None:
     optimizer.step()
     with refused("did not step the optimizer"):
         tilestep.capture(optimizer, lambda: None)
+
+
+def test_masters_that_were_not_taken_over() -> None:
+    """Who writes to a parameter that has a master must say so before a capture by hand."""
+    params = make(dtype=torch.bfloat16)
+    optimizer = tilestep.AdamW(params, lr=0.1, master_weights=True)
+    fill_gradients(params, 0)
+    optimizer.step()
+    with torch.no_grad():
+        params[0].add_(1.0)
+    with refused(r"have a master were written to.*prepare_capture\(\)"), capturing():
+        optimizer.step()
+    optimizer.prepare_capture()
+    with capturing():
+        optimizer.step()
+
+
+def test_a_norm_that_was_never_computed() -> None:
+    params = make()
+    optimizer = tilestep.SGD(params, lr=0.1)
+    fill_gradients(params, 0)
+    scaler = tilestep.GradScaler(DEVICE)
+    scaler.scale(torch.ones((), device=DEVICE))
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    with refused("gradient norm was not computed before; run a step like it"), capturing():
+        scaler.step(optimizer)
+    equal(params, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not SIMULATED, reason="on GPUs parameters on two of them show it")
+def test_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread_over_devices(monkeypatch, 2)
+    params = make()
+    optimizer = tilestep.SGD(params, lr=0.1)
+    fill_gradients(params, 0)
+    for attempt in (lambda: tilestep.capture(optimizer), optimizer.prepare_capture):
+        with refused("its parameters are on cpu, cpu; a graph holds the steps of one device"):
+            attempt()
+    optimizer.step()
+    with refused("its parameters are on 2 devices"), capturing():
+        optimizer.step()
+
+
+@pytest.mark.skipif(not SIMULATED, reason="needs a process group")
+def test_parameters_that_ranks_share(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    params = [torch.nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])) for param in make(shapes=[(4,)])]
+    optimizer = tilestep.SGD(params, lr=0.1)
+    params[0].grad = torch.ones_like(params[0])
+    with refused("several ranks decide its steps together"):
+        tilestep.capture(optimizer)
+    optimizer.step()
+    with refused("several ranks decide its steps together"), capturing():
+        optimizer.step()
 
 
 def test_frozen_and_empty_parameters() -> None:

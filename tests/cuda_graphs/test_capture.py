@@ -27,7 +27,7 @@ def test_simulated_captures() -> None:
         "no:cacheprovider",
         *(str(folder / f"{name}.py") for name in ("captures", "captures_refused", "captures_of_matrices")),
     ]
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(folder), str(folder.parent / "amp"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
@@ -42,6 +42,14 @@ def test_capture_on_the_cpu_is_refused() -> None:
             attempt()
     optimizer.push()
     assert weight.tolist() == [1.0, 1.0, 1.0] and optimizer.state[weight]["step"] == 0
+
+
+def test_without_triton_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = tilestep.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    engine = optimizer._tables.engines[0]
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    with pytest.raises(tilestep.CaptureError, match="without Triton its steps are operations"):
+        engine.require_kernels()
 
 
 def test_a_cpu_optimizer_inside_somebodys_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

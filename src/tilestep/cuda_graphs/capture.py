@@ -16,7 +16,7 @@ from ..engine.capturing import require
 from ..engine.choices import HostChoices
 from ..errors import CaptureError, GradientError
 from ..marks import REPLAY, marked
-from ..optimizer.graphs import CHANGED, prepare_capture, require_no_waits
+from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
 
 if TYPE_CHECKING:
     from ..optimizer import Optimizer
@@ -215,13 +215,13 @@ class _Memory:
         self._addresses = list(engine.addresses)
         self._turns = _chunks(len(labels), _ADDRESSES_AT_ONCE)
         self._references: list[Any] = [
-            weakref.ref(param.untyped_storage(), partial(_note, self._lost, label))
+            weakref.ref(param.untyped_storage(), partial(note_lost, self._lost, label))
             for param, label in zip(engine.params, labels)
             if param.numel()
         ]
+        notes = [partial(note_lost, self._lost, f"the gradient of {label}") for label in labels]
         self._gradients: list[Any] = [
-            None if gradient is None else weakref.ref(gradient, partial(_note, self._lost, f"the gradient of {label}"))
-            for gradient, label in zip(gradients, labels)
+            None if gradient is None else weakref.ref(gradient, note) for gradient, note in zip(gradients, notes)
         ]
         self._gradient_turns = _chunks(len(self._gradients), _GRADIENTS_AT_ONCE)
         self._turn = 0
@@ -229,7 +229,7 @@ class _Memory:
     def reason(self) -> str:
         """Why the graph must not be replayed; empty while it may."""
         if self._lost:
-            return f"the memory of {self._lost[0]} was given back; {_KEEP}"
+            return f"the memory of {self._lost[0]} was given back; {KEEP}"
         tables = self._tables()
         assert tables is not None
         engine = tables.engines[0]
@@ -241,15 +241,8 @@ class _Memory:
             for index in self._gradient_turns[turn % len(self._gradient_turns)]:
                 known = self._gradients[index]
                 if known is not None and engine.params[index].grad is not known():
-                    return f"the gradient of {engine.entries[index].label} is another tensor; {_KEEP}"
+                    return f"the gradient of {engine.entries[index].label} is another tensor; {KEEP}"
         return ""
-
-
-_KEEP = "between replays parameters stay where they are, and gradients with zero_grad(set_to_none=False)"
-
-
-def _note(lost: list[str], what: str, _: object) -> None:
-    lost.append(what)
 
 
 def _chunks(count: int, size: int) -> list[list[int]]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..engine import Stale, run_passes
 from ..engine.capturing import PREPARE, is_capturing, require
@@ -16,15 +21,48 @@ if TYPE_CHECKING:
     from .optimizer import Optimizer
     from .tables import Tables
 
-__all__ = ["Graphs", "prepare_capture", "push", "step_in_capture"]
+__all__ = ["KEEP", "Graphs", "note_lost", "prepare_by_hand", "prepare_capture", "push", "step_in_capture"]
 
 CHANGED = (
     "parameters have moved, or load_state_dict, add_param_group, a changed flag or replaced state made its optimizer "
     "build new tables"
 )
 
+KEEP = "between replays parameters stay where they are, and gradients with zero_grad(set_to_none=False)"
 
 BY_RANKS = "several ranks decide its steps together; for DTensors run the steps outside graphs"
+
+
+def note_lost(lost: list[str], what: str, _: object) -> None:
+    """For a weak reference to call: something that a graph reads is gone."""
+    lost.append(what)
+
+
+class KeptGradients:
+    """Gradients that were there before a capture by hand; those made inside it are memory of the graph.
+
+    Args:
+        gradients: a gradient or None for each parameter.
+        labels: what messages call the parameters.
+    """
+
+    def __init__(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
+        self.lost: list[str] = []
+        """Those whose memory was given back after a graph had begun to read it."""
+        self._before = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
+        self._labels = list(labels)
+        self._read: list[Any] = []
+
+    def read(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take note that a graph reads these gradients.
+
+        Args:
+            gradients: as given at first.
+        """
+        for gradient, before, label in zip(gradients, self._before, self._labels):
+            if gradient is not None and gradient.numel() and before is not None and before() is gradient:
+                note = partial(note_lost, self.lost, f"the gradient of {label}")
+                self._read.append(weakref.ref(gradient.untyped_storage(), note))
 
 
 @dataclass(frozen=True)
@@ -36,11 +74,13 @@ class Graphs:
         stale: why graphs captured since the last `prepare_capture` must not be replayed; empty while they may.
         retired: tables that graphs read and steps use no more. Nothing says when such a graph is gone, and while it
             is not, what it reads and writes must stay memory of its own.
+        kept: the gradients that graphs captured by hand read and do not own.
     """
 
     captured: int = 0
     stale: str = ""
     retired: tuple[Tables, ...] = ()
+    kept: KeptGradients | None = None
 
     def without(self, tables: Tables | None) -> Graphs:
         """The same after these tables are replaced.
@@ -58,6 +98,11 @@ def require_current(graphs: Graphs) -> None:
     if graphs.stale:
         raise CaptureError(
             f"the captured step is stale: {graphs.stale}. Capture it again, after optimizer.prepare_capture()"
+        )
+    if graphs.kept is not None and graphs.kept.lost:
+        raise CaptureError(
+            f"the captured step is stale: the memory of {graphs.kept.lost[0]} was given back; {KEEP}. Capture it "
+            "again, after optimizer.prepare_capture()"
         )
 
 
@@ -97,8 +142,15 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
     tables.follow_parameters()
     tables.note_versions()
     tables.engines[0].build(build_decision(optimizer, tables.engines, alone=optimizer.agreement is None))
-    optimizer._graphs = replace(optimizer._graphs, stale="")
+    optimizer._graphs = replace(optimizer._graphs, stale="", kept=None)
     return tables
+
+
+def prepare_by_hand(optimizer: Optimizer) -> None:
+    """`prepare_capture` for a graph that nobody but `push` is going to look after."""
+    tables = prepare_capture(optimizer)
+    kept = KeptGradients(tables.gradients()[0], [entry.label for entry in tables.engines[0].entries])
+    optimizer._graphs = replace(optimizer._graphs, kept=kept)
 
 
 def step_in_capture(optimizer: Optimizer) -> None:
@@ -125,6 +177,8 @@ def step_in_capture(optimizer: Optimizer) -> None:
         run_passes(tables.engines, tables.shared_sums)
         engine.finish()
     tables.note_versions()
+    if optimizer._graphs.kept is not None:
+        optimizer._graphs.kept.read(gradients[0])
     optimizer._graphs = replace(optimizer._graphs, captured=optimizer._graphs.captured + 1)
 
 

@@ -19,7 +19,7 @@ from .build import build_tables
 from .checkpoint import loading_into_buffers, save_numbers, unchanged_on_error
 from .decide import SkipPolicy, TimesMean, decide, forget_scale, needs_norm, remember, restore_mean, save_mean
 from .evaluation import hold_averages, hold_training_weights, holds_averages
-from .graphs import Graphs, prepare_capture, push, step_in_capture
+from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome, is_deferred
 from .hyperparameters import about_group, check_group, find_rule
 from .scan import Scan
@@ -276,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             CaptureError: for what a graph cannot hold.
         """
-        prepare_capture(self)
+        prepare_by_hand(self)
 
     @contextmanager
     def _for_graph(self, *, alone: bool, replays: bool = False) -> Iterator[Optimizer]:
@@ -291,7 +291,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             CaptureError: if a captured graph must not be replayed: parameters have moved, a state_dict was loaded, a
-                group was added, a flag changed. Nothing is pushed then.
+                group was added, a flag changed, gradients that were there at `prepare_capture` have lost their memory.
+                Nothing is pushed then.
             ValueError: for a hyperparameter that is NaN.
         """
         push(self)
