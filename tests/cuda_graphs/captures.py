@@ -8,8 +8,11 @@ from __future__ import annotations
 import gc
 import math
 import re
+import sys
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +220,130 @@ def test_whole_training_steps_equal_eager_ones(scaler_class: Any, set_to_none: b
     same_state(one, two, mine, other)
     assert first.state_dict() == second.state_dict()
     assert one.skipped_steps == two.skipped_steps == 3
+
+
+def test_a_loss_scale_set_between_replays_is_the_next_one() -> None:
+    """By hand, by another tensor, and from a checkpoint of the scaler."""
+
+    def trained(graphed: bool) -> tuple[list[float], Params]:
+        params = make()
+        optimizer = tilestep.AdamW(params, lr=0.1, max_grad_norm=1.0)
+        scaler = tilestep.GradScaler(DEVICE, init_scale=4.0, growth_interval=2)
+        scaler.scale(torch.ones((), device=DEVICE))
+        fill_gradients(params, 0)
+
+        def scaled() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        scaled()
+        saved = scaler.state_dict()
+        run = tilestep.capture(optimizer, scaled).replay if graphed else scaled
+        norms = []
+        for step in range(1, 7):
+            if step == 2:
+                scaler.update(32.0)
+            if step == 4:
+                scaler.update(torch.tensor(0.5, device=DEVICE))
+            if step == 6:
+                scaler.load_state_dict(saved)
+            fill_gradients(params, step)
+            run()
+            norms += [float(optimizer.grad_norm), scaler.get_scale()]
+        return norms, params
+
+    (left, mine), (right, other) = trained(True), trained(False)
+    assert left == right and len({scale for scale in left[1::2]}) > 3
+    equal(mine, other)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(held), torch.Tensor) for held in gc.get_objects())
+
+
+def test_no_tensor_is_held_after_the_optimizer_is_dropped() -> None:
+    """Nor by a scaler that lives on: steps, both kinds of graphs, a load that makes them stale, and graphs after it."""
+    params = make()
+    scaler = tilestep.GradScaler(DEVICE, init_scale=4.0)
+    scaler.scale(torch.ones((), device=DEVICE))
+
+    def used() -> Any:
+        optimizer = tilestep.AdamW(params, lr=0.1, max_grad_norm=1.0, skip_above=tilestep.TimesMean(3.0))
+
+        def scaled() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        for _ in range(2):
+            fill_gradients(params, 0)
+            scaled()
+            tilestep.capture(optimizer, scaled).replay()
+            tilestep.capture(optimizer).replay()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            optimizer.push()
+            graph.replay()
+            optimizer.load_state_dict(optimizer.state_dict())
+        return weakref.ref(optimizer)
+
+    used()
+    before = live_tensors()
+    held = used()
+    assert live_tensors() == before and held() is None
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """A block whose lines and calls are counted."""
+    seen: Counter[str] = Counter()
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        seen[event] += event == "line"
+        return trace
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        seen[event] += event == "c_call"
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.settrace(trace)
+    sys.setprofile(profile)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+
+
+class Idle:
+    """In the place of a graph, so that only what the host does at a replay is left."""
+
+    def replay(self) -> None:
+        pass
+
+
+def test_what_the_host_does_at_a_replay_does_not_grow_with_the_number_of_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's lines are counted, calls of C's functions, and parameters that one such call looks at."""
+    looked: list[int] = []
+    module = sys.modules[tilestep.CapturedStep.__module__]
+    monkeypatch.setattr(module, "addresses_equal", lambda params, known, places: looked.append(len(places)) or True)
+    counts = []
+    for count in (512, 1024):
+        params = make(shapes=[(3,)] * count)
+        optimizer = tilestep.AdamW(params, lr=0.1, max_grad_norm=1.0)
+        fill_gradients(params, 0)
+        captured = tilestep.capture(optimizer)
+        captured._graph = Idle()  # type: ignore[assignment]
+        captured.replay()
+        with counted() as seen:
+            for _ in range(20):
+                captured.replay()
+        counts.append(dict(seen))
+    assert counts[0] == counts[1] and counts[0]["line"] > 100
+    assert set(looked) == {128}
 
 
 def test_evaluation_weights_and_lost_optimizers() -> None:

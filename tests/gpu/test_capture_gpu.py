@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -73,20 +72,6 @@ def test_replays_neither_wait_nor_copy_nor_allocate() -> None:
     with no_synchronization():
         change_and_replay()
     assert trace(change_and_replay, CUDA).copies == 1  # the hyperparameters, host to device
-
-
-def test_a_replay_costs_the_host_little() -> None:
-    params = many()
-    optimizer = tilestep.AdamW(params, lr=1e-3, max_grad_norm=1.0)
-    captured = tilestep.capture(optimizer)
-    times = []
-    for _ in range(60):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        captured.replay()
-        times.append(time.perf_counter() - start)
-    # The figure is 0.05 ms on a quiet machine; a busy one gets some room.
-    assert sorted(times)[len(times) // 4] < 0.15e-3, sorted(times)[::10]
 
 
 def test_nothing_is_held_after_the_optimizer_is_dropped() -> None:
