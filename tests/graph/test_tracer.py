@@ -166,6 +166,33 @@ def test_a_branch_on_sizes_becomes_a_guard() -> None:
     assert graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 8)) is not known
 
 
+def by_shape(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    if param.shape[0] > 5 or grad.size()[0] < 2:
+        lr = 2 * lr
+    return param - lr / param.shape[-1] * param.nelement() * grad
+
+
+def test_shapes_are_those_of_the_parameter() -> None:
+    """Every spelling of a size is the parameter's, not that of what the rule is traced with."""
+    params = [torch.zeros(shape, dtype=torch.float64) for shape in [(2, 3), (20, 30), (7,), (50,), (1, 4)]]
+    expected = [
+        param - (0.2 if param.size(0) in (20, 7, 50, 1) else 0.1) / param.size(-1) * param.numel() for param in params
+    ]
+    for param in params:
+        param.grad = torch.ones_like(param)
+        param.requires_grad_()
+    tilestep.Optimizer(params, tilestep.rule(by_shape), lr=0.1).step()
+    torch.testing.assert_close([param.detach() for param in params], expected)
+
+
+def test_a_length_is_refused() -> None:
+    def by_length(param: Any, grad: Any) -> Any:
+        return param - grad / len(param)
+
+    with pytest.raises(RuleError, match=r"len\(\) of a tensor"):
+        trace(tilestep.rule(by_length), {})
+
+
 def uses_tensor(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
     return param - lr * OUTSIDE * grad
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,15 +32,23 @@ class Reads(ScalarCalls):
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
             raise self.recorder.read_error(args[0])
         dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
-        if name == "numel" or (name == "size" and dim is not None):
-            self.recorder.reads_shape |= name == "size"
+        if name in ("numel", "nelement"):
+            return self._count(args[0], range(args[0].dim()))
+        if name == "size" or func == _SHAPE:
+            self.recorder.reads_shape = True
             every = range(args[0].dim())
-            counted = self.recorder.count(args[0], every if name == "numel" else [every[dim]])
-            return self.recorder.scalar(counted)
-        if name in ("dim", "ndimension") or func in _SHAPE_PROPERTIES:
+            sizes = tuple(self._count(args[0], [each]) for each in (every if dim is None else [every[dim]]))
+            return sizes if dim is None else sizes[0]
+        if name == "__len__":
+            raise self.recorder.unsupported("len() of a tensor would be the same for every parameter; ask for .size(0)")
+        if name in ("dim", "ndimension") or func == _DIMENSIONS:
             self.recorder.reads_shape = True
         return super().__torch_function__(func, types, args, kwargs)
 
+    def _count(self, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+        return self.recorder.scalar(self.recorder.count(tensor, dims))
+
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
-_SHAPE_PROPERTIES = (torch.Tensor.ndim.__get__, torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
+_SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_DIMENSIONS = torch.Tensor.ndim.__get__  # type: ignore[attr-defined]
