@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 
 __all__ = ["compile_count", "count_build"]
 
-_builds = itertools.count()
+_lock = threading.Lock()
 _seen = 0
 
 
 def count_build() -> None:
     """Note one build; called where a compiler is about to run."""
     global _seen
-    _seen = next(_builds) + 1
+    with _lock:  # several threads may build
+        _seen += 1
 
 
 def compile_count() -> int:

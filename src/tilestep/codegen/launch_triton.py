@@ -8,19 +8,25 @@ and launches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..compat import direct_launch
+from ..compat import compile_together, direct_launch
 from ..counters import count_build
 
-__all__ = ["EXACT", "Launcher", "prepare"]
+__all__ = ["EXACT", "Launch", "Launcher", "build_together", "prepare"]
 
 EXACT = {"enable_fp_fusion": False}
 """Options of kernels whose elements come out the same wherever in a tile they lie: one loop would fuse a product into
 a sum where another, for the tail, does not."""
+
+_MOST_THREADS = 8
+"""Kernels that are compiled at a time at most: a step needs few more, and each rank of a machine has threads of its
+own."""
 
 
 class Launcher:
@@ -67,6 +73,10 @@ class Launcher:
             with torch.cuda.device(self._device):
                 self._run = self._compiled_runner(arguments)
 
+    def compile(self, arguments: Sequence[torch.Tensor | float]) -> Any:
+        """What Triton compiles for arguments like these, or finds in its caches; not loaded, and not counted."""
+        return self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
+
     def _launch(self, arguments: tuple[torch.Tensor | float, ...]) -> None:
         if self._grid[0] == 0:
             return
@@ -104,12 +114,38 @@ class Launcher:
         if any(isinstance(argument, int) for argument in arguments):
             raise TypeError("Triton specializes kernels on whole numbers; put them in a tensor or in the constants")
         with _builds_counted():
-            compiled = self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
+            compiled = self.compile(arguments)
         if hasattr(compiled, "result"):
             compiled = compiled.result()
         run = compiled[self._grid]
         self._direct = direct_launch(compiled, self._grid, self._device, self._constant_values)
         return run
+
+
+Launch = tuple[Launcher, Sequence[torch.Tensor | float]]
+"""A launcher and what it is going to be called with."""
+
+
+def build_together(launches: Sequence[Launch], device: torch.device) -> None:
+    """Let Triton compile what these launches need, several kernels at a time; nothing is loaded or launched.
+
+    Each launcher finds its kernel in Triton's caches afterwards. Where Triton cannot do that, where a compilation fails
+    or only one processor may be used, nothing is done here: launchers build at their first call, one after the other.
+
+    Args:
+        launches: of one step.
+        device: where they will run.
+    """
+    waiting = [(launcher, arguments) for launcher, arguments in launches if not launcher.is_built]
+    if len(waiting) < 2:
+        return
+    threads = min(_processors(), _MOST_THREADS, len(waiting))
+    with torch.cuda.device(device), _builds_counted():
+        compile_together([functools.partial(each.compile, arguments) for each, arguments in waiting], threads)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(

@@ -5,6 +5,7 @@ tests/test_compat.py says which version broke one of them.
 
 from __future__ import annotations
 
+from .absent_gpu import absent_gpu
 from .backward import after_backward, backward_pass
 from .checkpoints import checkpoint_types
 from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, wrapper_tensor
@@ -23,16 +24,18 @@ from .profiler import profiler_is_running
 from .ranks import default_store, gather_together, group_device_types, root_mesh
 from .streams import current_stream_number
 from .tensors import addresses_equal, copy_all, tensor_guards, zero_all
-from .triton import direct_launch, replace_triton_hash, triton_hash
+from .triton import compile_together, direct_launch, replace_triton_hash, triton_hash
 
 __all__ = [
     "DTENSOR_PARTS",
     "TensorDispatch",
+    "absent_gpu",
     "addresses_equal",
     "after_backward",
     "backward_pass",
     "before_gathering",
     "checkpoint_types",
+    "compile_together",
     "copy_all",
     "current_stream_number",
     "decomposition",

@@ -1,15 +1,19 @@
-"""Triton: launching a compiled kernel with addresses, and the hash of its own compiler."""
+"""Triton: launching a compiled kernel with addresses, compiling several at a time, the hash of its own compiler."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["direct_launch", "replace_triton_hash", "triton_hash"]
+__all__ = ["compile_together", "direct_launch", "replace_triton_hash", "triton_hash"]
 
 _KNOWN_TRITON = ("3.6.",)
 """Versions whose compiled launcher takes the arguments that `direct_launch` gives it; others go the public way."""
@@ -57,6 +61,71 @@ def direct_launch(
 def _is_hooked(hook: Any) -> bool:
     """Whether somebody wants to know of launches: a profiler. Triton keeps a chain of such functions, or None."""
     return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def compile_together(compilations: Sequence[Callable[[], object]], threads: int) -> None:
+    """Let a known Triton compile several kernels at a time into its caches; others do nothing here.
+
+    What fails leaves no trace: whoever asks for that kernel next compiles it, and sees why.
+
+    Args:
+        compilations: each calls `warmup` of one kernel, in the calling thread; only what compiles runs in others.
+        threads: how many of them.
+    """
+    import triton
+
+    if threads < 2 or len(compilations) < 2 or not triton.__version__.startswith(_KNOWN_TRITON):
+        return
+    # Triton notes in a context variable that compilations are put off, and would forget to clear it after some errors.
+    with contextlib.suppress(Exception):
+        contextvars.copy_context().run(_compile_in_threads, compilations, threads)
+
+
+def _compile_in_threads(compilations: Sequence[Callable[[], object]], threads: int) -> None:
+    import triton
+
+    with (
+        ThreadPoolExecutor(threads, thread_name_prefix="tilestep-build") as pool,
+        triton.AsyncCompileMode(_Compilers(pool), ignore_errors=True),
+    ):
+        for compilation in compilations:
+            compilation()
+
+
+class _Compilers:
+    """What Triton hands compilations to: behind each it also builds the C that launches such kernels, once a signature.
+
+    Triton does that when a kernel is loaded, one after the other; it takes about as long as compiling the kernel.
+
+    Args:
+        pool: the threads.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._signatures: set[tuple[object, ...]] = set()
+
+    def submit(self, compilation: Callable[[], Any]) -> Future[Any]:
+        """Run a compilation in one of the threads."""
+        return self._pool.submit(self._compile, compilation)
+
+    def _compile(self, compilation: Callable[[], Any]) -> Any:
+        kernel = compilation()
+        # Without it, loading the kernel builds it.
+        with contextlib.suppress(Exception):
+            self._build_launcher(kernel)
+        return kernel
+
+    def _build_launcher(self, kernel: Any) -> None:
+        from triton.runtime import driver
+
+        signature = tuple(kernel.src.signature.values())
+        with self._lock:
+            if signature in self._signatures:
+                return
+            self._signatures.add(signature)
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def triton_hash() -> tuple[Callable[[], str], Path] | None:

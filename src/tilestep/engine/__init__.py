@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .ahead import are_built_ahead, build_ahead
 from .control import Decision
 from .decider import Decider, JointNorm, SharedNorm
 from .engine import DeviceEngine, Stale
@@ -19,6 +20,8 @@ __all__ = [
     "JointNorm",
     "SharedNorm",
     "Stale",
+    "are_built_ahead",
+    "build_ahead",
     "check_no_overlap",
     "grad_dtype",
     "graph_for",

@@ -12,7 +12,7 @@ import torch
 
 from ..codegen import triton as triton_backend
 from ..codegen.compile_triton import load_module
-from ..codegen.launch_triton import EXACT, Launcher, prepare
+from ..codegen.launch_triton import EXACT, Launch, Launcher, build_together, prepare
 from ..codegen.spec import KernelSpec
 from ..tuning import tile_shape
 from .capturing import WARM_UP, is_capturing, require
@@ -23,7 +23,7 @@ from .gradients import copy_to
 from .segment import Entry, Segment
 from .windows import Window
 
-__all__ = ["CudaSegment", "decide_on_device"]
+__all__ = ["CudaSegment", "decide_on_device", "decision_launch"]
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
@@ -240,7 +240,9 @@ class CudaSegment(Segment):
 
     def build(self) -> None:
         """Build every kernel that a step like the last one launches."""
-        for launcher, arguments in self._step_launches(self.unscales):
+        launches = self.launches(self.unscales)
+        build_together(launches, self.device)
+        for launcher, arguments in launches:
             launcher.build(*arguments)
         if self.matrices is not None:
             # Matrix libraries set themselves up at their first call; a capture is too late for that.
@@ -251,6 +253,10 @@ class CudaSegment(Segment):
         """Whether every kernel is built that a step launches which unscales as `unscales` says."""
         kernels = all(launcher.is_built for launcher, _ in self._step_launches(self.unscales))
         return kernels and (self.matrices is None or self.matrices.is_built)
+
+    def launches(self, unscales: bool) -> list[Launch]:
+        """What a step launches that Triton builds."""
+        return list(self._step_launches(unscales))
 
     def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
         yield from self._scalar
@@ -286,7 +292,12 @@ def decide_on_device(
     Raises:
         CaptureError: in a capture, if the kernel was not built before.
     """
-    known = {} if known is None else known
+    launcher, arguments = decision_launch(control, decision, {} if known is None else known)
+    (launcher.build if build_only else launcher)(*arguments)
+
+
+def decision_launch(control: torch.Tensor, decision: Decision, known: Deciders) -> Launch:
+    """The launch of `decide_on_device`; arguments as there."""
     limits = (decision.skip_above, decision.mean_factor, decision.mean_decay, decision.mean_warmup)
     flags = (
         decision.has_norm,
@@ -308,7 +319,7 @@ def decide_on_device(
         known[key] = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1), table
     launcher, table = known[key]
     absent = table.view(torch.float32)
-    (launcher.build if build_only else launcher)(
+    arguments = (
         control,
         *(decision.partials or (control if decision.power_sum is None else decision.power_sum, table)),
         absent if decision.grad_scale is None else decision.grad_scale,
@@ -316,3 +327,4 @@ def decide_on_device(
         table,
         absent if decision.overflow is None else decision.overflow,
     )
+    return launcher, arguments

@@ -102,7 +102,7 @@ class DeviceEngine:
         self._started_norm = None
         self._known_gradients = self.gradients.unchanged(gradients)
         if norm and self._known_gradients:
-            self._started_norm = self._norm_table().launch_tiles(self.grads)
+            self._started_norm = self.own_norm_table().launch_tiles(self.grads)
 
     @property
     def is_steady(self) -> bool:
@@ -127,7 +127,7 @@ class DeviceEngine:
             norm: as for `start`.
         """
         self._known_gradients = None
-        self._started_norm = self._norm_table().launch_tiles(self.grads) if norm else None
+        self._started_norm = self.own_norm_table().launch_tiles(self.grads) if norm else None
         self.push_hypers()
         self.refresh_device_hypers()
 
@@ -336,15 +336,16 @@ class DeviceEngine:
         if self._shared_norm is not None:
             self._shared_norm.launch(self._bound_grads, self.power_sum)
         else:
-            self._norm_table().launch(self._bound_grads, self.power_sum)
+            self.own_norm_table().launch(self._bound_grads, self.power_sum)
         return self.power_sum
 
     def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Launch the norm pass without its finish, where `decide` can do that: partial sums and how many, or None."""
         started, self._started_norm = self._started_norm, None
-        return started or self._norm_table().launch_tiles(self._bound_grads)
+        return started or self.own_norm_table().launch_tiles(self._bound_grads)
 
-    def _norm_table(self) -> NormTable:
+    def own_norm_table(self) -> NormTable:
+        """The norm pass over the gradients of this engine alone."""
         if self._norm is None:
             require(not capturing.is_capturing(), f"its gradient norm was not computed before; {WARM_UP}")
             self._norm = norm_table(self.device, self.entries)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..codegen.launch_triton import Launch
 from ..codegen.spec import MAX_DIMS, KernelSpec
 from ..errors import GradientError
 from ..matrices.batches import MatrixBatches
@@ -110,6 +111,9 @@ class Segment:
     windows: Sequence[Window] = ()
     """Runs of tiles that passes can work on one by one."""
 
+    built_ahead: frozenset[bool] = frozenset()
+    """For which values of `unscales` the kernels of a step were built together."""
+
     batches_matrices = True
     """Whether library passes run on batches; else the segment does their work its own way."""
 
@@ -196,6 +200,14 @@ class Segment:
     def take_gradients_from(self, grads: torch.Tensor) -> None:
         """Let passes read the gradients' addresses from another table, int64[tensors] on the device."""
         raise NotImplementedError
+
+    def launches(self, unscales: bool) -> list[Launch]:
+        """What a step launches that Triton builds.
+
+        Args:
+            unscales: whether its gradients carry a loss scale.
+        """
+        return []
 
     def build(self) -> None:
         """Build every kernel that a step like the last one launches."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..codegen.launch_triton import Launch
 from .cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from .triton_backend import TritonNorm
 
@@ -76,6 +77,10 @@ class NormTable:
             Sums of squares float64[tiles] and their number int64[1], on the device; None where there is one launch.
         """
         return self._backend.tiles(addresses) if isinstance(self._backend, TritonNorm) else None
+
+    def tiles_launch(self, addresses: torch.Tensor) -> Launch | None:
+        """What `launch_tiles` launches, where it does."""
+        return self._backend.tiles_launch(addresses) if isinstance(self._backend, TritonNorm) else None
 
     @property
     def has_tiles(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..codegen.compile_triton import load_module
-from ..codegen.launch_triton import Launcher, prepare
+from ..codegen.launch_triton import Launch, Launcher, prepare
 from .orders import Order, order_of
 from .tiles import cut, upload
 from .triton_source import FINISH_BLOCK, norm_source, scale_source, tile_shape
@@ -55,10 +55,15 @@ class TritonNorm:
 
     def tiles(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the tiles of the 2-norm alone; their sums of squares, and how many."""
+        launcher, arguments = self.tiles_launch(addresses)
+        launcher(*arguments)
+        return self._partials, self._tile_size
+
+    def tiles_launch(self, addresses: torch.Tensor) -> Launch:
+        """The launch of `tiles`."""
         key = (Order.SQUARES, False, torch.float64)
         launchers = self._norms.get(key) or self._norms.setdefault(key, self._norm_launchers(Order.SQUARES, False))
-        launchers[0](addresses, self._table, self._tensor_of, self._partials, 2.0)
-        return self._partials, self._tile_size
+        return launchers[0], (addresses, self._table, self._tensor_of, self._partials, 2.0)
 
     @property
     def partials(self) -> torch.Tensor:

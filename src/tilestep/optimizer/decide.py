@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import Decision, DeviceEngine
+from ..engine import Decision, DeviceEngine, are_built_ahead, build_ahead
 from ..engine.control import MEAN, MEAN_COUNT, SKIPPED
 from ..errors import GradientError
 
@@ -125,9 +125,12 @@ def decide(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> None:
     if not engines:
         return
     agreement = optimizer.agreement
+    scale, found_inf = _tensor(scale, engines[0].device), _tensor(found_inf, engines[0].device)
+    if not are_built_ahead(engines, unscales=scale is not None):
+        expected = replace(_limits(optimizer), grad_scale=scale, found_inf=found_inf)
+        build_ahead(engines, expected, norm=needs_norm(optimizer), alone=agreement is None)
     decision = build_decision(optimizer, engines, alone=agreement is None)
-    decision.grad_scale = _tensor(scale, engines[0].device)
-    decision.found_inf = _tensor(found_inf, engines[0].device)
+    decision.grad_scale, decision.found_inf = scale, found_inf
     if agreement is not None:
         _agree(decision, agreement)
     for engine in engines:
@@ -147,13 +150,19 @@ def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alo
         engines: its engines, prepared; at least one.
         alone: whether no other rank has to decide the same.
     """
-    decision = optimizer._skip.decision()
-    decision.check_overflow = optimizer._check_overflow
+    decision = _limits(optimizer)
     if needs_norm(optimizer):
         sources = list(dict.fromkeys(engine.norm_source for engine in engines))
         decision.partials = sources[0].norm_partials() if alone and len(sources) == 1 else None
         if decision.partials is None:
             decision.power_sum = _total(optimizer._home.power_sums(sources))
+    return decision
+
+
+def _limits(optimizer: Optimizer) -> Decision:
+    """What the optimizer itself says of every step."""
+    decision = optimizer._skip.decision()
+    decision.check_overflow = optimizer._check_overflow
     return decision
 
 

@@ -1,0 +1,79 @@
+"""Kernels that are compiled several at a time: the same as one after the other, and no matter if that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton_assembler import require_assembler
+
+from tilestep import compat
+from tilestep.codegen import launch_triton
+from tilestep.codegen.launch_triton import Launcher, build_together, prepare
+
+SCRIPT = Path(__file__).with_name("built_together.py")
+
+
+def said(rule: str, mode: str, directory: Path) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), rule, mode, str(directory)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_kernels_and_their_count_are_those_of_serial_builds(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    require_assembler()
+    serial, together, failing = [said("LAMB", mode, tmp_path) for mode in ("serial", "together", "failing")]
+    assert any(name.endswith(".cubin") for name in serial["files"])
+    assert any(name.endswith(".so") for name in serial["files"]), "launchers are built too"
+    assert together["files"] == serial["files"]
+    assert together["count"] == together["ahead"] == serial["count"] > 0, "nothing was left to build at the launches"
+    assert failing["files"] == serial["files"] and failing["count"] == serial["count"], "built at the launches"
+
+
+def test_unknown_tritons_one_thread_and_single_kernels_compile_at_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    asked: list[int] = []
+    compilations: list[Callable[[], object]] = [lambda: asked.append(1), lambda: asked.append(2)]
+    compat.compile_together(compilations, threads=1)
+    compat.compile_together(compilations[:1], threads=4)
+    assert not asked
+    compat.compile_together(compilations, threads=4)
+    assert asked == [1, 2] or not triton.__version__.startswith("3.6."), "this Triton compiles kernels otherwise"
+    monkeypatch.setattr(triton, "__version__", "9.0")
+    asked.clear()
+    compat.compile_together(compilations, threads=4)
+    assert not asked
+
+
+def test_a_compilation_that_raises_leaves_triton_as_it_was() -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    modes = pytest.importorskip("triton.runtime._async_compile", reason="Triton puts no compilations off")
+
+    def fail() -> None:
+        assert isinstance(modes.active_mode.get(), triton.AsyncCompileMode)
+        raise ValueError
+
+    compat.compile_together([fail, fail], threads=2)
+    assert modes.active_mode.get() is None
+
+
+def test_launchers_that_have_nothing_to_build_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*arguments: object) -> None:
+        raise AssertionError("nothing was to be built")
+
+    monkeypatch.setattr(launch_triton, "compile_together", asked)
+    on_cpu: list[tuple[Launcher, tuple[torch.Tensor, ...]]] = [
+        (prepare(lambda: None, 1, torch.device("cpu")), (torch.zeros(1),)) for _ in range(3)
+    ]
+    build_together(on_cpu, torch.device("cpu"))

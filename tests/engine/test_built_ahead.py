@@ -1,0 +1,100 @@
+"""What is built before a first step is what that step launches; the launches of a GPU, noted and not made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import tilestep
+from tilestep.codegen.launch_triton import Launch, Launcher
+from tilestep.engine import ahead, backends, decider
+from tilestep.norm import table
+
+SHAPES = [(8, 8), (70, 3), (5,)]
+
+
+class Noted:
+    """Launches of steps, and those that were known before."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launcher] = []
+        self.ahead: list[list[Launcher]] = []
+
+    def launch(self, launcher: Launcher, arguments: Sequence[Any]) -> None:
+        self.launched.append(launcher)
+
+    def build(self, launches: Sequence[Launch], device: torch.device) -> None:
+        assert self.ahead or not self.launched, "some was launched before"
+        self.ahead.append([launcher for launcher, _ in launches])
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tilestep.engine.cuda import CudaSegment, decide_on_device
+    from tilestep.norm.triton_backend import TritonNorm
+
+    found = Noted()
+    monkeypatch.setattr(backends, "segment_class", lambda device: CudaSegment)
+    monkeypatch.setattr(table, "cpu_norm", lambda numels, dtypes: TritonNorm(torch.device("cpu"), numels, dtypes))
+    monkeypatch.setattr(decider, "decide", decide_on_device)
+    monkeypatch.setattr(ahead, "build_together", found.build)
+    monkeypatch.setattr(Launcher, "_launch", lambda launcher, arguments: found.launch(launcher, arguments))
+    return found
+
+
+def optimizer_of(rule: str, **options: Any) -> tilestep.Optimizer:
+    params = [torch.ones(shape, requires_grad=True) for shape in SHAPES]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return tilestep.Optimizer(params, rule, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 1.0}, {"skip_nonfinite": True}, {"max_grad_norm": 1.0, "skip_above": 3.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", ["AdamW", "Adafactor", "Prodigy"])
+def test_a_first_step_launches_what_was_known_before(noted: Noted, rule: str, options: dict[str, Any]) -> None:
+    optimizer = optimizer_of(rule, **options)
+    optimizer.step()
+    assert len(noted.ahead) == 1
+    assert {id(launcher) for launcher in noted.ahead[0]} == {id(launcher) for launcher in noted.launched}
+    before = len(noted.launched)
+    optimizer.step()
+    assert len(noted.ahead) == 1 and len(noted.launched) == 2 * before, "later steps build nothing together"
+
+
+def test_steps_with_a_loss_scale_have_kernels_of_their_own(noted: Noted) -> None:
+    optimizer = optimizer_of("Adagrad", max_grad_norm=1.0)
+    optimizer.step()
+    noted.launched.clear()
+    for _ in range(2):
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+        optimizer.step()
+    assert len(noted.ahead) == 2
+    assert {id(launcher) for launcher in noted.ahead[1]} == {id(launcher) for launcher in noted.launched}
+
+
+def test_what_a_mover_brings_is_left_to_it(noted: Noted) -> None:
+    optimizer = optimizer_of("AdamW")
+    (engine,) = optimizer._current()
+    moved: list[int] = []
+
+    class Mover:
+        run = staticmethod(moved.append)
+
+    engine.segments[0].mover = Mover()  # type: ignore[assignment]
+    optimizer.step()
+    assert moved == [0] and not noted.ahead
+
+
+def test_steps_on_a_cpu_build_nothing_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted()
+    monkeypatch.setattr(ahead, "build_together", noted.build)
+    optimizer_of("AdamW", max_grad_norm=1.0).step()
+    assert not noted.ahead
