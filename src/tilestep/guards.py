@@ -116,7 +116,7 @@ class GuardedParameters(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         # For every parameter in every forward: no look-up more than there must be.
-        param = super().__getitem__(key)
+        param = dict.__getitem__(self, key)
         if _is_traced():
             self._waits.compiled = True
         elif self._waits.is_pending:

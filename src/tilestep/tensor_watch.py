@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from . import native
 from .compat import addresses_equal, tensor_guards
 
-__all__ = ["TensorWatch"]
+__all__ = ["TensorWatch", "any_gradient", "sum_of_versions", "which_train"]
 
 
 class TensorWatch:
@@ -79,6 +81,50 @@ class TensorWatch:
             self._module.bump_list(tensors)
         else:
             torch.autograd.graph.increment_version(tensors)
+
+
+def sum_of_versions(tensors: list[torch.Tensor]) -> int:
+    """How often tensors have been written to, all together; versions only grow, so none has if their sum has not.
+
+    Example:
+        >>> tensors = [torch.zeros(2), torch.zeros(3)]
+        >>> before = sum_of_versions(tensors)
+        >>> _ = tensors[1].add_(1)
+        >>> sum_of_versions(tensors) - before
+        1
+    """
+    module = native.module(len(tensors))
+    if module is not None:
+        return module.survey(tensors)[0]
+    return sum([tensor._version for tensor in tensors])
+
+
+def any_gradient(params: list[torch.Tensor]) -> bool:
+    """Whether any of these parameters has a gradient.
+
+    Example:
+        >>> params = [torch.zeros(2, requires_grad=True), torch.zeros(3)]
+        >>> params[0].sum().backward()
+        >>> any_gradient(params), any_gradient(params[1:])
+        (True, False)
+    """
+    module = native.module(len(params))
+    if module is not None:
+        return module.survey(params)[1]
+    return not all(map(operator.is_, [param.grad for param in params], itertools.repeat(None)))
+
+
+def which_train(params: list[torch.Tensor]) -> bytes:
+    """For each of these parameters a one if it requires a gradient, else a zero.
+
+    Example:
+        >>> list(which_train([torch.zeros(2, requires_grad=True), torch.zeros(3)]))
+        [1, 0]
+    """
+    module = native.module(len(params))
+    if module is not None:
+        return module.survey(params)[2]
+    return bytes([param.requires_grad for param in params])
 
 
 _SAME, _CHANGED = 0, 2

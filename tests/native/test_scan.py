@@ -199,6 +199,40 @@ def test_steps_in_inference_mode() -> None:
     assert all(param.tolist() == [-1.5] * 3 for param in params)
 
 
+@pytest.mark.parametrize("natively", [True, False])
+def test_versions_gradients_and_what_trains(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilestep import tensor_watch
+
+    if not natively:
+        monkeypatch.setattr(native, "module", lambda count: None)
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(40)]
+    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    listed = [*params[:20], frozen, *params[20:]]
+    assert tensor_watch.which_train(listed) == bytes([1] * 20 + [0] + [1] * 20)
+    assert not tensor_watch.any_gradient(listed)
+    before = tensor_watch.sum_of_versions(listed)
+    with torch.no_grad():
+        params[3].add_(1)
+        frozen.mul_(2)
+    assert tensor_watch.sum_of_versions(listed) == before + 2
+    params[-1].grad = torch.zeros(3)
+    assert tensor_watch.any_gradient(listed) and not tensor_watch.any_gradient(listed[:-1])
+    params[7].requires_grad_(False)
+    frozen.requires_grad_(True)
+    assert tensor_watch.which_train(listed) == bytes([1] * 7 + [0] + [1] * 33)
+    assert tensor_watch.sum_of_versions([]) == 0 and tensor_watch.which_train([]) == b""
+    assert not tensor_watch.any_gradient([])
+
+
+def test_a_survey_is_of_tensors_that_count_versions() -> None:
+    module = native.module(1000)
+    with torch.inference_mode():
+        untracked = torch.zeros(2)
+    for wrong in ([torch.zeros(2), None], [untracked], (torch.zeros(2),)):
+        with pytest.raises(TypeError, match=r"survey\(\) takes"):
+            module.survey(wrong)
+
+
 def test_norms_are_the_same() -> None:
     torch.manual_seed(1)
     tensors = [torch.randn(33) for _ in range(300)]

@@ -53,13 +53,11 @@ void destroy(Scanner* scanner) {
   delete scanner;
 }
 
-void destroy_capsule(PyObject* capsule) {
-  destroy(static_cast<Scanner*>(PyCapsule_GetPointer(capsule, "tilestep.Scanner")));
-}
-
 Scanner* unpack(PyObject* capsule) {
   return static_cast<Scanner*>(PyCapsule_GetPointer(capsule, "tilestep.Scanner"));
 }
+
+void destroy_capsule(PyObject* capsule) { destroy(unpack(capsule)); }
 
 bool is_plain(const at::Tensor& tensor) {
   // What a subclass holds its own way is not in the storage; a nested tensor has no sizes to ask for.
@@ -280,8 +278,7 @@ PyObject* watch(PyObject*, PyObject* list) {
       Py_RETURN_NONE;
     }
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    known->push_back({Py_TYPE(object), address_of(tensor), tensor.scalar_type(), tensor.device(),
-                      layout_of(tensor)});
+    known->push_back({Py_TYPE(object), address_of(tensor), tensor.scalar_type(), tensor.device(), layout_of(tensor)});
   }
   return PyCapsule_New(known, "tilestep.Watch", forget);
 }
@@ -322,11 +319,8 @@ PyObject* remember(PyObject*, PyObject* args) {
 PyObject* same_list(PyObject*, PyObject* args) {
   PyObject *left, *right;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &left, &PyList_Type, &right)) return nullptr;
-  const Py_ssize_t count = PyList_GET_SIZE(left);
-  if (count != PyList_GET_SIZE(right)) Py_RETURN_FALSE;
-  for (Py_ssize_t index = 0; index < count; ++index)
-    if (PyList_GET_ITEM(left, index) != PyList_GET_ITEM(right, index)) Py_RETURN_FALSE;
-  Py_RETURN_TRUE;
+  PyObject **first = PySequence_Fast_ITEMS(left), **second = PySequence_Fast_ITEMS(right);
+  return PyBool_FromLong(std::equal(first, first + PyList_GET_SIZE(left), second, second + PyList_GET_SIZE(right)));
 }
 
 void bump_one(const Known& known) {
@@ -367,6 +361,25 @@ PyObject* bump_list(PyObject*, PyObject* list) {
   Py_RETURN_NONE;
 }
 
+// survey(tensors) -> the sum of their versions, whether one has a gradient, and a byte each: whether it requires one
+PyObject* survey(PyObject*, PyObject* list) {
+  if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "survey() takes a list");
+  unsigned long long versions = 0;
+  bool has_gradient = false;
+  std::vector<char> trains(PyList_GET_SIZE(list));
+  for (size_t index = 0; index < trains.size(); ++index) {
+    PyObject* object = PyList_GET_ITEM(list, index);
+    if (!THPVariable_Check(object) || THPVariable_Unpack(object).is_inference())
+      return PyErr_Format(PyExc_TypeError, "survey() takes tensors that count their versions");
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    versions += tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    has_gradient |= tensor.grad().defined();
+    trains[index] = tensor.requires_grad();
+  }
+  PyObject* each = PyBytes_FromStringAndSize(trains.data(), static_cast<Py_ssize_t>(trains.size()));
+  return Py_BuildValue("KNN", versions, PyBool_FromLong(has_gradient), each);
+}
+
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"scan", scan, METH_VARARGS, nullptr},
                          {"same_list", same_list, METH_VARARGS, nullptr},
@@ -375,6 +388,7 @@ PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"watch", watch, METH_O, nullptr},
                          {"compare", compare, METH_VARARGS, nullptr},
                          {"remember", remember, METH_VARARGS, nullptr},
+                         {"survey", survey, METH_O, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tilestep_scan", nullptr, -1, methods,

@@ -13,6 +13,7 @@ from torch import nn
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..norm import NormTable
 from ..optimizer import Optimizer
+from ..tensor_watch import which_train
 from .buckets import Bucket, Options, make_buckets, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
@@ -75,7 +76,7 @@ class _Known:
 
     sections: list[torch.Tensor | None]
     has_gradient: list[bool]
-    trains: list[bool]
+    trains: bytes
 
     def same(self, other: _Known | None) -> bool:
         """Whether it is the same for every piece; the numbers in the sections may be others."""
@@ -235,7 +236,7 @@ class Sharding:
         now = _Known(
             [sums.section for sums in self.gradients.sums],
             self.gradients.has_gradient(),
-            [param.requires_grad for param in self.gradients.params],
+            which_train(self.gradients.params),
         )
         if not now.same(self._known):
             self._give_gradients(now)
@@ -247,7 +248,7 @@ class Sharding:
             if member.piece is None:
                 continue
             if member.piece.requires_grad != trains:
-                member.piece.requires_grad_(trains)
+                member.piece.requires_grad_(bool(trains))
             section = sections[id(member.bucket)]
             gradient = None if section is None or not is_known else member.gradient(section)
             if member.piece.grad is not gradient:

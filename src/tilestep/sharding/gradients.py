@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from ..accumulating import Accumulating
 from ..compat import after_backward, backward_pass
 from ..engine.capturing import is_capturing, require
+from ..tensor_watch import any_gradient, which_train
 from .buckets import Bucket, Options
 from .groups import Ranks
 from .streams import Channel
@@ -47,6 +46,7 @@ class GradientSync(Accumulating):
         self.ranks = ranks
         self.options = options
         self.channel = channel
+        self._in_order = channel.in_order
         self.sums: list[Sums] = []
         self._places: list[list[int]] = []
         self.params: list[torch.Tensor] = []
@@ -58,6 +58,8 @@ class GradientSync(Accumulating):
         self._rounds = 0
         self._reducing = False
         self._pass: int | None = None
+        self._trains = b""
+        """For each parameter whether it did in the last backward."""
         self.summed_in_graph = False
         """Whether the last round is a part of a CUDA graph that is being captured."""
         self.take_in(buckets, places)
@@ -100,7 +102,7 @@ class GradientSync(Accumulating):
         current = backward_pass()
         if not self._open or current != self._pass:
             self._note_pass(current)
-        if self.channel.in_order:
+        if self._in_order:
             self.channel.note_stream()
         missing = sums.missing
         missing.discard(place)
@@ -122,6 +124,11 @@ class GradientSync(Accumulating):
             self._end_round()
         if not self._open:
             self._begin_round()
+        trains = which_train(self.params)
+        if trains != self._trains:
+            self._trains = trains
+            for sums in self.sums:
+                sums.note_trains()
         for sums in self.sums:
             sums.await_all()
         self._pass = current
@@ -187,7 +194,8 @@ class GradientSync(Accumulating):
 
     def _send_used(self) -> None:
         """Bring what this rank has used to the device if it is not what it has used before."""
-        if self._used_here != self._used_known:
+        count = len(self.params)
+        if not len(self._used_here) == len(self._used_known) == count and self._used_here != self._used_known:
             self._used_known = set(self._used_here)
             source = torch.zeros(len(self.params), device="cpu")
             source[sorted(self._used_here)] = 1.0
@@ -212,7 +220,7 @@ class GradientSync(Accumulating):
 
     def _was_given(self) -> bool:
         """Whether somebody has set gradients by hand since the last round."""
-        if all(map(operator.is_, [param.grad for param in self.params], itertools.repeat(None))):
+        if not any_gradient(self.params):
             return False
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..compat import is_compiled
 from ..engine.capturing import is_capturing
 from ..guards import guard_model
-from ..tensor_watch import TensorWatch
+from ..tensor_watch import TensorWatch, sum_of_versions
 from .buckets import Bucket, Options
 from .streams import Channel, Mark
 
@@ -164,7 +164,7 @@ class ParameterSync:
         self._waves += waves
         self._of.update(own)
         self._watch = TensorWatch(self.params)
-        self._versions = self._version()
+        self._versions = sum_of_versions(self.params)
         if self._overlaps:
             self._handles += guard_model(model, self, lambda param: id(param) in own)
 
@@ -225,10 +225,12 @@ class ParameterSync:
 
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
+        trained = [bucket for bucket in self._buckets if bucket.trains]
+        all_of_them = len(trained) == len(self._buckets)
         torch.autograd.graph.increment_version(
-            [param for bucket in self._buckets if bucket.trains for param in bucket.params]
+            self.params if all_of_them else [param for bucket in trained for param in bucket.params]
         )
-        self._versions = self._version()
+        self._versions = sum_of_versions(self.params)
 
     def _join_graph(self) -> None:
         """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
@@ -248,7 +250,7 @@ class ParameterSync:
     def were_written(self) -> bool:
         """Whether somebody else has written to parameters since the last step; their values are taken over."""
         self.take_back()
-        if self._version() == self._versions:
+        if sum_of_versions(self.params) == self._versions:
             return False
         for bucket in self._buckets:
             if bucket.exact is not None:
@@ -256,10 +258,6 @@ class ParameterSync:
                 sent = bucket.exact.to(bucket.sync_dtype).to(bucket.dtype)
                 bucket.exact.copy_(torch.where(sent == here, bucket.exact, here))
         return True
-
-    def _version(self) -> int:
-        # Versions only grow: no version has changed if their sum has not.
-        return sum([param._version for param in self.params])
 
     def close(self) -> None:
         """Stop guarding the model's parameters."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ class Sums:
         """Places of parameters whose gradient of this rank is in the bucket."""
         self.missing: set[int] = set()
         """Places of parameters whose gradient is awaited before the bucket is reduced."""
+        self._trains: set[int] = set()
         self.section: torch.Tensor | None = None
         """This rank's section of the summed gradients, once they are there."""
         self.carried: torch.Tensor | None = None
@@ -57,9 +60,13 @@ class Sums:
             self.section = None
         self.filled.clear()
 
+    def note_trains(self) -> None:
+        """Note which parameters train, of which gradients are awaited."""
+        self._trains = {place for place, param in enumerate(self.bucket.params) if param.requires_grad}
+
     def await_all(self) -> None:
         """Begin to wait for the gradients of a backward pass."""
-        self.missing = {place for place, param in enumerate(self.bucket.params) if param.requires_grad}
+        self.missing = self._trains.copy()
 
     @torch.no_grad()
     def collect(self, *, ends: bool = False) -> None:
@@ -68,6 +75,27 @@ class Sums:
         Args:
             ends: whether there are going to be none, so that parameters keep no gradient.
         """
+        if self.filled or not self._collect_all(ends):
+            self._collect_some(ends)
+
+    def _collect_all(self, ends: bool) -> bool:
+        """Bring in the gradients of all parameters if all have one and none is in the bucket; whether that was so."""
+        params = self.bucket.params
+        gradients: list[Any] = [param.grad for param in params]
+        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
+            return False
+        views = self._memory_views()
+        copy_all(views, gradients)
+        if self._keeps and not ends:
+            for param, view in zip(params, views):
+                param.grad = view
+        else:
+            for param in params:
+                param.grad = None
+        self.filled.update(range(len(params)))
+        return True
+
+    def _collect_some(self, ends: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         views = self.views
