@@ -29,6 +29,17 @@ class Lane:
     def __init__(self, device: torch.device, own: bool = True) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if own and device.type == "cuda" else None
+        self._streams: dict[int, Lane] = {}
+
+    def here(self) -> Lane:
+        """The lane that work goes to now, and stays with its stream when another one is current."""
+        if self._stream is not None or self._device.type != "cuda":
+            return self
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in self._streams:
+            lane = self._streams[stream.cuda_stream] = Lane(self._device, own=False)
+            lane._stream = stream
+        return self._streams[stream.cuda_stream]
 
     def after(self, *marks: Mark) -> None:
         """Let what follows here wait for points in other lanes."""

@@ -126,7 +126,7 @@ class Arrivals:
         self._lane, self._compute, self._step = lane, compute, step_bytes
         self._marks: list[Mark] = []
         self._open = 0
-        self._held: deque[tuple[torch.Tensor, Mark]] = deque()
+        self._held: deque[tuple[torch.Tensor, Mark, Lane]] = deque()
         self._held_bytes = 0
 
     def begin(self) -> None:
@@ -138,6 +138,8 @@ class Arrivals:
         self._marks, self._open = [], 0
         if self._held:
             self._compute.after(self._held[-1][1])
+            for home, mark in {home: mark for _, mark, home in self._held}.items():
+                home.after(mark)
             self._held.clear()
             self._held_bytes = 0
 
@@ -170,17 +172,18 @@ class Arrivals:
             self.close()
 
     def _hold(self, gradient: torch.Tensor) -> None:
-        """Keep a gradient until the stream that computes has waited for its copy, and can have its memory again.
+        """Keep a gradient until the stream that it comes from has waited for its copy, and can have its memory again.
 
-        Left to the allocator, memory would come back once the host sees that the copy has run: a host far ahead of the
-        device would find none of it. Computation waits only for copies that are some chunks behind.
+        That is the stream that is current now; when later gradients push this one out another may be. Left to the
+        allocator, memory would come back once the host sees that the copy has run: a host far ahead of the device would
+        find none of it. Computation waits only for copies that are some chunks behind.
         """
-        self._held.append((gradient, self._lane.mark()))
+        self._held.append((gradient, self._lane.mark(), self._compute.here()))
         self._held_bytes += gradient.nbytes
         while self._held_bytes > _BEHIND * self._step and len(self._held) > 1:
-            oldest, mark = self._held.popleft()
+            oldest, mark, home = self._held.popleft()
             self._held_bytes -= oldest.nbytes
-            self._compute.after(mark)
+            home.after(mark)
 
     def close(self) -> None:
         """Let all that was sent so far be waited for."""

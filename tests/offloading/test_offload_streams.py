@@ -1,0 +1,78 @@
+"""Gradients of several streams on their way to the host: each one's memory goes back to a stream that has waited."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from tilestep.offloading.memory import HostMemory
+from tilestep.offloading.mirrors import Arrivals, Mirrors
+
+
+class Stream:
+    """A stream that remembers which marks it has waited for; its own lane."""
+
+    def __init__(self) -> None:
+        self.waited: set[int] = set()
+
+    def after(self, *marks: int) -> None:
+        self.waited.update(marks)
+
+
+class Computing(Stream):
+    """Computation on whichever stream is current."""
+
+    def __init__(self) -> None:
+        self.now = Stream()
+
+    def here(self) -> Stream:
+        return self.now
+
+    def after(self, *marks: int) -> None:
+        self.now.after(*marks)
+
+    def mark(self) -> int:
+        return -1
+
+
+class Copies(Stream):
+    """The lane of copies, which numbers its marks."""
+
+    last = 0
+
+    def copy(self, pairs: Any) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def mark(self) -> int:
+        self.last += 1
+        return self.last
+
+
+def test_memory_goes_back_to_streams_that_have_waited() -> None:
+    params = [torch.nn.Parameter(torch.zeros(8)) for _ in range(8)]
+    mirrors = Mirrors(HostMemory(torch.device("cpu")))
+    mirrors.follow(params)
+    compute, copies = Computing(), Copies()
+    arrivals = Arrivals(copies, compute, step_bytes=20)  # type: ignore[arg-type]
+    streams, let_go = [Stream(), Stream()], dict[int, bool]()
+
+    for place, param in enumerate(params):
+        mirrors[param].is_taken = True
+        compute.now = own = streams[place % 2]
+        gradient = torch.full((8,), float(place))
+        arrivals.send(mirrors[param], gradient)
+        mark = arrivals._held[-1][1]
+
+        def note(place: int = place, own: Stream = own, mark: Any = mark) -> None:
+            let_go[place] = mark in own.waited
+
+        weakref.finalize(gradient, note)
+        del gradient
+    assert 0 < len(let_go) < len(params), "some are pushed out by others, some wait for the step"
+    compute.now = streams[0]
+    arrivals.forget()
+    assert let_go == {place: True for place in range(len(params))}
+    assert [mirrors[param].gradient[0].item() for param in params] == list(range(8))
