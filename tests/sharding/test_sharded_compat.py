@@ -119,7 +119,11 @@ def test_nccl_is_known_behind_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
         for size, copies, expected in ((2, 1, True), (4, 2, True), (1, 2, True), (3, 1, False), (2, 3, False)):
             ranks.size, ranks.copies, ranks.replicate = size, copies, ranks.shard
             assert ranks.can_average(like) == expected  # type: ignore[arg-type]
-        like.dtype, ranks.size, ranks.copies = torch.int32, 2, 1
-        assert not ranks.can_average(like)  # type: ignore[arg-type]
+        ranks.size, ranks.copies = 2, 1
+        for like.dtype in (torch.int32, torch.float16):
+            assert not ranks.can_average(like)  # type: ignore[arg-type]
+        least = torch.finfo(torch.float16).smallest_normal
+        halves = torch.full((2,), least / 1024, dtype=torch.float16)
+        assert halves.sum() / 2 != (halves / 2).sum(), "what float16 would lose"
     finally:
         dist.destroy_process_group()

@@ -17,7 +17,8 @@ __all__ = ["Deciders", "Ranks", "ranks_of"]
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AVERAGED = (torch.bfloat16, torch.float32, torch.float64)
+"""Not float16: a small gradient that is divided before it is added up loses bits, or becomes zero."""
 
 
 def _operation(mean: bool) -> Any:
