@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -185,12 +186,17 @@ def test_shapes_are_those_of_the_parameter() -> None:
     torch.testing.assert_close([param.detach() for param in params], expected)
 
 
-def test_a_length_is_refused() -> None:
-    def by_length(param: Any, grad: Any) -> Any:
-        return param - grad / len(param)
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [("len()", len), ("stride()", lambda param: param.stride(0)), ("nbytes", lambda param: param.nbytes)],
+    ids=["len", "stride", "nbytes"],
+)
+def test_numbers_that_only_a_tensor_in_memory_has_are_refused(what: str, number: Callable[[Any], Any]) -> None:
+    def by_number(param: Any, grad: Any) -> Any:
+        return param - grad / number(param)
 
-    with pytest.raises(RuleError, match=r"len\(\) of a tensor"):
-        trace(tilestep.rule(by_length), {})
+    with pytest.raises(RuleError, match=re.escape(f"{what} of a tensor")):
+        trace(tilestep.rule(by_number), {})
 
 
 def uses_tensor(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:

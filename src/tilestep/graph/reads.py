@@ -39,8 +39,11 @@ class Reads(ScalarCalls):
             every = range(args[0].dim())
             sizes = tuple(self._count(args[0], [each]) for each in (every if dim is None else [every[dim]]))
             return sizes if dim is None else sizes[0]
-        if name == "__len__":
-            raise self.recorder.unsupported("len() of a tensor would be the same for every parameter; ask for .size(0)")
+        if (name in _OF_MEMORY or func == _BYTES) and args[0].dim():
+            what = "nbytes" if func == _BYTES else _OF_MEMORY[name]
+            raise self.recorder.unsupported(
+                f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()"
+            )
         if name in ("dim", "ndimension") or func == _DIMENSIONS:
             self.recorder.reads_shape = True
         return super().__torch_function__(func, types, args, kwargs)
@@ -50,5 +53,7 @@ class Reads(ScalarCalls):
 
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+_OF_MEMORY = {"__len__": "len()", "stride": "stride()"}
+_BYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _DIMENSIONS = torch.Tensor.ndim.__get__  # type: ignore[attr-defined]

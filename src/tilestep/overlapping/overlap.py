@@ -63,6 +63,7 @@ def overlap(
         The optimizer that was given.
 
     Raises:
+        TypeError: for an optimizer of somebody else's.
         ValueError: for a schedule that there is not; for parameters on several devices; for an optimizer that is
             sharded or overlapped already, or whose updates run on the CPU; for a DistributedDataParallel that says too
             late which gradients there are.
