@@ -92,6 +92,7 @@ def nothing_is_read_before_it_has_arrived() -> None:
     options: list[dict[str, Any]] = [{}, {"grad_buffer": "bucket"}, {"param_sync_dtype": torch.uint8}]
     for each in options:
         pair = Pair(Elementwise(), plain, bucket_cap_mb=TINY, **each)
+        assert all(sums.comes_averaged for sums in pair.optimizer._sharding.gradients.sums), "2 or 4 ranks over NCCL"
         with delays():
             for _ in range(20):
                 train(pair, [loss_of(inputs(5, 7)), loss_of(inputs(5, 7))])

@@ -100,6 +100,7 @@ class Bucket:
         self.sync_dtype = options.param_sync_dtype or memory.dtype
         self.flat = memory
         self.own = range(ranks.rank * layout.section, (ranks.rank + 1) * layout.section)
+        self._section = self.section_of(memory)
         self.views: list[torch.Tensor] = []
         with torch.no_grad():
             for slot, param in zip(layout.slots, self.params):
@@ -119,7 +120,7 @@ class Bucket:
     @property
     def updated(self) -> torch.Tensor:
         """This rank's section of the parameters, where the optimizer updates them."""
-        return self.section_of(self.flat) if self.exact is None else self.exact
+        return self._section if self.exact is None else self.exact
 
     def piece(self, slot: Slot) -> tuple[int, int]:
         """The elements of a parameter that are this rank's, first and one past the last in storage order."""

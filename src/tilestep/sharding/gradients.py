@@ -106,8 +106,11 @@ class GradientSync(Accumulating):
             self.channel.note_stream()
         missing = sums.missing
         missing.discard(place)
-        if missing:
-            return
+        if not missing:
+            self._completed(sums)
+
+    @torch.no_grad()
+    def _completed(self, sums: Sums) -> None:
         if self._following() is not sums:
             sums.collect()
         while (following := self._following()) is not None and not following.missing:
@@ -146,7 +149,6 @@ class GradientSync(Accumulating):
             sums.open()
         self._open, self._next = True, 0
 
-    @torch.no_grad()
     def _reduce_next(self) -> None:
         sums = self.sums[self._next]
         self._next += 1

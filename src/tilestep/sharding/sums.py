@@ -68,9 +68,10 @@ class Sums:
         """Begin to wait for the gradients of a backward pass."""
         self.missing = self._trains.copy()
 
-    @torch.no_grad()
     def collect(self, *, ends: bool = False) -> None:
         """Bring gradients into the bucket; backward adds further ones to them there.
+
+        Call it in `torch.no_grad`, as `complete`.
 
         Args:
             ends: whether there are going to be none, so that parameters keep no gradient.
