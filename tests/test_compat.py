@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +217,22 @@ def test_without_decompositions_other_operations_are_refused_by_name(monkeypatch
         trace(smooth, smooth.hyperparameters)
     rule = registry["AdamW"]
     assert trace(rule, rule.hyperparameters).outputs
+
+
+def test_torch_keeps_compilers_away_without_importing_them() -> None:
+    wrap = found("torch", "_disable_dynamo")
+    assert works("_disable_dynamo", lambda: wrap(lambda value: value)(3)) == 3
+    script = "import sys, tilestep; print('torch._dynamo' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == "False"
+
+
+def test_calls_are_opaque_without_the_private_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch, "_disable_dynamo")
+        add = compat.opaque(lambda one, other: one + other)
+    assert torch.compile(lambda x: add(x, x) * 2, backend="eager")(torch.ones(2)).tolist() == [4.0, 4.0]
 
 
 def test_torch_has_foreach_zero() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,14 @@ def test_an_overflow_on_any_of_several_devices_skips_the_step_on_all(
     mine = run(ours, SCALERS[scaler], order, overflows)
     assert_same_training(mine, reference)
     assert all(float(state["step"]) == STEPS - 2 for state in mine.state)
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
+def test_an_optimizer_that_skips_by_itself_too_trains_alike(order: Order, scaler: str) -> None:
+    overflows = OVERFLOWS["several_in_a_row"]
+    mine = run(partial(ours, skip_nonfinite=True), SCALERS[scaler], order, overflows)
+    assert_same_training(mine, run(plain, torch.amp.GradScaler, order.without_optimizer_clip(), overflows))
 
 
 @pytest.mark.parametrize("scaler", SCALERS)

@@ -165,6 +165,54 @@ def test_a_scaler_inside_a_compiled_function() -> None:
     for step in range(8):
         compiled(batch(step), step == 5)
         settled.append(frames())
-    # The scale is there from the second step on.
-    assert settled[2] == settled[4] and settled[6] == settled[7]
+    # The step that overflows takes another branch of `train`.
+    assert settled[0] == settled[4] and settled[6] == settled[7]
     assert optimizer.state[net[0].weight]["step"] == 7 and optimizer.skipped_steps == 1
+
+
+CLIPS = {"none": None, "torch": torch.nn.utils.clip_grad_norm_, "tilestep": tilestep.clip_grad_norm_}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("kind", [tilestep.GradScaler, torch.amp.GradScaler], ids=["tilestep", "torch"])
+def test_every_order_of_a_scaler_compiles_once(kind: Any, unscale: bool, clip: str, enabled: bool) -> None:
+    """The scale grows in between; parameters and scale are those of steps that nobody compiled."""
+
+    def run(decorate: Callable[[Any], Any]) -> tuple[list[torch.Tensor], float, list[int]]:
+        net = model()
+        optimizer = tilestep.AdamW(net.parameters(), lr=0.1, max_grad_norm=0.5)
+        scaler = kind("cpu", init_scale=8.0, growth_interval=2, enabled=enabled)
+
+        @decorate
+        def train(x: torch.Tensor) -> None:
+            scaler.scale(net(x).square().mean()).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            if CLIPS[clip] is not None:
+                CLIPS[clip](net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        settled = []
+        for step in range(6):
+            train(batch(step))
+            settled.append(frames())
+        return [param.detach() for param in net.parameters()], scaler.get_scale(), settled
+
+    mine, scale, settled = run(lambda function: torch.compile(function, backend="eager"))
+    assert settled[0] == settled[-1] > 0
+    expected, other_scale, _ = run(lambda function: function)
+    assert scale == other_scale == (64.0 if enabled else 1.0)
+    for left, right in zip(mine, expected):
+        torch.testing.assert_close(left, right)
+
+
+def test_norms_are_opaque_calls() -> None:
+    tensors = [torch.full((3,), 2.0), torch.full((2, 2), 1.0)]
+    counter = CompileCounterWithBackend("eager")
+    twice = torch.compile(lambda: tilestep.total_norm(tensors) * 2, backend=counter)
+    assert [float(twice()) for _ in range(3)] == [8.0] * 3
+    assert counter.frame_count == 1, "the product is compiled, once, and nothing of the norm"

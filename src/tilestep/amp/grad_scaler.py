@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ..compat import opaque
 from ..engine.capturing import is_capturing, require
 from ..optimizer import Optimizer
 
@@ -61,7 +62,6 @@ class GradScaler(torch.amp.GradScaler):
             _check_scale(init_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        _make_opaque_step()
 
     def scale(self, outputs: Any) -> Any:
         """Multiply losses by the scale, as torch does.
@@ -72,6 +72,8 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             The same, scaled.
         """
+        if self._enabled and torch.compiler.is_dynamo_compiling():
+            return _opaque_call("scale", self, outputs)
         if self._enabled and self._scale is None:
             require(not is_capturing(), "it holds the scaler's first use; every replay would set the first scale")
         scaled = super().scale(outputs)
@@ -92,6 +94,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: if it was called already since the last `update`, or after `step`.
         """
+        if self._enabled and torch.compiler.is_dynamo_compiling():
+            return _opaque_call("unscale_", self, optimizer)
         super().unscale_(optimizer)
         if self._enabled and isinstance(optimizer, Optimizer):
             self._known.add(optimizer)
@@ -119,8 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not isinstance(optimizer, Optimizer):
             return super().step(optimizer, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            # What the optimizer is told for one step is not for a compiler to follow.
-            return _opaque_step(self, optimizer, *args, **kwargs)
+            return _opaque_call("step", self, optimizer, *args, **kwargs)
         if args or "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._known.add(optimizer)
@@ -159,6 +162,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        if torch.compiler.is_dynamo_compiling():
+            return _opaque_call("update", self, new_scale)
         if isinstance(new_scale, (int, float)):
             new_scale = float(new_scale)
             _check_scale(new_scale)
@@ -205,15 +210,9 @@ def _check_scale(scale: float) -> None:
         raise ValueError(f"Invalid loss scale: {scale}; it must be positive and finite")
 
 
-def _step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    return scaler.step(optimizer, *args, **kwargs)
+def _call(name: str, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    return getattr(scaler, name)(*args, **kwargs)
 
 
-_opaque_step = _step
-"""`_step` as one call that compilers do not look into; made with the first scaler, since it imports them."""
-
-
-def _make_opaque_step() -> None:
-    global _opaque_step
-    if _opaque_step is _step:
-        _opaque_step = torch.compiler.disable(_step, reason="a scaler's step is one opaque call")
+_opaque_call = opaque(_call)
+"""What a scaler knows of its optimizers, and tells them, is not for a compiler to follow."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .absent_gpu import absent_gpu
 from .backward import after_backward, backward_pass
 from .checkpoints import checkpoint_types
+from .compiler import opaque
 from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, wrapper_tensor
 from .dtensors import (
     DTENSOR_PARTS,
@@ -53,6 +54,7 @@ __all__ = [
     "is_copy",
     "layouts",
     "local_parts",
+    "opaque",
     "profiler_is_running",
     "replace_triton_hash",
     "root_mesh",

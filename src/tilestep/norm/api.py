@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 import torch
 
+from ..compat import opaque
 from ..marks import UPDATE, marked
 from .recipes import find_recipe
 from .sharded import sharded_norm
@@ -50,6 +51,8 @@ def total_norm(
         >>> total_norm([torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)])
         tensor(5.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _opaque_norm(tensors, norm_type, error_if_nonfinite)
     listed = [tensors] if isinstance(tensors, torch.Tensor) else _listed(tensors)
     norm_type = float(norm_type)
     if not listed:
@@ -101,6 +104,8 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _opaque_clip(parameters, max_norm, norm_type, error_if_nonfinite)
     if isinstance(parameters, torch.Tensor):
         listed = [parameters]
     else:
@@ -132,6 +137,9 @@ def clip_grad_norm_(
             _require_finite(norm, norm_type)
         recipe.scale(gradients, norm, max_norm if _on_device(max_norm) else float(max_norm))
     return norm
+
+
+_opaque_norm, _opaque_clip = opaque(total_norm), opaque(clip_grad_norm_)
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
