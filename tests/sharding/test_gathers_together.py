@@ -18,7 +18,7 @@ import tilestep
 from tilestep import compat
 from tilestep.sharding import parameters
 from tilestep.sharding.groups import Ranks
-from tilestep.sharding.streams import Channel
+from tilestep.sharding.streams import Channel, Mark
 
 
 def sgd(params: Any) -> tilestep.Optimizer:
@@ -145,3 +145,50 @@ def test_waves() -> None:
     mixed = [Flat(10, torch.float32 if index % 2 else torch.float16) for index in range(30)]
     assert sizes(mixed) == [1] * 30
     assert sizes([]) == []
+
+
+class LateEvent:
+    """The communication before it has not come to its end."""
+
+    def query(self) -> bool:
+        return False
+
+
+class LateChannel:
+    """A stream of communication that stays behind; the last mark that somebody has waited for."""
+
+    in_order = True
+
+    def __init__(self) -> None:
+        self.marks = self.reached = 0
+
+    @contextmanager
+    def after_compute(self, *_: Any) -> Iterator[None]:
+        yield
+
+    def mark(self) -> Mark:
+        self.marks += 1
+        return Mark(LateEvent(), self.marks)  # type: ignore[arg-type]
+
+    def wait_for(self, mark: Mark) -> None:
+        self.reached = max(self.reached, mark.place)
+
+
+def test_a_wave_that_trains_no_more_is_not_the_last_to_wait_for() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+        sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY)._sharding.parameters
+        channel: Any = LateChannel()
+        sync._channel = channel
+        for wave in sync._waves:
+            wave._channel = channel
+        sync.gather()
+        sync.wait_all()
+        assert channel.reached == channel.marks == len(sync._waves) == 3
+        model[2].weight.requires_grad_(False)
+        sync.gather()
+        sync.wait_all()
+        assert channel.reached == channel.marks == 5
+    finally:
+        dist.destroy_process_group()

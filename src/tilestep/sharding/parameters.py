@@ -188,7 +188,9 @@ class ParameterSync:
         if not self.is_pending:
             return
         pending = [wave for wave in self._waves if wave.is_pending]
-        last = pending[-1].mark if pending else None
+        marks = [wave.mark for wave in pending if wave.mark is not None]
+        # Not that of the last wave: if it trains no more it is of an earlier step.
+        last = max(marks, key=lambda mark: mark.place, default=None)
         if last is None:
             for wave in pending:
                 wave.wait()
