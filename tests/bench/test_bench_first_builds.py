@@ -1,0 +1,41 @@
+"""The tool that says what a first step builds on a GPU, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from triton_assembler import require_assembler
+
+import tilestep
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tilestep.bench.first_builds", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+
+
+def test_every_kernel_of_a_first_step_is_built_with_its_stages() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    require_assembler()
+    before = tilestep.compile_count()
+    done = run("--rules", "SGD", "--shapes", "5x3,7", "--json")
+    assert done.returncode == 0, done.stderr
+    [found] = [json.loads(line) for line in done.stdout.splitlines()]
+    names = [kernel["name"] for kernel in found["kernels"]]
+    assert names == ["norm_tiles", "decide", "sgd_scalar_pass_0", "sgd_tile_pass_0"]
+    for kernel in found["kernels"]:
+        assert set(kernel["stages"]) == {"python", "ttir", "ttgir", "llir", "ptx", "cubin"}
+    assert all(found[key] > 0 for key in ("prepared", "serial", "processor", "together", "again"))
+    assert tilestep.compile_count() == before
+
+
+def test_a_process_that_fails_is_reported() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    require_assembler()
+    done = run("--rules", "SOAP", "--shapes", "2x3x4")
+    assert done.returncode != 0 and "SOAP" in done.stderr and "is not a matrix" in done.stderr
