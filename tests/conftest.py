@@ -14,3 +14,9 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tests that run on a CPU here run on a GPU in the GPU suite, which has a fixture of its own."""
+    return "cpu"
