@@ -46,6 +46,7 @@ def main() -> None:
     os.environ["TRITON_CACHE_DIR"] = str(directory / mode)
     warnings.simplefilter("ignore")
     launch_triton._processors = lambda: 4
+    os.environ["TILESTEP_BUILD_THREADS"] = "4"
     dtype = torch.float32 if rule == "Muon" else DTYPES["bf16"]
     shapes = [shape for shape in SHAPES if rule != "Muon" or len(shape) == 2]
     with absent_gpu(directory):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilestep
+from tilestep.codegen import launch_triton
 from tilestep.codegen.launch_triton import Launch, Launcher
 from tilestep.engine import ahead, backends, decider
 from tilestep.norm import table
@@ -42,6 +43,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     monkeypatch.setattr(table, "cpu_norm", lambda numels, dtypes: TritonNorm(torch.device("cpu"), numels, dtypes))
     monkeypatch.setattr(decider, "decide", decide_on_device)
     monkeypatch.setattr(ahead, "build_together", found.build)
+    monkeypatch.setattr(ahead, "build_threads", lambda: 4)
     monkeypatch.setattr(Launcher, "_launch", lambda launcher, arguments: found.launch(launcher, arguments))
     return found
 
@@ -96,5 +98,21 @@ def test_what_a_mover_brings_is_left_to_it(noted: Noted) -> None:
 def test_steps_on_a_cpu_build_nothing_together(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted()
     monkeypatch.setattr(ahead, "build_together", noted.build)
+    monkeypatch.setattr(ahead, "build_threads", lambda: 4)
     optimizer_of("AdamW", max_grad_norm=1.0).step()
     assert not noted.ahead
+
+
+def test_one_at_a_time_without_being_told(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "build_threads", launch_triton.build_threads)
+    monkeypatch.delenv("TILESTEP_BUILD_THREADS", raising=False)
+    optimizer_of("AdamW", max_grad_norm=1.0).step()
+    assert noted.launched and not noted.ahead
+    monkeypatch.setattr(launch_triton, "_processors", lambda: 3)
+    for value, threads in (("1", 1), ("2", 2), ("8", 3)):
+        monkeypatch.setenv("TILESTEP_BUILD_THREADS", value)
+        assert launch_triton.build_threads() == threads
+    for value in ("0", "many", ""):
+        monkeypatch.setenv("TILESTEP_BUILD_THREADS", value)
+        with pytest.raises(ValueError, match="TILESTEP_BUILD_THREADS"):
+            launch_triton.build_threads()

@@ -18,15 +18,13 @@ import torch
 from ..compat import compile_together, direct_launch
 from ..counters import count_build
 
-__all__ = ["EXACT", "Launch", "Launcher", "build_together", "prepare"]
+__all__ = ["EXACT", "Launch", "Launcher", "build_threads", "build_together", "prepare"]
 
 EXACT = {"enable_fp_fusion": False}
 """Options of kernels whose elements come out the same wherever in a tile they lie: one loop would fuse a product into
 a sum where another, for the tail, does not."""
 
-_MOST_THREADS = 8
-"""Kernels that are compiled at a time at most: a step needs few more, and each rank of a machine has threads of its
-own."""
+_THREADS = "TILESTEP_BUILD_THREADS"
 
 
 class Launcher:
@@ -129,8 +127,8 @@ Launch = tuple[Launcher, Sequence[torch.Tensor | float]]
 def build_together(launches: Sequence[Launch], device: torch.device) -> None:
     """Let Triton compile what these launches need, several kernels at a time; nothing is loaded or launched.
 
-    Each launcher finds its kernel in Triton's caches afterwards. Where Triton cannot do that, where a compilation fails
-    or only one processor may be used, nothing is done here: launchers build at their first call, one after the other.
+    Each launcher finds its kernel in Triton's caches afterwards. Where `build_threads` is 1, Triton cannot do that or a
+    compilation fails, nothing is done here: launchers build at their first call, one after the other.
 
     Args:
         launches: of one step.
@@ -139,9 +137,29 @@ def build_together(launches: Sequence[Launch], device: torch.device) -> None:
     waiting = [(launcher, arguments) for launcher, arguments in launches if not launcher.is_built]
     if len(waiting) < 2:
         return
-    threads = min(_processors(), _MOST_THREADS, len(waiting))
+    threads = min(build_threads(), len(waiting))
+    if threads < 2:
+        return
     with torch.cuda.device(device), _builds_counted():
         compile_together([functools.partial(each.compile, arguments) for each, arguments in waiting], threads)
+
+
+def build_threads() -> int:
+    """How many kernels of a first step are compiled at a time: TILESTEP_BUILD_THREADS, or 1; no more than processors.
+
+    One by default, until several have been measured on machines with GPUs.
+
+    Raises:
+        ValueError: if the variable is no whole number from 1 on.
+
+    Example:
+        >>> build_threads()
+        1
+    """
+    wanted = os.environ.get(_THREADS, "1")
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise ValueError(f"Invalid {_THREADS}: {wanted!r}; it is the number of kernels to compile at a time")
+    return min(int(wanted), _processors())
 
 
 def _processors() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..codegen.launch_triton import Launch, build_together
+from ..codegen.launch_triton import Launch, build_threads, build_together
 from .capturing import is_capturing
 from .control import Decision
 
@@ -27,7 +27,7 @@ def are_built_ahead(engines: Sequence[DeviceEngine], *, unscales: bool) -> bool:
 
 
 def build_ahead(engines: Sequence[DeviceEngine], decision: Decision, *, norm: bool, alone: bool) -> None:
-    """Build what the first step of new engines launches, several kernels at a time where Triton can.
+    """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can.
 
     Without it, and for kernels that are not known here, each is built when it is launched.
 
@@ -38,14 +38,15 @@ def build_ahead(engines: Sequence[DeviceEngine], decision: Decision, *, norm: bo
         alone: whether no other rank has to decide the same.
     """
     unscales = decision.grad_scale is not None
+    together = build_threads() > 1 and not is_capturing()
     for engine in engines:
         new = [segment for segment in engine.segments if unscales not in segment.built_ahead]
         launches: list[Launch] = []
         for segment in new:
             segment.built_ahead |= {unscales}
             # What a mover does with a segment's tiles is its own affair.
-            launches += segment.launches(unscales) if segment.mover is None else []
-        if launches and not is_capturing():
+            launches += segment.launches(unscales) if together and segment.mover is None else []
+        if launches:
             deciding = _deciding(engine, decision, norm) if alone and len(engines) == 1 else []
             build_together([*deciding, *launches], engine.device)
 
