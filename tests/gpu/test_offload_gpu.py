@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offloaded_pairs import MATRICES, SHAPES, Homes, Pair, on_host, streamed
+from synchronization import no_synchronization
 
 import tilestep
 from tilestep.offloading.host_update import HostState
@@ -166,14 +167,10 @@ def test_a_streamed_step_does_not_wait(name: str) -> None:
         pair.step()
     pair.set_gradients()
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
     torch.cuda._sleep(2_000_000_000)
     done = torch.cuda.Event()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         pair.optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     done.record()
     assert not done.query(), "the host has waited for the device"
     pair.reference.step()
@@ -304,14 +301,10 @@ def test_backward_does_not_wait_for_gradients_on_their_way() -> None:
         model(data).square().mean().backward()
         optimizer.step()
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
     torch.cuda._sleep(1_000_000_000)
     done = torch.cuda.Event()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         model(data).square().mean().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     done.record()
     assert not done.query(), "backward has waited for the device"
     optimizer.step()

@@ -26,7 +26,7 @@ import test_traffic as traffic
 import test_training as training
 import torch
 import torch.distributed as dist
-from rank_processes import run_on_ranks
+from rank_processes import each_passes
 from sharded_twins import TINY, Elementwise, Pair, inputs, train
 from torch import nn
 
@@ -227,26 +227,14 @@ FOUR = [
 ]
 
 
-@pytest.fixture(scope="module")
-def failures_of_two() -> dict[str, str]:
-    return run_on_ranks(TWO, 2, backend="nccl", default_gpu=True)
+test_two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs 2 CUDA devices")(
+    each_passes(TWO, 2, backend="nccl", default_gpu=True)
+)
 
 
-@pytest.fixture(scope="module")
-def failures_of_four() -> dict[str, str]:
-    return run_on_ranks(FOUR, 4, backend="nccl", default_gpu=True)
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 CUDA devices")
-@pytest.mark.parametrize("check", TWO, ids=lambda check: check.__name__)
-def test_two_gpus(check: Callable[[], None], failures_of_two: dict[str, str]) -> None:
-    assert check.__name__ not in failures_of_two, failures_of_two[check.__name__]
-
-
-@pytest.mark.skipif(GPUS < 4, reason="needs 4 CUDA devices")
-@pytest.mark.parametrize("check", FOUR, ids=lambda check: check.__name__)
-def test_four_gpus(check: Callable[[], None], failures_of_four: dict[str, str]) -> None:
-    assert check.__name__ not in failures_of_four, failures_of_four[check.__name__]
+test_four_gpus = pytest.mark.skipif(GPUS < 4, reason="needs 4 CUDA devices")(
+    each_passes(FOUR, 4, backend="nccl", default_gpu=True)
+)
 
 
 def left_alone(rank: int, folder: str) -> None:

@@ -7,6 +7,7 @@ says when checks that have not ended are given up, so that those before them hav
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -17,11 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-__all__ = ["all_pass", "run_on_ranks"]
+__all__ = ["all_pass", "each_passes", "run_on_ranks"]
 
 Check = Callable[[], None]
 
@@ -51,7 +53,7 @@ def run_on_ranks(
     Returns:
         For each check that failed what was raised on which rank.
     """
-    named = dict(checks) if isinstance(checks, Mapping) else {check.__name__: check for check in checks}
+    named = _named(checks)
     parts = [dict(list(named.items())[start::SETS]) for start in range(min(SETS, len(named)))]
     with ThreadPoolExecutor(max(len(parts), 1)) as sets:
         found = list(sets.map(lambda part: _failures(part, ranks, backend, default_gpu), parts))
@@ -81,6 +83,31 @@ def all_pass(checks: Mapping[str, Check] | Iterable[Check], ranks: int) -> None:
     """Run functions as `run_on_ranks` does and fail if one of them fails."""
     failures = run_on_ranks(checks, ranks)
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
+def each_passes(checks: Mapping[str, Check] | Iterable[Check], ranks: int, **options: Any) -> Callable[[str], None]:
+    """A test for each of some functions, which `run_on_ranks` runs together when the first of the tests asks for it.
+
+    Args:
+        checks: as for `run_on_ranks`.
+        ranks: likewise.
+        options: likewise.
+    """
+    named = _named(checks)
+
+    @functools.cache
+    def failures() -> dict[str, str]:
+        return run_on_ranks(named, ranks, **options)
+
+    @pytest.mark.parametrize("name", named)
+    def test(name: str) -> None:
+        assert name not in failures(), failures()[name]
+
+    return test
+
+
+def _named(checks: Mapping[str, Check] | Iterable[Check]) -> dict[str, Check]:
+    return dict(checks) if isinstance(checks, Mapping) else {check.__name__: check for check in checks}
 
 
 def _joined(context: Any) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_on_ranks
+from rank_processes import each_passes
 from sharded_models import LAYOUTS, assert_same, backward, batch, device, full, plain
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -193,11 +192,4 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_on_ranks(CHECKS, 4)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_slices_on_four_ranks(name: str, failures: dict[str, str]) -> None:
-    assert name not in failures, failures[name]
+test_slices_on_four_ranks = each_passes(CHECKS, 4)

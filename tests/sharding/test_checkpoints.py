@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_processes import all_pass, run_on_ranks
+from rank_processes import all_pass, each_passes
 from sharded_twins import TINY, Convolutions, Pair, inputs, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -358,11 +358,4 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_on_ranks(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks(check: Callable[[], None], failures: dict[str, str]) -> None:
-    assert check.__name__ not in failures, failures[check.__name__]
+test_two_ranks = each_passes(CHECKS, 2)

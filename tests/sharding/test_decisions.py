@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_on_ranks
+from rank_processes import each_passes
 from sharded_twins import TINY, Elementwise, Pair, inputs, train, two_groups
 from torch import nn
 
@@ -360,11 +360,4 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_on_ranks(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks(check: Callable[[], None], failures: dict[str, str]) -> None:
-    assert check.__name__ not in failures, failures[check.__name__]
+test_two_ranks = each_passes(CHECKS, 2)

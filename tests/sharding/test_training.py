@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from rank_processes import run_on_ranks
+from rank_processes import each_passes
 from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train, two_groups
 from torch import nn
 
@@ -288,11 +287,4 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_on_ranks(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks(check: Callable[[], None], failures: dict[str, str]) -> None:
-    assert check.__name__ not in failures, failures[check.__name__]
+test_two_ranks = each_passes(CHECKS, 2)
