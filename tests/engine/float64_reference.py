@@ -9,6 +9,7 @@ import torch
 
 import tilestep
 from tilestep.rules import Rule
+from tilestep.rules.scalars import precision_of
 
 OTHER_VALUES = {"weight_decay": 0.03, "eps": 1e-3, "momentum_decay": 0.01, "lambd": 0.01}
 
@@ -102,7 +103,12 @@ class Run:
         states = [before[name].double() if name in before else None for name in self.rule.state_names]
         chosen = self.optimizer.param_groups[group]
         hyper = {key: chosen[key] for key in self.rule.hyperparameters}
-        results = self.rule(start, param.grad.double(), *states, **hyper, step=step)
+        # In float64 a rule that asks for the machine epsilon would get another one than the buffers have.
+        token = precision_of.set(lambda _: torch.finfo(before.get("master_param", before["param"]).dtype).eps)
+        try:
+            results = self.rule(start, param.grad.double(), *states, **hyper, step=step)
+        finally:
+            precision_of.reset(token)
         wanted = dict(zip(("param", *self.rule.state_names), results))
         wanted["step"] = torch.tensor(step)
         if "master_param" in before:

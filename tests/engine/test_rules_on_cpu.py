@@ -24,7 +24,7 @@ STORAGES = {
     "float16-master": (torch.float16, True),
 }
 # Each storage with rules that between them use every kind of state; float32 and bfloat16 with master with all rules.
-SAMPLED = ["ASGD", "AdamW", "LAMB", "Lion", "NAdam", "Rprop"]
+SAMPLED = ["ASGD", "Adafactor", "AdamW", "LAMB", "Lion", "NAdam", "Rprop"]
 CASES = [
     pytest.param(name, *storage, id=f"{name}-{label}")
     for label, storage in STORAGES.items()
