@@ -101,7 +101,7 @@ def run_e2e(
     chosen, missing = available(models)
     result = Result("e2e", environment(settings.device))
     if known is not None:
-        _take_over(result, known)
+        result.take_over(known, ("device", "torch"))
     result.notes.extend(f"left out, {suite} is not installed: its models" for suite in missing)
     result.summary = _summary(result)
     for architecture in chosen:
@@ -130,19 +130,6 @@ def run_e2e(
             if keep is not None:
                 keep(result)
     return result
-
-
-def _take_over(result: Result, known: Result) -> None:
-    """Begin a result with the groups of an earlier one.
-
-    Raises:
-        ValueError: for one from elsewhere.
-    """
-    for key in ("device", "torch"):
-        here, there = result.environment[key], known.environment[key]
-        if here != there:
-            raise ValueError(f"figures of {key} {there} cannot be added to with {key} {here}: choose another folder")
-    result.groups.extend(known.groups)
 
 
 def _has(result: Result, model: str, mode: str, settings: Settings) -> bool:

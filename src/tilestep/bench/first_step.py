@@ -1,28 +1,25 @@
-"""The `compile` section: how long the first step takes, in a fresh process with empty caches and with filled ones.
-
-Run as a module, it is that process: `python -m tilestep.bench.first_step --peer tilestep --count 1000 --device cuda`.
-"""
+"""The `compile` section: how long the first step takes, in a fresh process with empty caches and with filled ones."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
+import math
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 import tilestep
 from tilestep.bench.environment import environment
+from tilestep.bench.fresh_process import in_fresh_process
 from tilestep.bench.measure import Spread, spread, synchronize
 from tilestep.bench.peers import OURS, peers, step_of
 from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import MAX_GRAD_NORM, Settings
+from tilestep.codegen.launch_triton import build_threads
 
 __all__ = ["first_step", "run_compile"]
 
@@ -31,72 +28,142 @@ ELEMENTS = 64
 SIDE = 8  # of parameters for rules by name: matrices, for those that take nothing else
 RULE = "rule "
 COMPILED_COUNT = 100  # parameters for the peers that compile: their time grows with the count
+THREADS = "build threads"
+CACHES = ("empty caches", "filled caches")
 
 
-def run_compile(settings: Settings, rules: Sequence[str] = (), timeout: float = 600.0) -> Result:
+@dataclass(frozen=True)
+class _Case:
+    """One contender with a number of parameters, begun anew so many times."""
+
+    title: str
+    name: str
+    count: int
+    repeats: int = 1
+
+
+def run_compile(
+    settings: Settings,
+    rules: Sequence[str] = (),
+    timeout: float = 600.0,
+    keep: Callable[[Result], object] | None = None,
+    known: Result | None = None,
+    seconds: float = math.inf,
+) -> Result:
     """Measure the first step of 1,000 and 10,000 parameters, each in processes of their own.
 
     Args:
         settings: as for the other sections.
         rules: instead of the peers, these rules with their defaults; "all" for every one.
         timeout: seconds after which a process is given up.
+        keep: called with the result so far after each contender.
+        known: an earlier result, to which what it has not is added; from the same kind of device, the same torch and
+            as many build threads.
+        seconds: a contender is begun only if the longest so far would still end within so many seconds from now.
 
     Raises:
-        ValueError: for a name that no rule has.
+        ValueError: for a name that no rule has, and for a result that this one cannot be added to.
     """
+    begin, longest = time.monotonic(), 0.0
     names = list(tilestep.registry) if list(rules) == ["all"] else rules
     for name in names:
         if name not in tilestep.registry:
             raise ValueError(f"no rule is called {name!r}; there are: {', '.join(tilestep.registry)}")
-    result = Result("compile", environment(settings.device))
+    result = Result("compile", {**environment(settings.device), THREADS: str(build_threads())})
+    if known is not None:
+        result.take_over(known, ("device", "torch", THREADS))
     result.notes.append(
-        "wall: building the optimizer, the first clip and the first step, in a fresh process, imports done"
+        "wall: building the optimizer, the first clip and the first step, in a fresh process, imports done; Triton's "
+        f"kernels compiled {build_threads()} at a time (TILESTEP_BUILD_THREADS)"
     )
-    counts = (10, 20) if settings.quick else (1000, 10_000)
-    repeats = 1 if settings.quick else 2
-    if names:
-        settings.say(f"compile: first step of {counts[0]:,} parameters, {len(names)} rules")
-        rows = [row for name in names for row in _rows(RULE + name, counts[0], settings, 1, timeout)]
-        result.groups.append(Group(f"first step, {counts[0]:,} parameters of {SIDE} x {SIDE}", rows))
-        return result
-    ready = [peer.name for peer in peers(settings.device) if peer.name in (OURS, "torch fused")]
-    for count in counts:
-        settings.say(f"compile: first step of {count:,} parameters")
-        rows = [row for name in ready for row in _rows(name, count, settings, repeats if name == OURS else 1, timeout)]
-        result.groups.append(Group(f"first step, {count:,} parameters of {ELEMENTS}", rows))
-    if settings.compiled:
-        names = [peer.name for peer in peers(settings.device, compiled=True) if peer.compiled]
-        settings.say(f"compile: first step of {COMPILED_COUNT} parameters, compiling peers")
-        rows = [row for name in names for row in _rows(name, COMPILED_COUNT, settings, 1, timeout)]
-        result.groups.append(Group(f"first step, {COMPILED_COUNT} parameters of {ELEMENTS}", rows))
+    for case in _cases_of_rules(names, settings) if names else _cases_of_peers(settings):
+        if _has(result, case):
+            continue
+        label, started = f"{case.name}, {case.count:,} parameters", time.monotonic()
+        if started - begin + longest > seconds:
+            result.notes.append(f"left out, {label}: it would not have ended within {seconds:g} s")
+            continue
+        rows = _rows(case, settings.device, timeout)
+        _replace(result, case, rows)
+        longest = max(longest, time.monotonic() - started)
+        settings.say(f"compile: {label}: {_in_short(rows)}; {time.monotonic() - begin:.0f} s so far")
+        if keep is not None:
+            keep(result)
     return result
 
 
-def _rows(name: str, count: int, settings: Settings, repeats: int, timeout: float) -> list[Row]:
+def _cases_of_rules(names: Sequence[str], settings: Settings) -> Iterator[_Case]:
+    count = _counts(settings)[0]
+    for name in names:
+        yield _Case(f"first step, {count:,} parameters of {SIDE} x {SIDE}", RULE + name, count)
+
+
+def _cases_of_peers(settings: Settings) -> Iterator[_Case]:
+    """Every peer that does not compile by itself with each count, and then those that do with fewer parameters."""
+    for count in _counts(settings):
+        for peer in peers(settings.device):
+            if peer.name in (OURS, "torch fused"):
+                repeats = 2 if peer.name == OURS and not settings.quick else 1
+                yield _Case(f"first step, {count:,} parameters of {ELEMENTS}", peer.name, count, repeats)
+    if settings.compiled:
+        for peer in peers(settings.device, compiled=True):
+            if peer.compiled:
+                title = f"first step, {COMPILED_COUNT} parameters of {ELEMENTS}"
+                yield _Case(title, peer.name, COMPILED_COUNT)
+
+
+def _counts(settings: Settings) -> tuple[int, int]:
+    return (10, 20) if settings.quick else (1000, 10_000)
+
+
+def _group(result: Result, title: str) -> Group | None:
+    return next((group for group in result.groups if group.title == title), None)
+
+
+def _has(result: Result, case: _Case) -> bool:
+    """Whether there are a contender's figures; one that failed is tried again."""
+    group = _group(result, case.title)
+    return group is not None and all(group.row(f"{case.name}, {caches}") for caches in CACHES)
+
+
+def _replace(result: Result, case: _Case, rows: Sequence[Row]) -> None:
+    """Put in a contender's rows, in the place of its failure in an earlier run."""
+    group = _group(result, case.title)
+    if group is None:
+        group = Group(case.title, [])
+        result.groups.append(group)
+    group.rows = [*(row for row in group.rows if row.contender != case.name), *rows]
+
+
+def _in_short(rows: Sequence[Row]) -> str:
+    said = []
+    for row in rows:
+        if row.failure is not None:
+            said.append(f"failed: {row.failure}")
+        elif row.wall is not None:
+            said.append(f"{row.contender.rpartition(', ')[2]} {row.wall.median:,.0f} ms")
+    return ", ".join(said)
+
+
+def _rows(case: _Case, device: torch.device, timeout: float) -> list[Row]:
     empty: list[float] = []
     filled: list[float] = []
+    arguments = (case.name, case.count, device)
     try:
-        for _ in range(repeats):
-            with tempfile.TemporaryDirectory() as caches:
-                empty.append(_in_fresh_process(name, count, settings.device, caches, timeout))
-                filled.append(_in_fresh_process(name, count, settings.device, caches, timeout))
-    except (RuntimeError, subprocess.TimeoutExpired) as failure:
-        return [Row(name, failure=" ".join(str(failure).split())[-200:])]
-    return [_row(f"{name}, empty caches", spread(empty)), _row(f"{name}, filled caches", spread(filled))]
+        for _ in range(case.repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                variables = {variable: os.path.join(folder, variable.lower()) for variable in CACHE_VARIABLES}
+                for found in (empty, filled):
+                    found.append(in_fresh_process(first_step, arguments, variables, timeout))
+    except (RuntimeError, TimeoutError) as failure:
+        return [Row(case.name, failure=" ".join(str(failure).split())[-200:])]
+    return [
+        _row(f"{case.name}, {caches}", spread(found)) for caches, found in zip(CACHES, (empty, filled), strict=True)
+    ]
 
 
 def _row(name: str, wall: Spread) -> Row:
     return Row(name, host=wall, wall=wall)
-
-
-def _in_fresh_process(name: str, count: int, device: torch.device, caches: str, timeout: float) -> float:
-    """Return the milliseconds of a first step; the caches of tilestep, Triton and Inductor are in the given folder."""
-    variables = {variable: os.path.join(caches, variable.lower()) for variable in CACHE_VARIABLES}
-    command = [sys.executable, "-m", __name__, "--peer", name, "--count", str(count), "--device", str(device)]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
-    return float(json.loads(done.stdout.splitlines()[-1])["milliseconds"])
 
 
 def first_step(name: str, count: int, device: torch.device) -> float:
@@ -125,17 +192,3 @@ def first_step(name: str, count: int, device: torch.device) -> float:
         step_of(peers(device, compiled=True, names=[name])[0], parameters, MAX_GRAD_NORM)()
     synchronize(device)
     return (time.perf_counter() - begin) * 1e3
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the milliseconds of one first step as JSON."""
-    parser = argparse.ArgumentParser(description="time the first step of an optimizer in this process")
-    parser.add_argument("--peer", required=True)
-    parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--device", default="cpu")
-    chosen = parser.parse_args(arguments)
-    print(json.dumps({"milliseconds": first_step(chosen.peer, chosen.count, torch.device(chosen.device))}))
-
-
-if __name__ == "__main__":
-    main()

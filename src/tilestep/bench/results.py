@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,24 @@ class Result:
         path = folder / f"{self.section}.json"
         path.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
         return path
+
+    def take_over(self, known: Result, keys: Sequence[str]) -> None:
+        """Begin with the groups of an earlier result.
+
+        Args:
+            known: it.
+            keys: of the environment, which must say the same in both.
+
+        Raises:
+            ValueError: for a result from elsewhere.
+        """
+        for key in keys:
+            here, there = self.environment.get(key, "unknown"), known.environment.get(key, "unknown")
+            if here != there:
+                raise ValueError(
+                    f"figures of {key} {there} cannot be added to with {key} {here}: choose another folder"
+                )
+        self.groups.extend(known.groups)
 
     @classmethod
     def load(cls, path: Path) -> Result:

@@ -50,8 +50,10 @@ def register(app: typer.Typer) -> None:
         models: Annotated[str, typer.Option(help="e2e: only these models, by name, with commas.")] = "",
         mode: Annotated[Mode, typer.Option(help="e2e: models eager, under torch.compile, or both.")] = Mode.eager,
         batch: Annotated[int, typer.Option(min=0, help="e2e: batch size; 0 takes each model's own.")] = 0,
-        seconds: Annotated[float, typer.Option(min=0, help="e2e: begin no model that ends later; 0: no limit.")] = 0,
-        add: Annotated[bool, typer.Option(help="e2e: keep what --out has, measure what is missing.")] = False,
+        seconds: Annotated[
+            float, typer.Option(min=0, help="e2e, compile: begin nothing that ends later; 0: no limit.")
+        ] = 0,
+        add: Annotated[bool, typer.Option(help="e2e, compile: keep what --out has, measure the rest.")] = False,
         rules: Annotated[str, typer.Option(help="rules: only these, with commas; compile: these, or all.")] = "",
     ) -> None:
         """Measure norms, optimizer steps and training iterations of tilestep and its peers, in interleaved rounds."""
@@ -73,20 +75,28 @@ def register(app: typer.Typer) -> None:
         def say(line: str) -> None:
             console.print(line, style="dim", markup=False)
 
+        def keep(result: Result) -> None:
+            result.save(out)
+
+        def known(name: str) -> Result | None:
+            stored = out / f"{name}.json"
+            return Result.load(stored) if add and stored.exists() else None
+
         def end_to_end(settings: Settings) -> Result:
             modes = MODES if mode is Mode.both else (mode.value,)
-            stored = out / "e2e.json"
-            known = Result.load(stored) if add and stored.exists() else None
-            names, limit = _names(models), seconds or math.inf
-            return run_e2e(settings, names, modes, batch, lambda result: result.save(out), known, limit)
+            return run_e2e(settings, _names(models), modes, batch, keep, known("e2e"), seconds or math.inf)
 
-        if not quick and native.wait():
+        def first_steps(settings: Settings) -> Result:
+            known_result, limit = known("compile"), seconds or math.inf
+            return run_compile(settings, _names(rules), keep=keep, known=known_result, seconds=limit)
+
+        if not quick and section is not Section.compile and native.wait():  # first steps run in other processes
             say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")
         settings = Settings(chosen, quick=quick, compiled=compiled, rounds=rounds, say=say)
         runs = {
             "norm": run_norm,
             "step": run_step,
-            "compile": lambda settings: run_compile(settings, _names(rules)),
+            "compile": first_steps,
             "cpu": run_cpu,
             "rules": lambda settings: run_rules(settings, _names(rules)),
             "e2e": end_to_end,
