@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, train
 
 import tilestep
 from tilestep import compat
-from tilestep.sharding import parameters
+from tilestep.sharding import groups, parameters
 from tilestep.sharding.groups import Ranks
 from tilestep.sharding.streams import Channel, Mark
 
@@ -47,13 +47,13 @@ def several_tensors_in_one_message() -> None:
     parts = [whole[rank * size : (rank + 1) * size] for whole, size in zip(wholes, (3, 5))]
     for index, part in enumerate(parts):
         part.fill_(10 * index + rank)
-    work = compat.gather_together(dist.group.WORLD, wholes, parts)
-    assert work is not None, f"torch {torch.__version__} gathers tensors one by one (compat)"
+    began, work = compat.gather_together(dist.group.WORLD, wholes, parts)
+    assert began, f"torch {torch.__version__} gathers tensors one by one (compat)"
     work.wait()
     for index, (whole, size) in enumerate(zip(wholes, (3, 5))):
         expected = torch.arange(ranks).repeat_interleave(size) + 10.0 * index
         assert torch.equal(whole, expected)
-    assert compat.gather_together(object(), wholes, parts) is None
+    assert compat.gather_together(object(), wholes, parts) == (False, None)
 
 
 def waves_grow_and_arrive() -> None:
@@ -126,6 +126,26 @@ CHECKS = [
 
 def test_two_ranks() -> None:
     all_pass(CHECKS, 2)
+
+
+class OrderedGroup:
+    """Runs in the order of a stream, as NCCL: there is nothing to wait for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allgather_into_tensor_coalesced(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def test_what_there_is_no_work_of_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, flats = OrderedGroup(), [torch.zeros(4), torch.zeros(6)]
+    assert compat.gather_together(group, flats, flats) == (True, None)
+    monkeypatch.setattr(groups, "_all_gather", lambda *args, **options: pytest.fail("gathered again, one by one"))
+    ranks = Ranks.__new__(Ranks)
+    ranks.shard, ranks.roll_call = group, nullcontext()
+    ranks.all_gather(flats, flats).wait()
+    assert group.calls == 2
 
 
 def test_waves() -> None:

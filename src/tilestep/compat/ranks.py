@@ -27,8 +27,8 @@ def group_device_types(group: Any) -> set[str] | None:
     return None if devices is None else {device.type for device in devices}
 
 
-def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Any | None:
-    """Begin to gather several tensors in one message; None where torch has no call for it.
+def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[bool, Any]:
+    """Begin to gather several tensors in one message.
 
     Args:
         group: the process group.
@@ -36,7 +36,8 @@ def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[
         parts: this rank's part of each; it may lie in the whole.
 
     Returns:
-        What to wait for. On a GPU it runs in the current stream, and there is nothing to wait for any more.
+        Whether it has begun, which it has not where torch has no call for it; and what to wait for, None where there is
+        nothing: on a GPU it runs in the current stream.
     """
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
         call, options = (
@@ -47,5 +48,5 @@ def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[
             continue
         told = options()
         told.asyncOp = not wholes[0].is_cuda
-        return call(list(wholes), list(parts), told)
-    return None
+        return True, call(list(wholes), list(parts), told)
+    return False, None

@@ -142,9 +142,9 @@ class Ranks:
             What to wait for.
         """
         with self.roll_call:
-            together = gather_together(self.shard, flats, sections) if len(flats) > 1 else None
-            if together is not None:
-                return Awaited([together], self.roll_call)
+            began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
+            if began:
+                return Awaited([work], self.roll_call)
             works = [
                 _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
                 for flat, section in zip(flats, sections)
