@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import native
 from .compat import addresses_equal, tensor_guards
 
-__all__ = ["TensorWatch", "any_gradient", "sum_of_versions", "which_train"]
+__all__ = ["Survey", "TensorWatch", "any_gradient", "sum_of_versions", "survey", "which_train"]
 
 
 class TensorWatch:
@@ -81,6 +81,33 @@ class TensorWatch:
             self._module.bump_list(tensors)
         else:
             torch.autograd.graph.increment_version(tensors)
+
+
+class Survey(NamedTuple):
+    """What one look at some parameters tells.
+
+    Args:
+        versions: how often they have been written to, all together.
+        any_gradient: whether one of them has a gradient.
+        trains: for each of them a one if it requires a gradient, else a zero.
+    """
+
+    versions: int
+    any_gradient: bool
+    trains: bytes
+
+
+def survey(params: list[torch.Tensor]) -> Survey:
+    """All that `sum_of_versions`, `any_gradient` and `which_train` tell, by one look in C++ where that is built.
+
+    Example:
+        >>> survey([torch.zeros(2, requires_grad=True), torch.zeros(3)])
+        Survey(versions=0, any_gradient=False, trains=b'\\x01\\x00')
+    """
+    module = native.module(len(params))
+    if module is not None:
+        return Survey(*module.survey(params))
+    return Survey(sum_of_versions(params), any_gradient(params), which_train(params))
 
 
 def sum_of_versions(tensors: list[torch.Tensor]) -> int:

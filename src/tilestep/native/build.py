@@ -21,7 +21,7 @@ from ..codegen.compile_cpp import compiler, compiler_version
 
 __all__ = ["module", "wait"]
 
-LEAST_TENSORS = 500
+LEAST_TENSORS = 200
 """Fewer tensors than this are looked at in Python faster than anyone notices."""
 
 _FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]

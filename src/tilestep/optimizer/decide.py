@@ -172,7 +172,11 @@ def _agree(decision: Decision, agreement: Agreement) -> None:
     if not known:
         return
     device = known[0].device
-    together = torch.cat([_moved(number, device).to(torch.float64).reshape(1) for number in known])
+    if len(known) == 1 and known[0].dtype is torch.float64 and known[0] is decision.power_sum:
+        # Whoever computes it does so anew at every step, for the decision alone.
+        together = known[0].reshape(1)
+    else:
+        together = torch.cat([_moved(number, device).to(torch.float64).reshape(1) for number in known])
     agreement.add(together)
     if decision.power_sum is not None:
         decision.power_sum = together[:1]

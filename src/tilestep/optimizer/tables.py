@@ -14,6 +14,7 @@ from ..compat import local_parts
 from ..engine import DeviceEngine, run_passes
 from ..placements import Agreement, LocalGradients, SharedSums
 from ..placements.local import local_part
+from ..tensor_watch import sum_of_versions
 from .homes import StateHome
 from .scan import Scan
 from .states import follow_parameter
@@ -61,6 +62,9 @@ class Tables:
     scan: Scan | None = None
     places: dict[Any, list[int]] = field(default_factory=dict)
     home: StateHome = field(default_factory=StateHome)
+
+    def __post_init__(self) -> None:
+        self._with_master = [param for param, _ in self.masters]
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
@@ -196,9 +200,8 @@ class Tables:
 
     def _versions(self) -> int:
         # Versions only grow: no version has changed if their sum has not. A DTensor and its part have one each.
-        params = [param for param, _ in self.masters]
-        parts = local_parts(params) if self.agreement is not None else []
-        return sum([param._version for param in params]) + sum([part._version for part in parts])
+        parts = local_parts(self._with_master) if self.agreement is not None else []
+        return sum_of_versions(self._with_master) + sum_of_versions(parts)
 
 
 def _changes(state: Any) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..norm import NormTable
 from ..optimizer import Optimizer
-from ..tensor_watch import which_train
+from ..tensor_watch import survey
 from .buckets import Bucket, Options, make_buckets, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
@@ -220,10 +220,14 @@ class Sharding:
         return [(member.name, member.piece) for member in members if member.piece is not None]
 
     @torch.no_grad()
-    def follow_parameters(self) -> None:
-        """Have every parameter here, and take over what somebody else has written to them."""
+    def follow_parameters(self, versions: int | None = None) -> None:
+        """Have every parameter here, and take over what somebody else has written to them.
+
+        Args:
+            versions: how often they have been written to, if that is known.
+        """
         self.parameters.wait_all()
-        if self.parameters.were_written():
+        if self.parameters.were_written(versions):
             torch.autograd.graph.increment_version(
                 [member.piece for member in self.members if member.piece is not None]
             )
@@ -231,13 +235,10 @@ class Sharding:
     @torch.no_grad()
     def ready(self) -> None:
         """Have every piece hold its summed gradient, and the pieces be what the parameters are."""
-        self.gradients.finish()
-        self.follow_parameters()
-        now = _Known(
-            [sums.section for sums in self.gradients.sums],
-            self.gradients.has_gradient(),
-            which_train(self.gradients.params),
-        )
+        seen = survey(self.gradients.params)
+        self.gradients.finish(seen)
+        self.follow_parameters(seen.versions)
+        now = _Known([sums.section for sums in self.gradients.sums], self.gradients.has_gradient(), seen.trains)
         if not now.same(self._known):
             self._give_gradients(now)
             self._known = now

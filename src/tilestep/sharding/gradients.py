@@ -11,7 +11,7 @@ import torch
 from ..accumulating import Accumulating
 from ..compat import after_backward, backward_pass
 from ..engine.capturing import is_capturing, require
-from ..tensor_watch import any_gradient, which_train
+from ..tensor_watch import Survey, any_gradient, which_train
 from .buckets import Bucket, Options
 from .groups import Ranks
 from .streams import Channel
@@ -212,17 +212,21 @@ class GradientSync(Accumulating):
         self.channel.await_communication()
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Have the summed gradients of every bucket; those of one that does not train are None."""
-        if not self._open and (not self._rounds or self._was_given()):
+    def finish(self, seen: Survey | None = None) -> None:
+        """Have the summed gradients of every bucket; those of one that does not train are None.
+
+        Args:
+            seen: what a look at all parameters has told, if there was one already.
+        """
+        if not self._open and (not self._rounds or self._was_given(seen)):
             self._begin_round()
         if self._open:
             self._end_round()
         self._await_all()
 
-    def _was_given(self) -> bool:
+    def _was_given(self, seen: Survey | None = None) -> bool:
         """Whether somebody has set gradients by hand since the last round."""
-        if not any_gradient(self.params):
+        if not (any_gradient(self.params) if seen is None else seen.any_gradient):
             return False
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 

@@ -228,11 +228,13 @@ class ParameterSync:
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
         trained = [bucket for bucket in self._buckets if bucket.trains]
-        all_of_them = len(trained) == len(self._buckets)
-        torch.autograd.graph.increment_version(
-            self.params if all_of_them else [param for bucket in trained for param in bucket.params]
-        )
-        self._versions = sum_of_versions(self.params)
+        if len(trained) == len(self._buckets):
+            self._watch.count_writes(self.params)
+            self._versions += len(self.params)
+        else:
+            written = [param for bucket in trained for param in bucket.params]
+            torch.autograd.graph.increment_version(written)
+            self._versions += len(written)
 
     def _join_graph(self) -> None:
         """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
@@ -243,17 +245,24 @@ class ParameterSync:
 
     def take_back(self) -> None:
         """Let parameters that somebody has moved be views of their buckets again."""
-        if not self._watch.same_addresses(self.params):
+        _, in_place = self._watch.same_metadata_and_addresses(self.params)
+        if not in_place and not self._watch.same_addresses(self.params):
             for bucket in self._buckets:
                 bucket.take_back()
             self._versions = -1
 
     @torch.no_grad()
-    def were_written(self) -> bool:
-        """Whether somebody else has written to parameters since the last step; their values are taken over."""
+    def were_written(self, versions: int | None = None) -> bool:
+        """Whether somebody else has written to parameters since the last step; their values are taken over.
+
+        Args:
+            versions: how often parameters have been written to, if that is known.
+        """
         self.take_back()
-        if sum_of_versions(self.params) == self._versions:
+        versions = sum_of_versions(self.params) if versions is None else versions
+        if versions == self._versions:
             return False
+        self._versions = versions
         for bucket in self._buckets:
             if bucket.exact is not None:
                 here = bucket.section_of(bucket.flat)
