@@ -53,6 +53,29 @@ def one_rank_alone_has_a_reason() -> None:
     refused(r"rank 1 cannot be sharded|is not one of the model's", make)
 
 
+def one_rank_alone_fails_before_anything_is_compared() -> None:
+    """In the function that makes the optimizer, with another kind of optimizer, or with something that is no module."""
+    model = Elementwise()
+
+    def failing(is_other: bool) -> Any:
+        return tilestep.shard(lambda: sgd(model.parameters(), lr=-1.0 if is_other else 0.1), model)
+
+    def sharded_already(is_other: bool) -> Any:
+        before = Elementwise()
+        sharded = tilestep.shard(sgd(before.parameters()), before)
+        tilestep.shard(sharded if is_other else sgd(model.parameters()), model)
+
+    for pattern, make in (("Invalid lr: -1", failing), ("is sharded already", sharded_already)):
+        refused(f"^rank 1 cannot be sharded: .*{pattern}" if dist.get_rank() == 0 else pattern, make)
+    wrong: list[Callable[[], Any]] = [
+        lambda: tilestep.shard(torch.optim.SGD(model.parameters(), lr=0.1), model),  # type: ignore[arg-type]
+        lambda: tilestep.shard(sgd(model.parameters()), None),  # type: ignore[arg-type]
+    ]
+    for each in wrong:
+        with pytest.raises(TypeError if dist.get_rank() == 1 else ValueError, match=r"shard\(\) takes"):
+            _ = each() if dist.get_rank() == 1 else tilestep.shard(sgd(model.parameters()), model)
+
+
 def ranks_that_differ() -> None:
     def build(shape: int = 4, dtype: torch.dtype = torch.float32, lr: float = 0.1, **options: Any) -> Any:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, shape)).to(dtype)
@@ -80,7 +103,23 @@ def ranks_that_differ() -> None:
     refused("frozen", lambda other: build(frozen=other))
     refused("in group 2", lambda other: build(swapped=other))
     refused("rank 1 has group|nothing more|rank 0 has parameter 1.bias", lambda other: build(fewer=other))
+    refused(
+        r"norm_groups of \[\] ranks; rank 1 has norm_groups of \[2\]",
+        lambda other: build(norm_groups=[dist.group.WORLD] if other else []),
+    )
+    refused(r"rank 0 has state after steps \[2\.0\]; rank 1 has no state", stepped_before)
     refused("Lion", lambda other: build(rule="Lion" if other else "SGD", lr=0.1))
+
+
+def stepped_before(is_other: bool) -> None:
+    """One rank has loaded a checkpoint, say, and the other one begins anew."""
+    model = Elementwise()
+    optimizer = sgd(model.parameters())
+    for _ in range(0 if is_other else 2):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    tilestep.shard(optimizer, model)
 
 
 def arguments_that_are_none() -> None:
@@ -151,6 +190,7 @@ def what_a_sharded_optimizer_does_not_do() -> None:
 CHECKS = [
     models_that_are_wrapped,
     one_rank_alone_has_a_reason,
+    one_rank_alone_fails_before_anything_is_compared,
     ranks_that_differ,
     arguments_that_are_none,
     meshes,

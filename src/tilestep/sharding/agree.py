@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from ..placements import is_distributed
 from .buckets import Options, memory_order
 from .groups import Ranks
 
-__all__ = ["check_alone", "check_together", "plain_module"]
+__all__ = ["check_alone", "check_together", "plain_module", "tried_together"]
+
+Found = TypeVar("Found")
 
 
 def plain_module(model: nn.Module) -> nn.Module:
@@ -73,26 +75,57 @@ def _check_module(module: nn.Module, label: str) -> None:
         )
 
 
-def check_together(optimizer: Optimizer, model: nn.Module, ranks: Ranks, options: Options) -> dict[Any, str]:
+def tried_together(ranks: Ranks, attempt: Callable[[], Found]) -> Found:
+    """What each rank finds, if every one of them does: else they all raise.
+
+    Args:
+        ranks: the ranks; all of them must call it.
+        attempt: finds it, without waiting for other ranks.
+
+    Raises:
+        ValueError: where another rank has failed; where this one has, its own error.
+    """
+    error: Exception | None = None
+    try:
+        found = attempt()
+    except Exception as own:
+        error = own
+    everyone = ranks.everyone("" if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(everyone):
+        if text:
+            raise ValueError(f"rank {rank} cannot be sharded: {text}")
+    return found
+
+
+def check_together(
+    optimizer: Optimizer,
+    model: nn.Module,
+    ranks: Ranks,
+    options: Options,
+    also: Callable[[], Iterable[str]] = tuple,
+) -> dict[Any, str]:
     """`check_alone`, with its errors raised on every rank; and the first thing in which ranks differ.
+
+    Args:
+        optimizer: the optimizer.
+        model: the module that has its parameters.
+        ranks: the ranks; all of them must call it.
+        options: what `shard` was told.
+        also: what else must be the same, a line each.
 
     Raises:
         ValueError: on all ranks alike.
     """
-    names: dict[Any, str] = {}
-    try:
+
+    def described() -> tuple[dict[Any, str], list[str]]:
         names = check_alone(optimizer, model, options)
-        lines = list(_described(optimizer, names, ranks, options))
-        error = ""
-    except (TypeError, ValueError) as own:
-        lines, error = [], str(own)
-    digest = error or hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    everyone = ranks.everyone((bool(error), digest))
-    failed = [(rank, text) for rank, (has_failed, text) in enumerate(everyone) if has_failed]
-    if failed:
-        rank, text = failed[0]
-        raise ValueError(error or f"rank {rank} cannot be sharded: {text}")
-    if len({digest for _, digest in everyone}) > 1:
+        return names, [*_described(optimizer, names, ranks, options), *also()]
+
+    names, lines = tried_together(ranks, described)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(ranks.everyone(digest))) > 1:
         raise ValueError(_first_difference(ranks.everyone(lines)))
     return names
 

@@ -24,14 +24,18 @@ from .pieces import ShardedTensorPiece
 if TYPE_CHECKING:
     from .core import Member, Sharding
 
-__all__ = ["begun_state", "full_state_dict", "load_into_pieces", "sharded_states"]
+__all__ = ["begun_state", "full_state_dict", "load_into_pieces", "sharded_states", "steps_behind"]
 
 
 def begun_state(optimizer: Optimizer) -> dict[str, Any] | None:
     """The state_dict of an optimizer that is going to be sharded; None if it has not stepped yet."""
-    packed = optimizer.state_dict()
-    steps = [torch.as_tensor(values.get("step", 0.0)).reshape(()).cpu() for values in packed["state"].values()]
-    return packed if steps and bool(torch.stack(steps).any()) else None
+    return optimizer.state_dict() if any(steps_behind(optimizer)) else None
+
+
+def steps_behind(optimizer: Optimizer) -> list[float]:
+    """The step counts that parameters of an optimizer have, each once, in order."""
+    steps = [torch.as_tensor(values.get("step", 0.0)).reshape(()).cpu() for values in optimizer.state.values()]
+    return sorted(set(torch.stack(steps).tolist())) if steps else []
 
 
 @contextmanager

@@ -199,14 +199,13 @@ class Deciders:
             self._ranks.add_in(group, values)
 
 
-def ranks_of(mesh: Any, device: torch.device) -> Ranks:
+def ranks_of(mesh: Any) -> Ranks:
     """The ranks of a mesh.
 
     Args:
         mesh: None for all ranks, else a DeviceMesh of one dimension, or of two: one over which state is split and one
             over which it is replicated. They are found by their names if one starts with "shard" or "replicate", or
             with "dp_shard" or "dp_replicate"; without names the first replicates, as for torch's `fully_shard`.
-        device: where the parameters are.
 
     Raises:
         ValueError: for torch.distributed not initialized, or a mesh that does not fit.
@@ -219,8 +218,6 @@ def ranks_of(mesh: Any, device: torch.device) -> Ranks:
         raise ValueError(f"shard() takes a mesh of one or two dimensions, not {mesh.ndim}: slice it, mesh['dp']")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} does not belong to {mesh}; only ranks of the mesh may call shard()")
-    if mesh.device_type != device.type:
-        raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")
     if mesh.ndim == 1:
         return Ranks(mesh.get_group())
     shard = _shard_dimension(mesh.mesh_dim_names)

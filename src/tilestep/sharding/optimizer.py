@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..compat import route_unscaling
@@ -18,9 +19,9 @@ from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
 from ..optimizer.homes import StateHome, deferred_state
 from ..optimizer.making import made_for
-from .agree import check_together, plain_module
+from .agree import check_together, plain_module, tried_together
 from .buckets import Options
-from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states
+from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states, steps_behind
 from .core import Sharding
 from .groups import ranks_of
 
@@ -96,14 +97,8 @@ def shard(
         [[0.5, 0.0]]
         >>> torch.distributed.destroy_process_group()
     """
-    optimizer = made_for("shard", optimizer)
-    if isinstance(optimizer, ShardedOptimizer):
-        raise ValueError("the optimizer is sharded already")
-    if type(optimizer._home) is not StateHome:
-        raise ValueError("the optimizer is offloaded already: shard it first, then offload it")
-    model = plain_module(model)
-    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
-    ranks = ranks_of(mesh, device)
+    ranks = ranks_of(mesh)
+    optimizer, model = tried_together(ranks, lambda: _prepared(optimizer, model, mesh))
     options = Options(
         overlap_grad_sync,
         overlap_param_sync,
@@ -114,7 +109,7 @@ def shard(
         param_buffer,
         average,
     )
-    names = check_together(optimizer, model, ranks, options)
+    names = check_together(optimizer, model, ranks, options, lambda: _about(optimizer, norm_groups))
     route_unscaling(lambda each: isinstance(each, ShardedOptimizer), _unscale)
     state = begun_state(optimizer)
     if state is None:
@@ -129,6 +124,26 @@ def shard(
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer._begin(sharding)
     return optimizer
+
+
+def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Module]:
+    """The optimizer, made if a function was given, and the plain module; what cannot be sharded is refused."""
+    made = made_for("shard", optimizer)
+    if isinstance(made, ShardedOptimizer):
+        raise ValueError("the optimizer is sharded already")
+    if type(made._home) is not StateHome:
+        raise ValueError("the optimizer is offloaded already: shard it first, then offload it")
+    device = next((param.device for group in made.param_groups for param in group["params"]), torch.device("cpu"))
+    if mesh is not None and mesh.device_type != device.type:
+        raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")
+    return made, plain_module(model)
+
+
+def _about(optimizer: Optimizer, norm_groups: Sequence[Any]) -> Iterator[str]:
+    """What else must be the same on all ranks when an optimizer is going to be sharded, a line each."""
+    yield f"norm_groups of {[dist.get_world_size(group) for group in norm_groups]} ranks"
+    steps = steps_behind(optimizer)
+    yield f"state after steps {steps}" if any(steps) else "no state of earlier steps"
 
 
 def _unscale(unscale: Any, optimizer: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
@@ -320,12 +335,16 @@ class ShardedOptimizer(Optimizer):
 
     def eval(self) -> None:
         """As for any optimizer; all ranks must call it."""
+        # What is on its way is read until it has arrived.
+        self._sharding.follow_parameters()
         self._sharding.inner.eval()
         self._evaluating = self._sharding.inner._evaluating
         self._sharding.parameters.gather()
 
     def train(self, mode: bool = True) -> None:
         """As for any optimizer; all ranks must call it."""
+        # What is on its way is read until it has arrived.
+        self._sharding.follow_parameters()
         self._sharding.inner.train(mode)
         self._evaluating = self._sharding.inner._evaluating
         self._sharding.parameters.gather()
