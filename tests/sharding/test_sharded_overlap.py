@@ -14,6 +14,7 @@ from sharded_twins import TINY, inputs
 from torch import nn
 
 import tilestep
+from tilestep.rules.compose import ema
 from tilestep.sharding.groups import Ranks
 
 LAYERS = 5
@@ -103,6 +104,25 @@ def parameters_are_gathered_in_the_order_of_the_forward_and_waited_for_one_by_on
         assert not any("wait" in word for word in said)
 
 
+def averages_are_brought_in_when_parameters_have_arrived() -> None:
+    """Before that their memory is read by what sends them; and nobody would wait for what was sent."""
+    said: list[str] = []
+    model = Chain(said)
+    made = tilestep.Optimizer(model.parameters(), ema(tilestep.registry["SGD"], 0.5), lr=0.1)
+    optimizer = tilestep.shard(made, model, bucket_cap_mb=TINY)
+    with told(said):
+        model(inputs(2, 7)).backward()
+        optimizer.step()
+        said.clear()
+        for change in (optimizer.eval, optimizer.train):
+            change()
+            assert said == [
+                *[f"wait {index}" for index in range(LAYERS)],
+                *[f"gather {index}" for index in range(LAYERS)],
+            ]
+            said.clear()
+
+
 def gradients_are_accumulated_in_the_buffer() -> None:
     said: list[str] = []
     model, optimizer = made(said)
@@ -141,6 +161,7 @@ CHECKS = [
     buckets_are_sent_while_backward_runs,
     without_overlap_nothing_is_sent_before_the_step,
     parameters_are_gathered_in_the_order_of_the_forward_and_waited_for_one_by_one,
+    averages_are_brought_in_when_parameters_have_arrived,
     gradients_are_accumulated_in_the_buffer,
     nobody_but_one_rank_keeps_a_full_state_and_none_more_than_a_tensor_of_it,
 ]

@@ -101,6 +101,18 @@ def parameters_frozen_and_thawed() -> None:
         pair.compare()
 
 
+def a_rank_that_uses_what_was_thawed_alone() -> None:
+    """Its backward is a round too: the others do not wait for one that never comes."""
+    model = Branches()
+    model.branches[1].requires_grad_(False)
+    pair = Pair(model, sgd, bucket_cap_mb=TINY)
+    for side in (pair.model, pair.twin):
+        side.branches[1].requires_grad_(True)
+    for _ in range(3):
+        run(pair, [[1], [1]] if dist.get_rank() == 0 else [[0], [2]], sync_all=True)
+        pair.compare(rtol=1e-5, atol=1e-6)
+
+
 def parameters_used_twice_and_shared() -> None:
     model = Branches()
     model.branches[3].weight = model.branches[0].weight
@@ -328,6 +340,7 @@ CHECKS = [
     other_branches_with_a_sync_at_every_microbatch,
     a_rank_without_any_gradient,
     parameters_frozen_and_thawed,
+    a_rank_that_uses_what_was_thawed_alone,
     parameters_used_twice_and_shared,
     an_error_in_the_middle_of_backward,
     recomputed_activations,

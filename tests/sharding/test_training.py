@@ -107,6 +107,24 @@ def gradients_summed_in_float32() -> None:
         torch.testing.assert_close(master, wanted, rtol=1e-6, atol=1e-7)
 
 
+def every_microbatch_s_digits_are_kept_beside_an_unused_parameter() -> None:
+    """In bfloat16 256 + 1 is 256: what waits for a gradient that never comes must not be added up there."""
+    model = Elementwise(2).bfloat16()
+    made = tilestep.SGD(model.parameters(), lr=1.0, master_weights=True)  # type: ignore[attr-defined]
+    optimizer = tilestep.shard(made, model, grad_sync_dtype=torch.float32)
+    start = model.weights[0].float()
+    for factor, sync in ((256, False), (1, False), (1, True)):
+        loss = (model.weights[0] * factor).sum()
+        if sync:
+            loss.backward()
+        else:
+            with optimizer.no_sync():
+                loss.backward()
+    optimizer.step()
+    master = optimizer.full_state_dict()["state"][0]["master_param"]
+    torch.testing.assert_close(master, start.cpu() - 258.0, rtol=0, atol=0)
+
+
 def parameters_that_travel_as_bytes() -> None:
     for dtype in (torch.int64, torch.int32, torch.uint8):
         for model in (Elementwise(), Elementwise().bfloat16()):
@@ -274,6 +292,7 @@ CHECKS = [
     masters,
     dtypes_in_any_mixture,
     gradients_summed_in_float32,
+    every_microbatch_s_digits_are_kept_beside_an_unused_parameter,
     parameters_that_travel_as_bytes,
     parameters_that_travel_in_a_narrower_type,
     clipping,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,10 +86,10 @@ class GradientSync(Accumulating):
         self._used_known: set[int] = set()
         self._used_sent = self.used.clone()
         self._handles += [
-            param.register_post_accumulate_grad_hook(partial(self._arrived, sums, place))
+            _hook(param, partial(self._arrived, sums, place))
             for sums in added
             for place, param in enumerate(sums.bucket.params)
-            if param.requires_grad
+            if param.is_floating_point()
         ]
 
     @property
@@ -135,12 +135,18 @@ class GradientSync(Accumulating):
         for sums in self.sums:
             sums.await_all()
         self._pass = current
-        overlaps = self.syncing and self.options.overlap_grad_sync
-        self._reducing = overlaps and after_backward(self._end_of_backward)
+        ends = after_backward(self._end_of_backward)
+        self._reducing = ends and self.syncing and self.options.overlap_grad_sync
 
+    @torch.no_grad()
     def _end_of_backward(self) -> None:
         if self._open and self._reducing:
             self._end_round()
+        elif self._open:
+            # The next pass would add to what is left in the parameters' own type.
+            for sums in self.sums:
+                if not sums.accumulates_in_place:
+                    sums.collect()
 
     @torch.no_grad()
     def _begin_round(self) -> None:
@@ -273,3 +279,12 @@ class GradientSync(Accumulating):
         """Stop looking at gradients."""
         for handle in self._handles:
             handle.remove()
+
+
+def _hook(param: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> Any:
+    """Have gradients of a parameter announced, also of one that is frozen now: once it is thawed it has some."""
+    trains = param.requires_grad
+    param.requires_grad_(True)
+    handle = param.register_post_accumulate_grad_hook(arrived)
+    param.requires_grad_(trains)
+    return handle

@@ -41,7 +41,8 @@ class Sums:
         self.comes_averaged = False
         """Whether what comes from the other ranks is divided by their number already."""
         self._own_section: torch.Tensor | None = None
-        self._keeps = bucket.grad_dtype == bucket.dtype
+        self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
+        """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
         if memory is not None:
             self._attach(memory)
 
@@ -87,7 +88,7 @@ class Sums:
             return False
         views = self._memory_views()
         copy_all(views, gradients)
-        if self._keeps and not ends:
+        if self.accumulates_in_place and not ends:
             for param, view in zip(params, views):
                 param.grad = view
         else:
@@ -103,7 +104,7 @@ class Sums:
         for place, param in enumerate(self.bucket.params):
             gradient = param.grad
             if gradient is None:
-                if self._keeps:
+                if self.accumulates_in_place:
                     # There was none, or somebody has taken it away.
                     self.filled.discard(place)
                 continue
@@ -114,13 +115,13 @@ class Sums:
                 if ends:
                     param.grad = None
                 continue
-            if place in self.filled and not self._keeps:
+            if place in self.filled and not self.accumulates_in_place:
                 view.add_(gradient)
             else:
                 # One that is not the view was put there after it, by backward or by the user: it holds all there is.
                 targets.append(view)
                 sources.append(gradient)
-            param.grad = view if self._keeps and not ends else None
+            param.grad = view if self.accumulates_in_place and not ends else None
             self.filled.add(place)
         copy_all(targets, sources)
 
