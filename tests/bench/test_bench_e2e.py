@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tilestep import cli
 from tilestep.bench import e2e, models
 from tilestep.bench.e2e import BASELINE, ITERATION, STEP, run_e2e
 from tilestep.bench.models import Architecture, available, make_loss
-from tilestep.bench.peers import OURS
+from tilestep.bench.peers import OURS, Peer
 from tilestep.bench.report import plot
 from tilestep.bench.results import Result
 from tilestep.bench.sections import Settings
@@ -88,7 +89,8 @@ def test_every_contender_trains_alike() -> None:
         if peer.compiled:
             continue
         model = copy.deepcopy(start)
-        training = e2e._Training(peer, model, make_loss(model, inputs), CPU)
+        training = e2e._Training(peer, model, CPU)
+        training.begin(make_loss(model, inputs))
         for _ in range(5):
             training.iterate()
         trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
@@ -139,11 +141,41 @@ def test_compiled_optimizers_and_models(own_models: None, quick_compiler: list[o
         assert {row.contender for row in group.rows} == {*CONTENDERS, "torch compiled"}
         assert [row.failure for row in group.rows] == [None] * 4
     assert sum(isinstance(each, nn.Module) for each in quick_compiler) == 1
-    assert len(quick_compiler) == 3  # the model, and the optimizer's step in each mode
-    assert said.count("  torch compiled: compiling the step of 4 tensors") == 2 and "  compiling the model" in said
+    assert len(quick_compiler) == 2  # the model, and the optimizer's step
+    assert said.count("  torch compiled: compiling the step of 4 tensors") == 1 and "  compiling the model" in said
     means = {f"{name}, {mode}, all models" for name in ("torch fused", "torch compiled", OURS) for mode in e2e.MODES}
     assert means <= set(result.summary)
     plot(result, tmp_path / "e2e.png")
+
+
+def test_both_modes_have_the_same_optimizers_but_for_those_that_failed(
+    own_models: None, settings: Settings, quick_compiler: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    fails = {"torch fused"}
+
+    def noted(peer: Peer) -> Peer:
+        def build(parameters: Sequence[Tensor], **options: float) -> object:
+            built.append(peer.name)
+            optimizer = peer.build(parameters, **options)
+            if peer.name in fails:
+                fails.remove(peer.name)
+                optimizer.step = _refuses
+            return optimizer
+
+        return Peer(peer.name, build, compiled=peer.compiled, clips=peer.clips)
+
+    monkeypatch.setattr(e2e, "COMPETING", [noted(peer) for peer in e2e.COMPETING])
+    eager, _, compiled, _ = run_e2e(settings, ["one"], ["eager", "compiled"]).groups
+    assert sorted(built) == sorted([*CONTENDERS, "torch fused"])
+    assert [row.failure for row in eager.rows] == [None, "RuntimeError: not today", None]
+    assert [row.failure for row in compiled.rows] == [None] * 3
+    for row in (eager.row(OURS), compiled.row(OURS), compiled.row("torch fused")):
+        assert row is not None and row.setup_seconds is not None and row.setup_seconds > 0
+
+
+def _refuses() -> None:
+    raise RuntimeError("not today")
 
 
 def test_the_compiled_optimizer_trains_like_the_others(quick_compiler: list[object]) -> None:
@@ -153,7 +185,8 @@ def test_the_compiled_optimizer_trains_like_the_others(quick_compiler: list[obje
     trained = []
     for peer in e2e.COMPETING:
         model = copy.deepcopy(start)
-        training = e2e._Training(peer, model, make_loss(model, inputs), CPU)
+        training = e2e._Training(peer, model, CPU)
+        training.begin(make_loss(model, inputs))
         for _ in range(4):
             training.iterate()
         trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))

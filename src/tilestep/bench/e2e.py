@@ -105,6 +105,7 @@ def run_e2e(
     result.notes.extend(f"left out, {suite} is not installed: its models" for suite in missing)
     result.summary = _summary(result)
     for architecture in chosen:
+        subject: _Subject | None = None
         for mode in modes:
             if _has(result, architecture.name, mode, settings):
                 continue
@@ -115,13 +116,12 @@ def run_e2e(
             settings.say(f"e2e: {label}")
             groups: list[Group] = []
             try:
-                groups = _groups(architecture, mode, settings, batch)
+                subject = subject or _Subject(architecture, settings, batch)
+                groups = subject.groups(mode)
             except Exception as failure:  # one model that cannot be built here must not cost the others' figures
                 reason = " ".join(str(failure).split())[:200]
                 result.notes.append(f"left out, {label}: {type(failure).__name__}: {reason}")
             _replace(result, architecture.name, mode, groups)
-            torch.compiler.reset()  # torch recompiles one function, the optimizer's step, only so often
-            free(settings.device)
             longest = max(longest, time.monotonic() - started)
             for line in _in_short(groups[:1]):
                 settings.say(f"  {line}")
@@ -129,6 +129,9 @@ def run_e2e(
             result.summary = _summary(result)
             if keep is not None:
                 keep(result)
+        del subject
+        torch.compiler.reset()  # torch recompiles one function, the optimizer's step, only so often
+        free(settings.device)
     return result
 
 
@@ -167,19 +170,25 @@ class _Training:
         self,
         peer: Peer,
         model: nn.Module,
-        loss: Callable[[], Tensor],
         device: torch.device,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
         self.peer = peer
         self.say = say
         self.model = model
-        self.loss = loss
         self.device = device
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._step: Callable[[], object] | None = None
+
+    def begin(self, loss: Callable[[], Tensor]) -> None:
+        """Train with this loss from now on, with the optimizer that there is, if there is one."""
+        self.loss = loss
         self.setup_seconds = 0.0
         self._steps_taken = 0
-        self._step: Callable[[], object] | None = None
+
+    def forget(self) -> None:
+        """Build another optimizer at the next step: this one has failed."""
+        self._step = None
 
     def iterate(self) -> None:
         """Forward, backward, clip and step."""
@@ -204,27 +213,45 @@ class _Training:
         self.setup_seconds += time.perf_counter() - begin
 
 
-def _groups(architecture: Architecture, mode: str, settings: Settings, batch: int) -> list[Group]:
-    device = settings.device
-    torch.manual_seed(0)
-    model = architecture.build(device, settings.quick)
-    inputs = architecture.inputs(model, device, settings.quick, batch)
-    loss = make_loss(torch.compile(model) if mode == "compiled" else model, inputs)  # type: ignore[arg-type]
-    if mode == "compiled":
-        settings.say("  compiling the model")
-    loss().backward()
-    peers = [peer for peer in COMPETING if settings.compiled or not peer.compiled]
-    trainings = [_Training(peer, model, loss, device, settings.say) for peer in peers]
-    iterations = [
-        Contender(each.peer.name, each.iterate, prepare=each.iterate, repeat=1 if settings.quick else BACK_TO_BACK)
-        for each in trainings
-    ]
-    rounds = 2 if settings.quick else min(settings.rounds, ROUNDS)
-    timings = measure(iterations, device, rounds, warmup=1, traced=False, busy=False)
-    alive = [each for each, timing in zip(trainings, timings, strict=True) if timing.failure is None]
-    moved = adamw_bytes(trainings[0].parameters, clip=True)
-    steps = measure([Contender(each.peer.name, each.step, moved) for each in alive], device, rounds, warmup=1)
-    return _rows(architecture, mode, trainings, timings, steps, inputs["labels"].shape[0])
+class _Subject:
+    """A model, its inputs and its optimizers; they serve every mode, so that nothing is compiled for each anew."""
+
+    def __init__(self, architecture: Architecture, settings: Settings, batch: int) -> None:
+        torch.manual_seed(0)
+        self.architecture = architecture
+        self.settings = settings
+        self.model = architecture.build(settings.device, settings.quick)
+        self.inputs = architecture.inputs(self.model, settings.device, settings.quick, batch)
+        peers = [peer for peer in COMPETING if settings.compiled or not peer.compiled]
+        self.trainings = [_Training(peer, self.model, settings.device, settings.say) for peer in peers]
+
+    def begin(self, mode: str) -> None:
+        """Let all train in this mode, with the model compiled if that is it."""
+        model = torch.compile(self.model) if mode == "compiled" else self.model
+        loss = make_loss(model, self.inputs)  # type: ignore[arg-type]
+        if mode == "compiled":
+            self.settings.say("  compiling the model")
+        self.model.zero_grad(set_to_none=True)
+        loss().backward()
+        for training in self.trainings:
+            training.begin(loss)
+
+    def groups(self, mode: str) -> list[Group]:
+        """Measure in this mode."""
+        device, quick, trainings = self.settings.device, self.settings.quick, self.trainings
+        self.begin(mode)
+        repeat, rounds = (1, 2) if quick else (BACK_TO_BACK, min(self.settings.rounds, ROUNDS))
+        iterations = [
+            Contender(each.peer.name, each.iterate, prepare=each.iterate, repeat=repeat) for each in trainings
+        ]
+        timings = measure(iterations, device, rounds, warmup=1, traced=False, busy=False)
+        for training, timing in zip(trainings, timings, strict=True):
+            if timing.failure is not None:
+                training.forget()
+        alive = [each for each, timing in zip(trainings, timings, strict=True) if timing.failure is None]
+        moved = adamw_bytes(trainings[0].parameters, clip=True)
+        steps = measure([Contender(each.peer.name, each.step, moved) for each in alive], device, rounds, warmup=1)
+        return _rows(self.architecture, mode, trainings, timings, steps, self.inputs["labels"].shape[0])
 
 
 def _rows(

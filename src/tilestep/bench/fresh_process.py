@@ -11,16 +11,17 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 __all__ = ["in_fresh_process"]
 
 IMPORTED = ("torch", "torch._dynamo", "triton", "tilestep")
 END_SECONDS = 30.0  # for a process to end once it has answered
+_STARTING = threading.Lock()
 
 
 def in_fresh_process(
@@ -73,8 +74,13 @@ def in_fresh_process(
 @contextlib.contextmanager
 def _program_left_out() -> Iterator[None]:
     """A block in which processes start without importing the program that this one runs, as they do otherwise."""
-    with mock.patch.dict(sys.modules, __main__=types.ModuleType("__main__")):
-        yield
+    with _STARTING:
+        program = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = program
 
 
 def _answer(
