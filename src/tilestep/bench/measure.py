@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tilestep.bench.trace import Trace, trace
+from tilestep.bench.trace import NotRecorded, Trace, trace
 
 __all__ = ["Contender", "Spread", "Timing", "measure", "spread", "synchronize"]
 
@@ -201,7 +202,9 @@ def _device(run: _Run, delay: _Delay) -> None:
 
 
 def _traced(run: _Run, device: torch.device) -> None:
-    run.timing.trace = trace(run.contender.call, device)
+    # Without it there are times, but no counts.
+    with contextlib.suppress(NotRecorded):
+        run.timing.trace = trace(run.contender.call, device)
 
 
 class _Delay:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Trace", "trace"]
+__all__ = ["NotRecorded", "Trace", "trace"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,19 @@ class Trace:
         return self.kernels + self.copies
 
 
+class NotRecorded(RuntimeError):
+    """The profiler has not seen what it was there to see."""
+
+
 def trace(call: Callable[[], object], device: torch.device) -> Trace:
     """Profile one call.
+
+    Args:
+        call: what to profile; it is called once.
+        device: where it runs.
+
+    Raises:
+        NotRecorded: if the profiler did not even see a kernel that was launched before the call.
 
     >>> seen = trace(lambda: torch.ones(1000).add(1.0), torch.device("cpu"))
     >>> seen.kernels, seen.calls, seen.peak_bytes
@@ -52,10 +63,13 @@ def trace(call: Callable[[], object], device: torch.device) -> Trace:
     gpu = device.type == "cuda"
     if gpu:
         activities.append(ProfilerActivity.CUDA)
+        witness = torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     with profile(activities=activities, profile_memory=not gpu) as profiler:
+        if gpu:
+            witness.add_(1.0)
         call()
         if gpu:
             torch.cuda.synchronize(device)
@@ -64,10 +78,13 @@ def trace(call: Callable[[], object], device: torch.device) -> Trace:
         profiler.export_chrome_trace(str(exported))
         events = json.loads(exported.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     categories = [event.get("cat") for event in events]
+    kernels = categories.count("kernel")
+    if gpu and not kernels:
+        raise NotRecorded("the profiler has recorded nothing of the GPU: another one may be at work on it")
     return Trace(
-        kernels=categories.count("kernel"),
+        kernels=kernels - gpu,
         copies=categories.count("gpu_memcpy") + categories.count("gpu_memset"),
-        calls=_outermost(event for event in events if event.get("cat") == "cpu_op"),
+        calls=_outermost(event for event in events if event.get("cat") == "cpu_op") - gpu,
         peak_bytes=torch.cuda.max_memory_allocated(device) - before if gpu else _peak(events),
     )
 

@@ -219,8 +219,12 @@ def clipping(subject: Subject) -> str:
 
 
 def _clip(optimizer: Optimizer, limit: float) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    torch.nn.utils.clip_grad_norm_(params, limit)
+    # In float64, as the step does: a factor that differs by one rounding turns the eigenvectors of a matrix of less
+    # than full rank, which are any of many, and what they multiply.
+    gradients = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    for gradient in gradients:
+        gradient.mul_(min(1.0, limit / (norm + 1e-6)))
 
 
 ITEMS: dict[str, Item] = {
