@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tilestep import compat
 from tilestep.compat import streams
@@ -36,6 +37,25 @@ def test_without_them_nothing_is_promised(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(torch.autograd.Variable, "_execution_engine")
     assert compat.backward_pass() is None
     assert compat.after_backward(lambda: None) is False
+
+
+def test_passes_within_a_backward_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    seen: list[tuple[int, bool]] = []
+    for number, weight in enumerate(weights):
+        hook = lambda _, number=number: seen.append((number, compat.is_in_another_backward()))  # noqa: E731
+        weight.register_post_accumulate_grad_hook(hook)
+
+    def run() -> list[tuple[int, bool]]:
+        seen.clear()
+        data = torch.ones(2, requires_grad=True)
+        hidden = checkpoint(lambda data: data * weights[1], data * weights[0], use_reentrant=True)
+        hidden.sum().backward()
+        return seen
+
+    assert run() == [(1, True), (0, False)]
+    monkeypatch.delattr(torch.autograd.function, "BackwardCFunction")
+    assert compat.is_in_another_backward() is False
 
 
 def test_copies_without_foreach_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from rank_processes import each_passes
 from sharded_twins import TINY, TOLERANCES, Pair, inputs, train
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import tilestep
 from tilestep.sharding.groups import Ranks
@@ -155,25 +154,6 @@ def an_error_in_the_middle_of_backward() -> None:
             pair.twin.load_state_dict(pair.model.state_dict())
             pair.twin_optimizer.load_state_dict(pair.optimizer.full_state_dict())
         pair.compare()
-
-
-def recomputed_activations() -> None:
-    class Recomputed(Branches):
-        reentrant = True
-
-        def forward(self, data: torch.Tensor, chosen: list[int]) -> torch.Tensor:
-            data = data.requires_grad_()
-            for index in chosen:
-                data = checkpoint(self.branches[index], data, use_reentrant=self.reentrant)
-            return data.square().sum()
-
-    for reentrant in (False, True):
-        model = Recomputed()
-        model.reentrant = reentrant
-        pair = Pair(model, sgd, bucket_cap_mb=TINY)
-        for _ in range(3):
-            run(pair, [[0, 1, 2, 1, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
-            pair.compare(rtol=1e-5, atol=1e-6)
 
 
 class Peeking(nn.Module):
@@ -343,7 +323,6 @@ CHECKS = [
     a_rank_that_uses_what_was_thawed_alone,
     parameters_used_twice_and_shared,
     an_error_in_the_middle_of_backward,
-    recomputed_activations,
     modules_that_peek_at_each_other,
     parameters_read_right_after_the_step,
     compiled_models,

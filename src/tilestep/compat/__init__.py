@@ -6,7 +6,7 @@ tests/test_compat.py says which version broke one of them.
 from __future__ import annotations
 
 from .absent_gpu import absent_gpu
-from .backward import after_backward, backward_pass
+from .backward import after_backward, backward_pass, is_in_another_backward
 from .checkpoints import checkpoint_types
 from .compiler import opaque
 from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, wrapper_tensor
@@ -52,6 +52,7 @@ __all__ = [
     "guard_parameters",
     "is_compiled",
     "is_copy",
+    "is_in_another_backward",
     "layouts",
     "local_parts",
     "opaque",

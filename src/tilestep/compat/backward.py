@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
 
-__all__ = ["after_backward", "backward_pass"]
+__all__ = ["after_backward", "backward_pass", "is_in_another_backward"]
 
 
 def backward_pass() -> int | None:
@@ -27,3 +28,17 @@ def after_backward(callback: Callable[[], None]) -> bool:
         return False
     engine.queue_callback(callback)
     return True
+
+
+def is_in_another_backward() -> bool:
+    """Whether the backward pass that this is called in was begun by a function's backward, as reentrant checkpoints do.
+
+    Said by the call stack, since torch's engine does not say it: False where torch calls such functions otherwise.
+    """
+    calls = getattr(getattr(torch.autograd.function, "BackwardCFunction", None), "apply", None)
+    code, frame = getattr(calls, "__code__", None), sys._getframe(1)
+    while code is not None and frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..accumulating import Accumulating
-from ..compat import after_backward, backward_pass
+from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
 from ..tensor_watch import Survey, any_gradient, which_train
 from .buckets import Bucket, Options
@@ -58,6 +58,8 @@ class GradientSync(Accumulating):
         self._rounds = 0
         self._reducing = False
         self._pass: int | None = None
+        self._passes: set[int | None] = set()
+        """That of the current gradient, and all that belong to the same backward."""
         self._trains = b""
         """For each parameter whether it did in the last backward."""
         self.summed_in_graph = False
@@ -111,6 +113,8 @@ class GradientSync(Accumulating):
 
     @torch.no_grad()
     def _completed(self, sums: Sums) -> None:
+        if sums.section is not None:
+            self._begin_another_round()
         if self._following() is not sums:
             sums.collect()
         while (following := self._following()) is not None and not following.missing:
@@ -121,7 +125,18 @@ class GradientSync(Accumulating):
         return self.sums[self._next] if self._reducing and self._next < len(self.sums) else None
 
     def _note_pass(self, current: int | None) -> None:
-        """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass."""
+        """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass.
+
+        Passes that reentrant checkpoints begin belong to the backward that they are begun in.
+        """
+        known = self._open and current in self._passes
+        within = not known and is_in_another_backward()
+        if known or (within and self._open and self._passes):
+            if not known:
+                self._passes.add(current)
+                after_backward(partial(self._end_of_pass, within=True))
+            self._pass = current
+            return
         if self._open and self._reducing:
             # The pass before was broken off by an error, after more or fewer buckets on every rank.
             self._end_round()
@@ -134,13 +149,13 @@ class GradientSync(Accumulating):
                 sums.note_trains()
         for sums in self.sums:
             sums.await_all()
-        self._pass = current
-        ends = after_backward(self._end_of_backward)
-        self._reducing = ends and self.syncing and self.options.overlap_grad_sync
+        self._pass, self._passes = current, {current}
+        ends = after_backward(partial(self._end_of_pass, within=within))
+        self._reducing = ends and not within and self.syncing and self.options.overlap_grad_sync
 
     @torch.no_grad()
-    def _end_of_backward(self) -> None:
-        if self._open and self._reducing:
+    def _end_of_pass(self, *, within: bool) -> None:
+        if self._open and self._reducing and not within:
             self._end_round()
         elif self._open:
             # The next pass would add to what is left in the parameters' own type.
@@ -154,6 +169,15 @@ class GradientSync(Accumulating):
         for sums in self.sums:
             sums.open()
         self._open, self._next = True, 0
+
+    def _begin_another_round(self) -> None:
+        """For a gradient that comes when its bucket is sent: checkpoints that are recomputed apart share parameters."""
+        current, passes = self._pass, self._passes
+        self._end_round()
+        self._begin_round()
+        for sums in self.sums:
+            sums.await_all()
+        self._pass, self._passes, self._reducing = current, passes, True
 
     def _reduce_next(self) -> None:
         sums = self.sums[self._next]
@@ -196,7 +220,7 @@ class GradientSync(Accumulating):
             self.used.copy_(self._used_sent)
             for group in self.ranks.groups:
                 self.ranks.add_in(group, self.used)
-        self._open, self._reducing, self._pass = False, False, None
+        self._open, self._reducing, self._pass, self._passes = False, False, None, set()
         self._rounds += 1
         self.summed_in_graph = is_capturing()
 
