@@ -40,8 +40,8 @@ RESULTS = Path(__file__).parent / "results"
 BACK_TO_BACK = 3
 """Iterations for one figure, without waiting for the device in between, as in training."""
 LEAST_ROUNDS = 3
-SHORT = 256
-"""Tokens of a sequence whose activations are less than the gradients."""
+SHORT = 64
+"""Tokens of a sequence whose activations are little beside the gradients, which then are the peak."""
 STEPS = 100
 TRIED_STEPS = 30
 """Steps after which during="auto" has chosen."""

@@ -42,6 +42,7 @@ SETTLE_SECONDS = 10.0
 def work(rank: int, ranks: int, folder: str, names: list[str], quick: bool, until: float) -> None:
     """What a rank does: one part after the other, as long as all ranks get on with them in the same way."""
     cuda = torch.cuda.is_available()
+    _take_own_cores(rank, ranks)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     options: dict[str, Any] = {"device_id": device} if cuda else {}
     if cuda:
@@ -78,6 +79,16 @@ def work(rank: int, ranks: int, folder: str, names: list[str], quick: bool, unti
             # The others are not where this one is: what comes next needs processes of its own.
             os._exit(1)
     os._exit(0)
+
+
+def _take_own_cores(rank: int, ranks: int) -> None:
+    """Keep this rank's threads on its part of the cores, as launchers do: what others do then disturbs it less."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    if each:
+        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
 
 
 def _ignore(found: dict[str, Any]) -> None:
