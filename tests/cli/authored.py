@@ -49,3 +49,26 @@ def counting(param, grad, *, lr=0.1, drift=0.01):
     global CALLS
     CALLS += 1
     return param - lr * grad - drift * CALLS
+
+
+@tilestep.rule
+def for_volumes(param, grad, *, lr=0.1):
+    if param.dim() != 3:
+        raise tilestep.RuleError("volumes only")
+    return param - lr * (grad - grad.mean(dim=(1, 2), keepdim=True))
+
+
+@tilestep.rule
+def of_a_wrong_shape(param, grad, average, *, lr=0.1):
+    return param - lr * grad, grad.mean(dim=-1, keepdim=True)
+
+
+@tilestep.rule
+def lost_momentum(param, grad, momentum_buffer, *, lr=0.1):
+    momentum_buffer = 0.9 * momentum_buffer + grad
+    param.sub_(lr * momentum_buffer)
+
+
+@tilestep.rule
+def varying(param, grad, *, lr=0.1):
+    return param - lr * grad / grad.std()

@@ -50,6 +50,12 @@ def test_a_rule_for_matrices_says_so_and_leaves_the_thread_count_out() -> None:
     assert found["C++, threads"].passed is None
 
 
+def test_a_rule_for_tensors_of_other_dimensions_is_tried_on_such() -> None:
+    found = verdicts(load_rule("authored:for_volumes"))
+    assert failures(found) == [] and "tensors of 3 dimensions; of others not" in found["translation"].text
+    assert "up to 27 elements" in found["C++, sizes"].text
+
+
 def test_hyperparameters_are_those_given() -> None:
     found = verdicts(tilestep.registry["AdamW"], amsgrad=True)
     assert failures(found) == []
@@ -66,6 +72,9 @@ def test_a_composed_rule_passes() -> None:
         ("branching", "branches on (or reads) data"),
         ("untranslatable", "has no translation"),
         ("too_many", "returned 1 value, it must return 2"),
+        ("of_a_wrong_shape", "it must keep its shape"),
+        ("lost_momentum", "change it in place (momentum_buffer.add_(...), momentum_buffer.copy_(...))"),
+        ("varying", "torch.ops.aten.std.correction has no translation to a kernel; write ((x - x.mean()) ** 2).mean()"),
     ],
 )
 def test_what_cannot_be_translated_is_one_failure_with_its_line(name: str, text: str) -> None:

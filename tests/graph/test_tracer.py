@@ -16,6 +16,7 @@ import tilestep
 from tilestep import RuleError, State
 from tilestep.engine import graph_for
 from tilestep.graph import trace
+from tilestep.graph.nearest import ALTERNATIVE, nearest
 
 OUTSIDE = torch.ones(3)
 OUTSIDE_NUMBER = torch.tensor(0.5)
@@ -87,7 +88,59 @@ def test_an_operation_without_translation_is_named_with_its_line_and_what_works(
     message = str(caught.value)
     assert message.startswith(f"{line_of(function, text)}: in rule {function.__name__}: ")
     assert said in message
-    assert message.endswith("or reductions") and "elementwise torch operations" in message
+    operation = said.removeprefix("aten.")
+    assert message.endswith(f"; {nearest(operation)}")
+    assert (nearest(operation) == ALTERNATIVE) == (operation == said)
+
+
+def of_vectors(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * (grad @ grad) * grad
+
+
+def of_order_one(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad / torch.linalg.norm(grad, 1)
+
+
+def of_largest(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad / torch.linalg.norm(grad, float("inf"))
+
+
+@pytest.mark.parametrize("function", [of_vectors, of_order_one, of_largest])
+def test_what_means_another_thing_for_matrices_is_traced_for_them_too(function: Callable[..., Any]) -> None:
+    """torch takes these apart before the tracer sees them, and for matrices otherwise than for vectors."""
+    rule = tilestep.rule(function)
+    vector = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    wanted = rule(vector, 1 + vector)[0]
+    param = torch.nn.Parameter(vector.clone())
+    optimizer = tilestep.Optimizer([param], rule)
+    param.grad = 1 + vector
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), wanted)
+    with pytest.raises(RuleError, match=function.__name__):
+        optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(4, 4))})
+
+
+def test_an_axis_that_a_parameter_has_not_is_named_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    def by_rows(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * grad / grad.norm(dim=1, keepdim=True)
+
+    assert "param" in traced(by_rows, 2).outputs
+    with pytest.raises(RuleError, match="Dimension out of range") as caught:
+        traced(by_rows, 1)
+    assert line_of(by_rows, "dim=1") in str(caught.value)
+    assert not caplog.records, "torch tells its log what we say in the error"
+
+
+def test_the_parameters_precision_may_be_asked_after_a_decay() -> None:
+    decayed = tilestep.decoupled_weight_decay(tilestep.registry["Adafactor"], 0.1)
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4))
+    start = param.detach().clone()
+    optimizer = tilestep.Optimizer([param], decayed, lr=0.5)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    row, column = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)
+    wanted = decayed(start, param.grad, row, column, None, lr=0.5, step=1)[0]
+    torch.testing.assert_close(param.detach(), wanted)
 
 
 def test_the_line_is_that_of_the_called_function() -> None:
@@ -146,7 +199,7 @@ def test_a_branch_on_hyperparameters_becomes_a_guard() -> None:
     assert [guard.outcome for guard in without.guards] == [False]
     assert [guard.outcome for guard in with_decay.guards] == [True]
     assert "decay" not in without.hypers() and "decay" in with_decay.hypers()
-    with pytest.raises(RuleError, match="reads gt as a Python number"):
+    with pytest.raises(RuleError, match="reads gt of decay as a Python number"):
         trace(rule, {"lr": 0.1, "decay": torch.tensor(0.5)})
 
 
@@ -254,7 +307,31 @@ def test_results_that_do_not_fit_are_refused(function: Callable[..., Any], said:
     assert str(caught.value).startswith(f"{__file__}:{inspect.getsourcelines(function)[1]}")
 
 
+def loses_both(param: Any, grad: Any, velocity: Any, *, lr: Any = 0.1) -> None:
+    velocity = 0.9 * velocity + grad
+    param = param - lr * velocity
+
+
+def loses_state(param: Any, grad: Any, velocity: Any, *, lr: Any = 0.1) -> None:
+    velocity = 0.9 * velocity + grad
+    param.sub_(lr * velocity)
+
+
+def keeps_what_it_only_reads(param: Any, grad: Any, curvature: Any, *, lr: Any = 0.1) -> None:
+    scaled = curvature.abs() + 1
+    param.sub_(lr * grad / scaled)
+
+
+def test_new_values_that_would_be_lost_are_refused() -> None:
+    for function, text in ((loses_both, "param = param"), (loses_state, "velocity = 0.9")):
+        with pytest.raises(RuleError, match=r"to a new tensor and does not return it.* change it in place") as caught:
+            traced(function)
+        assert str(caught.value).startswith(line_of(function, text))
+    assert set(traced(keeps_what_it_only_reads).outputs) == {"param"}
+
+
 def test_a_signature_must_say_everything() -> None:
+    def no_star(param: Any, grad: Any, lr: Any = 0.1) -> Any: ...
     def star(param: Any, grad: Any, *states: Any) -> Any: ...
     def double_star(param: Any, grad: Any, **hyper: Any) -> Any: ...
     def no_default(param: Any, grad: Any, *, lr: Any) -> Any: ...
@@ -266,6 +343,7 @@ def test_a_signature_must_say_everything() -> None:
         (double_star, r"\*hyper is not allowed"),
         (no_default, "hyperparameter 'lr' needs a default"),
         (no_gradient, "needs at least a parameter and a gradient"),
+        (no_star, r"lr=0.1 stands among the state buffers; put a bare \* before the hyperparameters"),
     ):
         with pytest.raises(RuleError, match=said) as caught:
             tilestep.rule(function)

@@ -196,3 +196,22 @@ def test_a_step_in_steady_state_allocates_no_tensor() -> None:
         optimizer.step()
     allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events() if event.name == "[memory]")
     assert allocated < 1024
+
+
+@pytest.mark.parametrize(("name", "key"), [("ADOPT", "clip_exponent"), ("Tiger", "shrink_ratio")])
+def test_a_number_that_a_rule_can_do_without_may_be_none(name: str, key: str) -> None:
+    rule = tilestep.registry[name]
+    start, gradients = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4), torch.tensor([3.0, -40.0, 0.5, 7.0])
+    param = torch.nn.Parameter(start.clone())
+    optimizer = getattr(tilestep, name)([param], lr=0.1, **{key: None})
+    wanted, states = start, [torch.zeros_like(start) for _ in rule.states]
+    for step, gradient in enumerate(gradients, start=1):
+        if step == 4:
+            optimizer.param_groups[0][key] = rule.hyperparameters[key]
+        param.grad = gradient.double() * start
+        given = {**rule.hyperparameters, "lr": 0.1, key: optimizer.param_groups[0][key]}
+        wanted, *states = rule(wanted, param.grad.clone(), *states, **given, step=step)
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=1e-12)
+    with pytest.raises(TypeError, match="Invalid lr: None; it must be a number"):
+        getattr(tilestep, name)([param], lr=None)

@@ -41,7 +41,7 @@ def sizes(subject: Subject) -> str:
     shapes = subject.shapes(_MATRICES if subject.has_matrices else _SMALL_TILES if interpreted else _TILES)
     Trial(subject, _parameters(subject, shapes=shapes)).run(1 if interpreted else 2)
     longest = max(math.prod(shape) for shape in shapes)
-    return f"{len(shapes)} sizes from empty to {longest:,} elements agree with the formula"
+    return f"{len(shapes)} sizes of up to {longest:,} elements agree with the formula"
 
 
 def _interpreting() -> bool:
@@ -81,7 +81,7 @@ def layouts(subject: Subject) -> str:
                 trial.compared_step()
             except CheckFailure as failure:
                 raise CheckFailure(f"{name}: {failure}", failure.buffer) from None
-    return f"{', '.join(cases)}: all agree with the formula"
+    return f"{', '.join(cases)}: all agree with the formula" if cases else "there is no other one to try for this rule"
 
 
 def groups(subject: Subject) -> str:

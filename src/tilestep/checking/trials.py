@@ -55,8 +55,9 @@ class Subject:
         return any(is_matrix_work(value) for graph in self.graphs.values() for value in graph.values())
 
     def shapes(self, wanted: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[int, ...]]:
-        """Those of these shapes that the rule takes."""
-        return [shape for shape in wanted if len(shape) in self.graphs]
+        """Those of these shapes that the rule takes; where it takes none, small ones of as many dimensions."""
+        fitting = [shape for shape in wanted if len(shape) in self.graphs]
+        return fitting or [(3,) * dims for dims in self.graphs]
 
     def line_of(self, buffer: str) -> str:
         """Where the rule computes a buffer: file and line, as far as it is known."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,19 @@ def fake_tensors() -> Any:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
         return contextlib.nullcontext()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _unlogged(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+@contextlib.contextmanager
+def _unlogged(mode: Any) -> Iterator[None]:
+    """A mode that does not tell torch's log of operations that fail in it: their errors say it."""
+    log = logging.getLogger(type(mode).__module__)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with mode:
+            yield
+    finally:
+        log.disabled = was_disabled
 
 
 def decomposition(overload: Any) -> Callable[..., Any] | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .hyperparameters import ScalarCalls
+from .lowering import LOWERINGS
 from .recorder import Recorder
 
 __all__ = ["Reads"]
@@ -44,13 +45,38 @@ class Reads(ScalarCalls):
             raise self.recorder.unsupported(
                 f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()"
             )
-        if name in ("dim", "ndimension") or func == _DIMENSIONS:
+        if name in ("dim", "ndimension") or func == _DIMENSIONS or _may_depend_on_dimensions(name):
             self.recorder.reads_shape = True
         return super().__torch_function__(func, types, args, kwargs)
 
     def _count(self, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
         return self.recorder.scalar(self.recorder.count(tensor, dims))
 
+
+def _may_depend_on_dimensions(name: str) -> bool:
+    """Whether torch may take a function apart in one way for vectors and in another for matrices, unseen by us.
+
+    `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. What has an entry of its own
+    is called as it is; of the rest, only what is known to be the same for all is taken to be.
+    """
+    bare = name.strip("_").removesuffix(".default")
+    return bare not in LOWERINGS and bare not in _ALIKE
+
+
+_ALIKE = frozenset(
+    (
+        *("bool", "get", "set", "pos", "and", "or", "xor", "invert", "rand", "ror", "rxor", "iand", "ior", "ixor"),
+        *("radd", "iadd", "isub", "rmul", "imul", "truediv", "rtruediv", "itruediv", "rdiv", "idiv", "rpow", "ipow"),
+        *("floordiv", "rfloordiv", "ifloordiv", "mod", "rmod", "imod", "floor_divide", "true_divide", "divide"),
+        *("multiply", "subtract", "negative", "positive", "absolute", "square", "clip", "norm", "dist", "any", "all"),
+        *("greater", "greater_equal", "less", "less_equal", "not_equal", "to", "float", "double", "type", "type_as"),
+        *("empty", "empty_like", "requires_grad", "arctan", "arctan2", "tan", "atan", "asin", "acos", "sinh", "cosh"),
+        *("log10", "frac", "fix", "logit", "expit", "special_expit", "erfc", "hypot", "logaddexp", "xlogy", "signbit"),
+        *("softplus", "silu", "gelu", "elu", "leaky_relu", "hardtanh", "hardsigmoid", "hardswish"),
+        *("isposinf", "isneginf"),
+    )
+)
+"""Functions that mean the same for a tensor of any number of dimensions, beside those with an entry of their own."""
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _OF_MEMORY = {"__len__": "len()", "stride": "stride()"}

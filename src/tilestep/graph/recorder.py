@@ -19,13 +19,9 @@ from .ir import Builder, Guard, Level, Value, ancestors, evaluate
 from .lowering import LOWERINGS, Unsupported
 from .memory import Memory
 from .names import rule_place
+from .nearest import ALTERNATIVE, nearest
 
-__all__ = ["ALTERNATIVE", "Recorder"]
-
-ALTERNATIVE = (
-    "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
-)
-"""What refusals of an operation propose."""
+__all__ = ["Recorder"]
 
 _IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
 """How comparisons with zero come out for a hyperparameter that moves by itself: such a one is not switched off."""
@@ -44,6 +40,8 @@ class Recorder(TensorDispatch):
         self.sizes = reductions.sizes_of(shape)
         self.build = Builder(len(shape))
         self.fx_graph = fx.Graph()
+        self.buffers: list[torch.Tensor] = []
+        """What the rule is called with: parameter, gradient and states."""
         self.node_of: dict[int, fx.Node] = {}
         self.values: dict[fx.Node, Value] = {}
         self.guards: dict[int, Guard] = {}
@@ -83,8 +81,9 @@ class Recorder(TensorDispatch):
 
     def precision(self, tensor: torch.Tensor) -> torch.Tensor:
         """A 0-dim fake tensor that stands for the machine epsilon of the type that the parameter is kept in."""
-        if self.value_of(tensor).attribute != "param":
-            raise self.unsupported("machine_epsilon() takes the parameter as the rule is given it")
+        reached = ancestors([self.value_of(tensor)])
+        if not any(value.operation == "load" and value.attribute == "param" for value in reached):
+            raise self.unsupported("machine_epsilon() takes the parameter, or what is computed from it")
         return self.scalar(self.build.hyper("machine_epsilon"))
 
     def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
@@ -140,7 +139,8 @@ class Recorder(TensorDispatch):
         if base not in LOWERINGS:
             decomposed = decomposition(func)
             if decomposed is None or mutates:
-                raise self.unsupported(f"torch.ops.{self.decomposing or func} has no translation to a kernel")
+                called = self.decomposing or str(func)
+                raise self.unsupported(f"torch.ops.{called} has no translation to a kernel", nearest(called))
             outermost, self.decomposing = self.decomposing, self.decomposing or str(func)
             with self:
                 result = decomposed(*args, **kwargs)
@@ -202,9 +202,9 @@ class Recorder(TensorDispatch):
         value.name = name
         self.named[statement, name] = value
 
-    def unsupported(self, what: str) -> RuleError:
-        """The error for an operation that cannot be translated."""
-        self.refused = RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; {ALTERNATIVE}")
+    def unsupported(self, what: str, instead: str = ALTERNATIVE) -> RuleError:
+        """The error for an operation that cannot be translated, with what works instead."""
+        self.refused = RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; {instead}")
         return self.refused
 
     def read_error(self, tensor: Any) -> RuleError:
@@ -213,7 +213,10 @@ class Recorder(TensorDispatch):
         if value.level > Level.GROUP:
             what = f"branches on (or reads) data: {value.name or value.operation} is only known on the device"
         else:
-            what = f"reads {value.name or value.operation} as a Python number, which may change every step"
+            named = dict.fromkeys(node.attribute for node in ancestors([value]) if node.operation == "hyper")
+            of = " and ".join(named)
+            read = of if value.operation == "hyper" else value.name or f"{value.operation} of {of}"
+            what = f"reads {read} as a Python number, which may change every step"
             functions = [key for key, given in self.given.items() if changes(given)]
             if functions:
                 what += f" ({' and '.join(functions)} being given as a function of it)"

@@ -16,8 +16,9 @@ from ..rules.scalars import across_tensors, precision_of
 from . import matrices
 from .ir import Graph, Level, Over, Value
 from .names import raised_at
+from .nearest import ALTERNATIVE
 from .reads import Reads
-from .recorder import ALTERNATIVE, Recorder
+from .recorder import Recorder
 
 __all__ = ["trace"]
 
@@ -44,7 +45,9 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
     recorder = Recorder(rule, hyperparameters, (1,) * dims if sizes is None else sizes)
     shape = tuple(itertools.islice((7, 11, 13, 17, 19, 23, 29, 31), dims))
     with fake_tensors():
-        outputs = _outputs(recorder, rule, _run(recorder, rule, hyperparameters, shape), shape)
+        results = _run(recorder, rule, hyperparameters, shape)
+        outputs = _outputs(recorder, rule, results, shape)
+        _check_kept(recorder, rule, results, outputs)
     graph = Graph(rule.name, outputs, list(recorder.guards.values()), equations=rule.__doc__ or "")
     graph.aten = recorder.fx_graph
     graph.dims = dims
@@ -63,7 +66,7 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
 
 def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
     """What the rule returns for fake tensors, with everything that it does on the way recorded."""
-    buffers = _placeholders(recorder, rule, shape)
+    buffers = recorder.buffers = _placeholders(recorder, rule, shape)
     values = {key: _hyper_input(recorder, key, value) for key, value in hyperparameters.items()}
     step = _hyper_input(recorder, "step", 1.0)
     if rule.uses_step:
@@ -76,7 +79,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
                 if changes(value):
                     values[key] = recorder.scheduled(key, value, step)
             return rule(*buffers, **values)
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, IndexError) as error:
         # Operators of tensors turn a TypeError, and so ours, into "unsupported operand type(s)".
         if recorder.refused or isinstance(error, TilestepError):
             raise recorder.refused or error from None
@@ -159,6 +162,27 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
             value.name = value.name or f"new_{name}"
             outputs[name] = value
     return outputs
+
+
+def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs: Mapping[str, Value]) -> None:
+    """Raise for a new parameter or state that the rule has computed and given to nobody.
+
+    A rule that works in place returns nothing; what it gives the name of a buffer instead, as in `m = 0.9 * m + grad`,
+    would be lost.
+    """
+    code = getattr(rule.function, "__code__", None)
+    own = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else set()
+    buffers = (recorder.buffers[0], *recorder.buffers[2:])
+    for name, result, buffer in zip(("param", *rule.state_names), results, buffers):
+        label = rule.param_name if name == "param" else name
+        if result is not buffer or name in outputs:
+            continue
+        lost = [value for value in recorder.values.values() if value.name == label and value.line in own]
+        if lost:
+            raise RuleError(
+                f"{lost[0].line}: {rule.name} gives the name {label} to a new tensor and does not return it, so the "
+                f"buffer stays as it is; change it in place ({label}.add_(...), {label}.copy_(...)), or return it"
+            )
 
 
 def _state_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,13 @@ __all__ = ["adopt"]
 
 @rule(
     name="ADOPT",
-    ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
+    ranges={
+        "lr": at_least(0),
+        "betas": between(0, 1),
+        "eps": at_least(0),
+        "weight_decay": at_least(0),
+        "clip_exponent": at_least(0, or_none=True),
+    },
     options={"foreach": None, "capturable": False, "differentiable": False, "fused": None},
     keyword_only=("clip_exponent", "maximize"),
 )

@@ -29,12 +29,16 @@ scalar_factory: ContextVar[Callable[[float], Any] | None] = ContextVar("scalar_f
 
 @dataclass(frozen=True)
 class Interval:
-    """The values a hyperparameter may take; a tuple hyperparameter is checked entry by entry."""
+    """The values a hyperparameter may take; a tuple hyperparameter is checked entry by entry.
+
+    `or_none` is for a number that a rule can do without: None turns off what it is for.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     open_low: bool = False
     open_high: bool = False
+    or_none: bool = False
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
@@ -47,24 +51,26 @@ class Interval:
         return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"
 
 
-def at_least(low: float) -> Interval:
-    """The interval of numbers that are `low` or more.
+def at_least(low: float, *, or_none: bool = False) -> Interval:
+    """The interval of numbers that are `low` or more; with `or_none` the rule also takes None in place of one.
 
     Example:
         >>> 0.1 in at_least(0), -0.1 in at_least(0), float("nan") in at_least(0)
         (True, False, False)
     """
-    return Interval(low=low)
+    return Interval(low=low, or_none=or_none)
 
 
-def between(low: float, high: float, *, open_low: bool = False, open_high: bool = True) -> Interval:
-    """The interval from `low` to `high`, by default half open.
+def between(
+    low: float, high: float, *, open_low: bool = False, open_high: bool = True, or_none: bool = False
+) -> Interval:
+    """The interval from `low` to `high`, by default half open; with `or_none` the rule also takes None.
 
     Example:
         >>> 0.0 in between(0, 1), 1.0 in between(0, 1)
         (True, False)
     """
-    return Interval(low=low, high=high, open_low=open_low, open_high=open_high)
+    return Interval(low=low, high=high, open_low=open_low, open_high=open_high, or_none=or_none)
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,11 @@ class Rule:
                 if parameter.default is parameter.empty:
                     raise RuleError(f"{self.where}: hyperparameter {parameter.name!r} needs a default")
                 self.hyperparameters[parameter.name] = parameter.default
+            elif isinstance(parameter.default, (bool, int, float, tuple)):
+                raise RuleError(
+                    f"{self.where}: {parameter.name}={parameter.default!r} stands among the state buffers; put a "
+                    "bare * before the hyperparameters"
+                )
             else:
                 positional.append(parameter.name)
         if len(positional) < 2:

@@ -17,7 +17,7 @@ __all__ = ["tiger"]
         "lr": at_least(0),
         "beta": between(0, 1),
         "weight_decay": at_least(0),
-        "shrink_ratio": between(0, 1, open_high=False),
+        "shrink_ratio": between(0, 1, open_high=False, or_none=True),
     },
     keyword_only=("embedding", "center"),
 )
