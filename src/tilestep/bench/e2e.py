@@ -214,7 +214,10 @@ class _Training:
 
 
 class _Subject:
-    """A model, its inputs and its optimizers; they serve every mode, so that nothing is compiled for each anew."""
+    """A model, its inputs and its optimizers; they serve every mode, so that nothing is compiled for each anew.
+
+    A compiled step does not ask how gradients are laid out; autograd lays them out as the parameters in every mode.
+    """
 
     def __init__(self, architecture: Architecture, settings: Settings, batch: int) -> None:
         torch.manual_seed(0)
