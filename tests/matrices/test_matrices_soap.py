@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
+from tilestep import StateError
 from tilestep.engine import engine
 from tilestep.engine.eager import EagerSegment
 from tilestep.matrices.step_bounds import StepBounds
@@ -196,6 +197,32 @@ def test_one_sided_states_go_through_a_checkpoint() -> None:
     trained(params, optimizer, range(4, 7))
     trained(others, resumed, range(4, 7))
     assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize(("limit", "word"), [(4, "loses"), (9, "gets")])
+def test_a_side_cannot_change_its_mind_in_the_middle_of_a_training(limit: int, word: str) -> None:
+    param = torch.nn.Parameter(drawn((8, 6), 1))
+    optimizer = tilestep.SOAP([("weight", param)], precondition_frequency=2, max_precond_dim=7)
+    other = tilestep.SOAP([torch.nn.Parameter(drawn((8, 6), 2))], precondition_frequency=2, max_precond_dim=limit)
+    optimizer.param_groups[0]["max_precond_dim"] = limit  # nothing has been stepped yet
+    optimizer.push()
+    optimizer.param_groups[0]["max_precond_dim"] = 7
+    for step in range(3):
+        for trained in (optimizer, other):
+            trained.param_groups[0]["params"][0].grad = drawn((8, 6), 3 + step)
+            trained.step()
+    before = {name: value.clone() for name, value in optimizer.state[param].items()}
+    optimizer.param_groups[0]["max_precond_dim"] = limit
+    named = "gram_right, basis_right" if word == "loses" else "gram_left, basis_left"
+    with pytest.raises(StateError, match=rf"parameter 0 of group 0 \(weight\) {word} the states {named} in the middle"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in optimizer.state[param].items())
+    optimizer.param_groups[0]["max_precond_dim"] = 7
+    optimizer.step()
+    optimizer.load_state_dict(other.state_dict())  # brings the sides and what is in them
+    assert optimizer.param_groups[0]["max_precond_dim"] == limit
+    assert set(optimizer.state[param]) == set(next(iter(other.state.values())))
+    optimizer.step()
 
 
 def test_the_rule_called_on_tensors_is_the_step() -> None:

@@ -23,6 +23,7 @@ from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome, is_deferred
 from .hyperparameters import about_group, check_group, find_rule
 from .scan import Scan
+from .squares import keeping_squares
 from .tables import Tables
 
 __all__ = ["Optimizer"]
@@ -163,7 +164,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._tables if self._tables is not None and self._tables.fit(self) else self._rebuild()
 
     def _rebuild(self) -> Tables:
-        with unchanged_on_error(self):
+        with unchanged_on_error(self), keeping_squares(self):
             return self._build()
 
     @property

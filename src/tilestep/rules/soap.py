@@ -63,7 +63,8 @@ def soap(
     decomposition, and m and v with it. A negative `shampoo_beta` stands for beta2.
 
     A side longer than `max_precond_dim` keeps no L and U (R and V): embeddings and heads are turned on one side.
-    Vectors are turned on none. Tensors of more than two dimensions are for another rule, in a param group of its own.
+    That cannot change for a parameter that has been stepped. Vectors are turned on none. Tensors of more than two
+    dimensions are for another rule, in a param group of its own.
 
     Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (ICLR 2025), and its soap.py.
     """
