@@ -14,6 +14,7 @@ from .codegen.traffic import Traffic, tile_traffic
 from .engine import graph_for, kernel_spec
 from .graph import Guard, TilePass, Value
 from .graph.views import slice_word
+from .optimizer.hyperparameters import check_group
 from .optimizer.states import MASTER, compute_dtype, has_master, storages
 from .rules import Rule
 
@@ -110,6 +111,7 @@ def spec_for(
     """
     given = {**rule.hyperparameters, **(hyperparameters or {})}
     rule.check(given)
+    check_group(rule, given)
     graph = graph_for(rule, given, dims)
     param = torch.empty((2,) * dims, dtype=dtype, device="meta")
     group = {**given, "master_weights": master_weights}

@@ -178,6 +178,14 @@ def test_the_command_says_it_in_plain_words(capfd: pytest.CaptureFixture[str]) -
         assert marks == ({"ok"} if code == 0 else {"FAIL"})
 
 
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_a_word_for_a_number_is_named(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "authored:signed", "--set", "lr=abc"])
+    assert stopped.value.code == 1
+    assert "Invalid lr: 'abc'; it must be a number" in "".join(capfd.readouterr())
+
+
 def test_the_command_works_as_a_program() -> None:
     command = [sys.executable, "-m", "tilestep.cli", "check", "authored:too_many"]
     result = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)

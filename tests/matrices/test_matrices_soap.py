@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -343,8 +344,17 @@ def test_without_a_compiler_the_rule_itself_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_no_matrix_is_refused_by_name() -> None:
     named = [("up.weight", params_of()[0]), ("up.filter", torch.nn.Parameter(torch.ones(5, 3, 3)))]
-    with pytest.raises(tilestep.MatrixError, match=r"up\.filter.*is not a matrix, and SOAP works on matrices only"):
+    with pytest.raises(
+        tilestep.MatrixError, match=r"up\.filter.*is not a matrix, and SOAP works on matrices only"
+    ) as caught:
         tilestep.SOAP(named)
+    said = re.search(r"own: (tilestep\..*) makes such groups", str(caught.value))
+    assert said is not None
+    optimizer = tilestep.SOAP(eval(said[1], {"tilestep": tilestep, "model": named}))
+    assert [(group["rule"], group["param_names"]) for group in optimizer.param_groups] == [
+        ("SOAP", ["up.weight"]),
+        ("AdamW", ["up.filter"]),
+    ]
 
 
 class _Counts:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from published import STEPS, problem
 
+import tilestep
 from tilestep.errors import RuleError
 from tilestep.graph import OPERATIONS, Graph, ancestors, trace
 from tilestep.graph.lowering import LOWERINGS
@@ -157,6 +158,15 @@ def test_decoupled_decay_needs_a_learning_rate() -> None:
     nameless = rule(lambda param, grad, *, rate=0.1: param - rate * grad)
     with pytest.raises(RuleError, match="lr"):
         decoupled_weight_decay(nameless)
+
+
+def test_a_name_or_a_class_is_no_rule_yet() -> None:
+    for given in ("AdamW", tilestep.AdamW):
+        for composer in (cautious, ema, decoupled_weight_decay):
+            with pytest.raises(RuleError, match=rf'{composer.__name__} takes a rule.*tilestep.registry\["AdamW"\]'):
+                composer(given)
+    with pytest.raises(RuleError, match=r"give it a function made by @tilestep\.rule"):
+        lookahead(lambda param, grad: param - grad)
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.0])

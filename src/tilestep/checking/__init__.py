@@ -12,6 +12,7 @@ import torch
 from ..engine import graph_for
 from ..errors import RuleError
 from ..graph import Graph
+from ..optimizer.hyperparameters import check_group
 from ..rules import Rule
 from .items import ITEMS
 from .reference import CheckFailure
@@ -116,6 +117,7 @@ def _translate(rule: Rule, given: Mapping[str, Any], graphs: dict[int, Graph]) -
 
     values = {**rule.hyperparameters, **given}
     rule.check(values)
+    check_group(rule, values)
     refusals = trace_all(rule, values, graphs)
     if not graphs.keys() - {0}:
         raise refusals[2]  # numbers alone are nobody's parameters

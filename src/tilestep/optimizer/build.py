@@ -225,8 +225,16 @@ def _graph_of(label: str, rule: Rule, group: dict[str, Any], param: torch.Tensor
     except MatrixError as error:
         raise MatrixError(
             f"{label} of shape {tuple(param.shape)} is not a matrix, and {rule.name} works on matrices only; give it "
-            "to another rule, in a param group of its own: tilestep.muon_groups(model) makes such groups"
+            f"to another rule, in a param group of its own: {_makes_groups(rule, param)} makes such groups"
         ) from error
+
+
+def _makes_groups(rule: Rule, param: torch.Tensor) -> str:
+    """What sorts out the parameters that a rule for matrices does not take, such as this one."""
+    if rule.others is not None:
+        return "tilestep.muon_groups(model" + (")" if rule.name == "Muon" else ', muon={"rule": ...})')
+    dims = "> 2" if param.dim() > 2 else "!= 2"
+    return f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
 
 
 def _is_dormant(param: torch.Tensor, state: Any) -> bool:

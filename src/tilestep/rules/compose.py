@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import RuleError
-from .protocol import Interval, Rule, State, at_least, between
+from .protocol import Interval, Rule, State, at_least, between, registry
 
 __all__ = [
     "cautious",
@@ -135,6 +135,7 @@ def decoupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
         >>> decayed(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]), lr=0.1)[0]
         tensor([0.9500])
     """
+    _require_rule("decoupled_weight_decay", rule)
     if "lr" not in rule.hyperparameters:
         raise RuleError(f"decoupled_weight_decay({rule.name}): the decay is scaled by lr, which the rule does not have")
 
@@ -267,6 +268,13 @@ def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
     )
 
 
+def _require_rule(label: str, rule: Any) -> None:
+    if not isinstance(rule, Rule):
+        name = getattr(rule, "__name__", rule)
+        known = f'tilestep.registry["{name}"]' if name in registry else "a function made by @tilestep.rule"
+        raise RuleError(f"{label} takes a rule, not {rule!r}: give it {known}")
+
+
 def _update(
     rule: Rule, param: Any, grad: Any, states: tuple[Any, ...], hyper: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
@@ -297,6 +305,7 @@ def _compose(
 ) -> Rule:
     """The rule `function` computes, with the inner rule's signature and then its own states and hyperparameters."""
     label = composer.__name__
+    _require_rule(label, rule)
     own = {**(states or {}), **(hyperparameters or {})}
     taken = {*rule.state_names, *rule.hyperparameters, *rule.options}
     if clash := sorted(taken & set(own)):
