@@ -1,4 +1,4 @@
-"""The numbers that authors' own code has where nothing is said, written out: comparisons use the rule's on both sides."""
+"""The numbers that authors' own code has where nothing is said: comparisons of steps use the rule's on both sides."""
 
 from __future__ import annotations
 
