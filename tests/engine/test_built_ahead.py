@@ -103,11 +103,18 @@ def test_steps_on_a_cpu_build_nothing_together(monkeypatch: pytest.MonkeyPatch) 
     assert not noted.ahead
 
 
-def test_one_at_a_time_without_being_told(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_at_a_time_if_told(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "build_threads", launch_triton.build_threads)
-    monkeypatch.delenv("TILESTEP_BUILD_THREADS", raising=False)
+    monkeypatch.setenv("TILESTEP_BUILD_THREADS", "1")
     optimizer_of("AdamW", max_grad_norm=1.0).step()
     assert noted.launched and not noted.ahead
+
+
+def test_how_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILESTEP_BUILD_THREADS", raising=False)
+    for processors, threads in ((1, 1), (6, 6), (64, 8)):
+        monkeypatch.setattr(launch_triton, "_processors", lambda processors=processors: processors)
+        assert launch_triton.build_threads() == threads
     monkeypatch.setattr(launch_triton, "_processors", lambda: 3)
     for value, threads in (("1", 1), ("2", 2), ("8", 3)):
         monkeypatch.setenv("TILESTEP_BUILD_THREADS", value)

@@ -57,8 +57,6 @@ def trace(call: Callable[[], object], device: torch.device) -> Trace:
     (0, 2, 8012)
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces each start on stderr
-    # Without this the driver goes on telling the profiler of every call: launches measured later take twice the time.
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     activities = [ProfilerActivity.CPU]
     gpu = device.type == "cuda"
     if gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,8 +151,11 @@ class Trial:
             optimizer.step()
         self.steps += 1
 
-    def compared_step(self) -> None:
+    def compared_step(self, limit: float | None = None) -> None:
         """Step, and compare every parameter that has a gradient with the formula; the others must not change.
+
+        Args:
+            limit: the `max_grad_norm` that the optimizers were given, for which the formula gets clipped gradients.
 
         Raises:
             CheckFailure: naming the parameter, the buffer and both values.
@@ -161,6 +165,8 @@ class Trial:
             for index, param in enumerate(self.params)
         ]
         hyperparameters = [self.hyperparameters(index) for index in range(len(self.params))]
+        if limit is not None:
+            self._clip(before, limit)
         self.step()
         for index, (param, known) in enumerate(zip(self.params, before)):
             label = f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}"
@@ -169,6 +175,14 @@ class Trial:
                 compare(rule, label, param, self.state(index), known, hyperparameters[index], coarse)
             elif not torch.equal(param.detach(), known):
                 raise CheckFailure(f"{label} has no gradient and was changed", "param")
+
+    def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
+        """Clip the gradients that snapshots hold, as `torch.nn.utils.clip_grad_norm_` does, in float64."""
+        for optimizer in self.optimizers:
+            own = [each for each, owner in zip(before, self.owner) if owner is optimizer and isinstance(each, Snapshot)]
+            norm = math.sqrt(sum(float(each.grad.double().square().sum()) for each in own))
+            for each in own:
+                each.grad = each.grad.double() * min(1.0, limit / (norm + 1e-6))
 
     def run(self, steps: int = 5) -> Trial:
         """Compared steps with new gradients each."""
