@@ -25,6 +25,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from .decide import TimesMean
+from .masters import MasterWeights
 from .optimizer import Optimizer
 
 # None where the rule says what it means.
@@ -33,7 +34,7 @@ Number = float | torch.Tensor | Callable[[Any], Any] | None
 
 OWN = {
     "max_grad_norm": "float | torch.Tensor | None",
-    "master_weights": "bool",
+    "master_weights": "MasterWeights",
     "skip_nonfinite": "bool",
     "skip_above": "float | TimesMean | None",
     "params": "ParamsT",

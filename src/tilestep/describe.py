@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from .codegen.spec import KernelSpec
+from .codegen.storage import dtype_name
 from .codegen.traffic import Traffic, tile_traffic
 from .engine import graph_for, kernel_spec
 from .graph import Guard, TilePass, Value
 from .graph.views import slice_word
 from .optimizer.hyperparameters import check_group
-from .optimizer.states import MASTER, compute_dtype, has_master, storages
+from .optimizer.masters import MasterWeights, check_choice, check_master, master_kind
+from .optimizer.states import compute_dtype, storages
 from .rules import Rule
 
 __all__ = ["BACKENDS", "PassDescription", "RuleDescription", "describe", "generated_code", "spec_for"]
@@ -86,7 +88,7 @@ def spec_for(
     hyperparameters: Mapping[str, Any] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    master_weights: bool = False,
+    master_weights: MasterWeights = False,
     dims: int = 2,
     device_type: str = "cpu",
 ) -> KernelSpec:
@@ -115,6 +117,8 @@ def spec_for(
     graph = graph_for(rule, given, dims)
     param = torch.empty((2,) * dims, dtype=dtype, device="meta")
     group = {**given, "master_weights": master_weights}
+    check_choice(master_weights)
+    check_master("a parameter", dtype, group)
     return kernel_spec(graph, storages(param, group, graph), compute_dtype(param), device_type)
 
 
@@ -145,7 +149,7 @@ def describe(
     *,
     backend: str = "triton",
     dtype: torch.dtype = torch.float32,
-    master_weights: bool = False,
+    master_weights: MasterWeights = False,
     dims: int = 2,
 ) -> RuleDescription:
     """Trace a rule and say what a step with it does.
@@ -190,7 +194,7 @@ def describe(
     )
 
 
-def _states(rule: Rule, spec: KernelSpec, dtype: torch.dtype, master_weights: bool) -> dict[str, str]:
+def _states(rule: Rule, spec: KernelSpec, dtype: torch.dtype, master_weights: MasterWeights) -> dict[str, str]:
     shapes = {
         "param": "like the parameter",
         "scalar": "one for each tensor",
@@ -198,8 +202,9 @@ def _states(rule: Rule, spec: KernelSpec, dtype: torch.dtype, master_weights: bo
         "column": "one for each column",
     }
     found = {"step": "float32, one for each tensor"}
-    if has_master(torch.empty(0, dtype=dtype, device="meta"), {"master_weights": master_weights}):
-        found[MASTER] = "float32, like the parameter"
+    kind = master_kind(dtype, {"master_weights": master_weights})
+    if kind is not None:
+        found[kind.key] = f"{dtype_name(kind.dtype)}, like the parameter"
     graph = spec.program.graph
     for name in graph.states:
         if name in graph.matrix_states:

@@ -90,9 +90,9 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("master_weights", [False, True, "remainder"])
 @pytest.mark.parametrize("name", [*sorted(tilestep.registry), *COMPOSED])
-def test_a_skipped_step_changes_nothing_whatever_the_rule(name: str, master_weights: bool) -> None:
+def test_a_skipped_step_changes_nothing_whatever_the_rule(name: str, master_weights: Any) -> None:
     dtype = torch.bfloat16 if master_weights else torch.float32
     params, twins = (parameters(dtype=dtype, shapes=MATRICES) for _ in range(2))
     rule = COMPOSED.get(name, name)

@@ -45,6 +45,8 @@ def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> 
     assert code == 0 and "Lion, 8 x 1 ranks, 39 buckets of 10 MiB" in out and cells(out, "state")[1] == "0.05"
     code, out, _ = run(capfd, "100M", "--rule", "muon", "--grad-dtype", "fp32", "--grad-buffer", "bucket", "--no-clip")
     assert code == 0 and "not in it: the time of matrix products" in out and cells(out, "clip")[2] == "0.00"
+    code, out, _ = run(capfd, "100M", "--remainder", "--mesh", "1")
+    assert code == 0 and cells(out, "state")[1] == "1.00"
     code, out, _ = run(capfd, "70B", "--mesh", "2")
     assert code == 0 and "too much" in out
 

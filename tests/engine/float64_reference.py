@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 import tilestep
+from tilestep.codegen.storage import Remainder
+from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import Rule
 from tilestep.rules.scalars import precision_of
 
@@ -69,7 +71,7 @@ def other_values(rule: Rule) -> dict[str, Any]:
 class Run:
     """An optimizer with a group of every layout, a second group, and one parameter that gets no gradient."""
 
-    def __init__(self, rule: Rule, dtype: torch.dtype, master: bool, **hyper: Any) -> None:
+    def __init__(self, rule: Rule, dtype: torch.dtype, master: MasterWeights, **hyper: Any) -> None:
         self.rule, self.dtype = rule, dtype
         self.generator = torch.Generator().manual_seed(len(rule.name))
         self.params: dict[tuple[int, str], torch.nn.Parameter] = {}
@@ -89,8 +91,11 @@ class Run:
             param.grad = LAYOUTS[label][1](self.dtype, self.generator)
 
     def buffers(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Copies of what a step changes, by name."""
-        return {"param": param.detach().clone(), **{k: v.clone() for k, v in self.optimizer.state[param].items()}}
+        """Copies of what a step changes, by name; a parameter with a remainder has the master that they are."""
+        found = {"param": param.detach().clone(), **{k: v.clone() for k, v in self.optimizer.state[param].items()}}
+        if "remainder_param" in found:
+            found["master_param"] = Remainder.joined(found["param"], found.pop("remainder_param"))
+        return found
 
     def reference(self, group: int, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """What the rule itself makes of the buffers as they are, in float64."""
@@ -132,7 +137,7 @@ def check(label: str, got: torch.Tensor, wanted: torch.Tensor, compute: torch.dt
     )
 
 
-def check_steps(rule: Rule, dtype: torch.dtype, master: bool, **hyper: Any) -> Run:
+def check_steps(rule: Rule, dtype: torch.dtype, master: MasterWeights, **hyper: Any) -> Run:
     """Three steps, each compared with the rule in float64 from the same buffers."""
     run = Run(rule, dtype, master, **hyper)
     compute = torch.float64 if dtype is torch.float64 else torch.float32

@@ -10,25 +10,27 @@ import torch
 from float64_reference import Run, check_steps
 
 import tilestep
+from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
 
 # Muon and SOAP work on whole matrices; Prodigy's reference needs all parameters at once: both are tested on their own.
 OWN = {name for name, rule in registry.items() if rule.__module__.startswith("tilestep.")}
 NAMES = sorted(OWN - {"Muon", "SOAP", "Prodigy"})
-STORAGES = {
+STORAGES: dict[str, tuple[torch.dtype, MasterWeights]] = {
     "float32": (torch.float32, False),
     "float64": (torch.float64, False),
     "bfloat16": (torch.bfloat16, False),
     "float16": (torch.float16, False),
     "bfloat16-master": (torch.bfloat16, True),
+    "bfloat16-remainder": (torch.bfloat16, "remainder"),
     "float16-master": (torch.float16, True),
 }
-# Each storage with rules that between them use every kind of state; float32 and bfloat16 with master with all rules.
+# Each storage with rules that between them use every kind of state; float32 and bfloat16 with masters with all rules.
 SAMPLED = ["ASGD", "Adafactor", "AdamW", "LAMB", "Lion", "NAdam", "Rprop"]
 CASES = [
     pytest.param(name, *storage, id=f"{name}-{label}")
     for label, storage in STORAGES.items()
-    for name in (NAMES if label in ("float32", "bfloat16-master") else SAMPLED)
+    for name in (NAMES if label in ("float32", "bfloat16-master", "bfloat16-remainder") else SAMPLED)
 ]
 FLAGS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"amsgrad": True, "maximize": True, "weight_decay": 0.1}),
@@ -41,7 +43,7 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "master"), CASES)
-def test_a_rule_steps_as_it_does_in_float64(name: str, dtype: torch.dtype, master: bool) -> None:
+def test_a_rule_steps_as_it_does_in_float64(name: str, dtype: torch.dtype, master: MasterWeights) -> None:
     check_steps(registry[name], dtype, master)
 
 

@@ -7,14 +7,16 @@ import traceback
 import torch
 from float64_reference import check_steps
 
+from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
 
-STORAGES = {
+STORAGES: dict[str, tuple[torch.dtype, MasterWeights]] = {
     "float32": (torch.float32, False),
     "float64": (torch.float64, False),
     "bfloat16": (torch.bfloat16, False),
     "float16": (torch.float16, False),
     "bfloat16-master": (torch.bfloat16, True),
+    "bfloat16-remainder": (torch.bfloat16, "remainder"),
     "float16-master": (torch.float16, True),
 }
 # Muon and SOAP work on whole matrices; Prodigy's reference needs all parameters at once: both are tested on their own.

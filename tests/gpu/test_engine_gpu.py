@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from remainder_patterns import check_halves, check_joined, edge_patterns, floats, kept_by_kernels
 from rule_cases import NAMES, STORAGES, check_case
 from synchronization import no_synchronization
 
 import tilestep
 from tilestep.bench.trace import trace
+from tilestep.optimizer.masters import exact_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -143,6 +145,28 @@ def test_runs_repeat_to_the_bit(name: str) -> None:
             optimizer.step()
         results.append([value for param in params for value in (param, *optimizer.state[param].values())])
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+def test_remainders_keep_every_pattern_of_bits() -> None:
+    values = floats(edge_patterns())
+    high, low, wide = kept_by_kernels(values.cuda())
+    check_halves(values, high.cpu(), low.cpu())
+    check_joined(values, wide.cpu())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "LAMB", "Adafactor"])
+def test_remainders_train_as_masters_do(name: str) -> None:
+    runs = []
+    for kind in (True, "remainder"):
+        params = make([(300_001,), (64, 33), (3, 4, 5, 2), ()], dtype=torch.bfloat16)
+        optimizer = getattr(tilestep, name)(params, lr=1.7e-3, max_grad_norm=1.0, master_weights=kind)
+        for step in range(20):
+            set_gradients(params, step=step)
+            optimizer.step()
+        runs.append([exact_values(param, optimizer.state[param]) for param in params])
+    for master, remainder in zip(*runs, strict=True):
+        torch.testing.assert_close(remainder, master, rtol=20 * 2.0**-23, atol=1e-12)  # a unit for each tie
+        assert (remainder == master).float().mean() > 0.99
 
 
 def test_prodigy_equals_its_steps_on_the_cpu() -> None:

@@ -43,7 +43,12 @@ RULES: dict[str, dict[str, Any]] = {
     "Prodigy": {},
     "SOAP": {},
 }
-STORAGES = [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
+STORAGES: dict[str, tuple[torch.dtype, Any]] = {
+    "fp32": (torch.float32, False),
+    "bf16 with masters": (torch.bfloat16, True),
+    "bf16 with remainders": (torch.bfloat16, "remainder"),
+    "bf16": (torch.bfloat16, False),
+}
 
 
 @pytest.fixture(params=HOMES.values(), ids=HOMES.keys())
@@ -59,9 +64,9 @@ def shapes_for(rule: str) -> list[tuple[int, ...]]:
     return MATRICES if rule == "SOAP" else SHAPES
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORAGES, ids=["fp32", "bf16 with masters", "bf16"])
+@pytest.mark.parametrize(("dtype", "master"), STORAGES.values(), ids=STORAGES.keys())
 @pytest.mark.parametrize("rule", RULES)
-def test_streamed_updates_are_those_on_the_device(rule: str, dtype: torch.dtype, master: bool) -> None:
+def test_streamed_updates_are_those_on_the_device(rule: str, dtype: torch.dtype, master: Any) -> None:
     for home in (HOMES["tiles"], HOMES["200 kB, three buffers"]):
         pair = Pair(
             lambda params: tilestep.Optimizer(params, rule, master_weights=master, **RULES[rule]),
@@ -81,9 +86,9 @@ def test_a_hundred_steps(home: Homes) -> None:
     pair.compare()
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORAGES, ids=["fp32", "bf16 with masters", "bf16"])
+@pytest.mark.parametrize(("dtype", "master"), STORAGES.values(), ids=STORAGES.keys())
 @pytest.mark.parametrize("rule", ["AdamW", "LAMB", "Adafactor"])
-def test_updates_on_the_host_are_those_of_a_cpu(rule: str, dtype: torch.dtype, master: bool) -> None:
+def test_updates_on_the_host_are_those_of_a_cpu(rule: str, dtype: torch.dtype, master: Any) -> None:
     """Without a clip: norms of a GPU and of a CPU differ in their last digits."""
     for home in (on_host(), on_host(200_000)):
         pair = Pair(lambda params: tilestep.Optimizer(params, rule, master_weights=master), home, SHAPES, dtype, CUDA)

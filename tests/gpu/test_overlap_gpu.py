@@ -93,6 +93,7 @@ def test_updates_that_come_late_under_accumulation(during: str) -> None:
     "check",
     [
         schedules.test_bfloat16_with_masters,
+        schedules.test_bfloat16_with_remainders,
         schedules.test_steps_that_are_skipped_are_skipped_by_all_groups,
         schedules.test_skip_above_a_running_mean,
         schedules.test_frozen_and_thawed_parameters,

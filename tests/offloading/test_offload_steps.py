@@ -30,7 +30,13 @@ RULES: dict[str, dict[str, Any]] = {
     "SOAP": {},
     "ScheduleFreeAdamW": {},
 }
-STORAGES = [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float64, False)]
+STORAGES: dict[str, tuple[torch.dtype, Any]] = {
+    "fp32": (torch.float32, False),
+    "bf16 with masters": (torch.bfloat16, True),
+    "bf16 with remainders": (torch.bfloat16, "remainder"),
+    "bf16": (torch.bfloat16, False),
+    "fp64": (torch.float64, False),
+}
 
 
 @pytest.fixture(params=HOMES.values(), ids=HOMES.keys())
@@ -42,9 +48,9 @@ def shapes_for(rule: str) -> list[tuple[int, ...]]:
     return MATRICES if rule in ("Muon", "SOAP") else SHAPES
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORAGES, ids=["fp32", "bf16 with masters", "bf16", "fp64"])
+@pytest.mark.parametrize(("dtype", "master"), STORAGES.values(), ids=STORAGES.keys())
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_are_the_same_to_the_bit(rule: str, dtype: torch.dtype, master: bool) -> None:
+def test_steps_are_the_same_to_the_bit(rule: str, dtype: torch.dtype, master: Any) -> None:
     for home in (streamed(), streamed(200_000, 2), on_host(200_000)):
         pair = Pair(
             lambda params: tilestep.Optimizer(params, rule, master_weights=master, **RULES[rule]),

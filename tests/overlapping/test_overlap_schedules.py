@@ -63,9 +63,8 @@ def test_a_hundred_steps_are_the_serial_ones(during: str, make: Make) -> None:
     twins.compare()
 
 
-@both
-def test_bfloat16_with_masters(during: str) -> None:
-    twins = Twins(lambda params: adamw(params, master_weights=True), during, lambda: small().bfloat16())
+def follow_writes(during: str, kind: Any) -> None:
+    twins = Twins(lambda params: adamw(params, master_weights=kind), during, lambda: small().bfloat16())
     for step in range(12):
         twins.step(step)
         if step in (3, 7):
@@ -73,6 +72,16 @@ def test_bfloat16_with_masters(during: str) -> None:
                 with torch.no_grad():
                     model.first.weight.clamp_(-0.1, 0.1)
     twins.compare()
+
+
+@both
+def test_bfloat16_with_masters(during: str) -> None:
+    follow_writes(during, True)
+
+
+@both
+def test_bfloat16_with_remainders(during: str) -> None:
+    follow_writes(during, "remainder")
 
 
 def test_backward_updates_group_by_group_and_lets_gradients_go() -> None:

@@ -60,12 +60,23 @@ def masters(params: Any) -> tilestep.Optimizer:
     return tilestep.Adam(params, lr=0.1, master_weights=True)  # type: ignore[attr-defined]
 
 
-MAKERS = {"adamw": adamw, "muon": muon, "adafactor": adafactor, "soap": soap, "masters": masters}
+def remainders(params: Any) -> tilestep.Optimizer:
+    return tilestep.Adam(params, lr=0.1, master_weights="remainder")  # type: ignore[attr-defined]
+
+
+MAKERS = {
+    "adamw": adamw,
+    "muon": muon,
+    "adafactor": adafactor,
+    "soap": soap,
+    "masters": masters,
+    "remainders": remainders,
+}
 
 
 def model_for(name: str) -> nn.Module:
     torch.manual_seed(3)
-    return Mixed().bfloat16() if name == "masters" else Mixed()
+    return Mixed().bfloat16() if name in ("masters", "remainders") else Mixed()
 
 
 def give_gradients(model: nn.Module, step: int, skip: str = "") -> None:
@@ -359,3 +370,17 @@ CHECKS = [
 
 
 test_two_ranks = each_passes(CHECKS, 2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_masters_of_another_kind_are_refused_in_place_and_converted_when_whole(tmp_path: Path) -> None:
+    model, optimizer = trained("masters", range(3))
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "masters")
+    other = remainders(model.parameters())
+    state = {"optimizer": other.state_dict()}
+    with pytest.raises(
+        dcp.CheckpointException, match=r"optimizer.state.0 with master_param, this optimizer with remainder_param"
+    ):
+        dcp.load(state, checkpoint_id=tmp_path / "masters", planner=tilestep.LoadPlanner())
+    other.load_state_dict(optimizer.state_dict())
+    assert any(values["remainder_param"].any() for values in other.state.values())

@@ -75,6 +75,53 @@ def masters() -> None:
         pair.compare_states()
 
 
+def remainders() -> None:
+    """Both halves are those of one process, also after somebody writes to one parameter: the others keep theirs."""
+
+    def make(params: Any) -> Any:
+        return tilestep.AdamW(params, lr=0.1, master_weights="remainder")  # type: ignore[attr-defined]
+
+    for options in ({}, {"param_sync_dtype": torch.float16}, {"param_buffer": "bucket"}):
+        pair = Pair(Elementwise().bfloat16(), make, bucket_cap_mb=TINY, **options)
+        if "param_sync_dtype" in options:
+            # What travels has lost bits; the rank that updates a parameter has both halves of the exact one.
+            for _ in range(3):
+                train(pair, microbatches(2))
+            assert any(piece["remainder_param"].any() for piece in pair.optimizer.state.values())
+            continue
+        three_steps(pair)
+        for written in (None, 4):
+            if written is not None:
+                for model in (pair.model, pair.twin):
+                    with torch.no_grad():
+                        model.weights[written].mul_(1.5)
+            train(pair, microbatches(2))
+            pair.compare()
+            pair.compare_states()
+            states = pair.twin_optimizer.state
+            assert sum(bool(values["remainder_param"].any()) for values in states.values()) >= 10
+
+
+def averages_of_remainders() -> None:
+    """What is written before `eval()` is noticed, and weights to evaluate leave both halves as they are."""
+    rule = tilestep.ema(tilestep.registry["SGD"], 0.5)
+    pair = Pair(
+        Elementwise().bfloat16(),
+        lambda params: tilestep.Optimizer(params, rule, lr=0.1, master_weights="remainder"),
+        bucket_cap_mb=TINY,
+    )
+    three_steps(pair)
+    for model in (pair.model, pair.twin):
+        with torch.no_grad():
+            model.weights[4].mul_(1.5)
+    for optimizer in (pair.optimizer, pair.twin_optimizer):
+        with optimizer.averaged():
+            pass
+    train(pair, microbatches(2))
+    pair.compare()
+    pair.compare_states()
+
+
 def dtypes_in_any_mixture() -> None:
     model = Elementwise()
     for index, dtype in enumerate((torch.bfloat16, torch.float64, torch.float16)):
@@ -290,6 +337,8 @@ CHECKS = [
     a_sync_at_every_microbatch,
     parameters_in_every_dtype,
     masters,
+    remainders,
+    averages_of_remainders,
     dtypes_in_any_mixture,
     gradients_summed_in_float32,
     every_microbatch_s_digits_are_kept_beside_an_unused_parameter,

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import tilestep
 from tilestep.codegen.spec import KernelSpec
-from tilestep.codegen.storage import Array
+from tilestep.codegen.traffic import Recorder
 from tilestep.engine import Entry
 
 __all__ = ["has_matrix_work", "step_bytes"]
-
-
-@dataclass
-class _Recorder:
-    """Takes part in a storage's load and store as a backend would, and notes the arrays they touch."""
-
-    arrays: list[Array] = field(default_factory=list)
-
-    def read(self, array: Array) -> str:
-        self.arrays.append(array)
-        return "value"
-
-    def write(self, array: Array, value: str) -> None:
-        self.arrays.append(array)
 
 
 def step_bytes(optimizer: tilestep.Optimizer) -> int:
@@ -36,6 +20,8 @@ def step_bytes(optimizer: tilestep.Optimizer) -> int:
     >>> parameters = [torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)]
     >>> step_bytes(tilestep.AdamW(parameters)), step_bytes(tilestep.AdamW(parameters, master_weights=True))
     (14000, 28000)
+    >>> step_bytes(tilestep.AdamW(parameters, master_weights="remainder"))
+    26000
     """
     tables = optimizer._tables
     if tables is None:
@@ -61,14 +47,14 @@ def _entry_bytes(spec: KernelSpec, entry: Entry) -> int:
     for tile in spec.program.tiles:
         if tile is None:
             continue
-        touched = _Recorder()
+        touched = Recorder()
         for name in tile.reads():
             if name in spec.storages:
                 spec.storages[name].load(touched, name)
         for name in tile.stores:
             if name in spec.storages:
                 spec.storages[name].store(touched, name, "value")
-        for array in touched.arrays:
+        for array in (*touched.reads, *touched.writes):
             tensor = entry.arrays.get(array.name, entry.param)
             total += tensor.numel() * array.dtype.itemsize
     return total

@@ -13,17 +13,19 @@ import tilestep
 from tilestep.bench.measure import SETTLE_SECONDS, synchronize
 from tilestep.bench.traffic import has_matrix_work
 from tilestep.codegen.spec import KernelSpec
+from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import Rule, registry
 from tilestep.tuning import CANDIDATES, TileShape, forced_shape, save_shapes, signature, tile_shape
 
 __all__ = ["KINDS", "Job", "Outcome", "jobs", "tiled_rules", "tune"]
 
-KINDS: Mapping[str, tuple[torch.dtype, bool]] = {
+KINDS: Mapping[str, tuple[torch.dtype, MasterWeights]] = {
     "fp32": (torch.float32, False),
     "bf16": (torch.bfloat16, False),
     "bf16 with fp32 master": (torch.bfloat16, True),
+    "bf16 with remainder": (torch.bfloat16, "remainder"),
 }
-"""Dtype of the parameters and whether they have masters, by name."""
+"""Dtype of the parameters and how they are kept in float32, by name."""
 
 GAIN = 0.01
 """A shape replaces the one in use only if it is faster by this part: less is noise."""

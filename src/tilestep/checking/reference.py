@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..optimizer.states import MASTER, TRAINING
+from ..optimizer.masters import MASTER_KEYS, exact_values
+from ..optimizer.states import TRAINING
 from ..rules import Rule
 from ..rules.scalars import precision_of
 
@@ -49,10 +50,9 @@ class Snapshot:
         buffers = {
             name: value.detach().clone()
             for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name not in ("step", MASTER, TRAINING)
+            if isinstance(value, torch.Tensor) and name not in ("step", *MASTER_KEYS, TRAINING)
         }
-        source = state.get(MASTER, param).detach().clone()
-        return cls(source, param.grad.detach().clone(), buffers, float(state["step"]) + 1)
+        return cls(exact_values(param, state), param.grad.detach().clone(), buffers, float(state["step"]) + 1)
 
 
 def expected(
@@ -115,7 +115,8 @@ def compare(
     compute = torch.float64 if param.dtype is torch.float64 else torch.float32
     wanted = expected(rule, before, hyperparameters, torch.float64)
     rough = expected(rule, before, hyperparameters, compute)
-    found = {"param": state.get(MASTER, param), **{name: state[name] for name in rule.state_names if name in state}}
+    exact = exact_values(param, state)
+    found = {"param": exact, **{name: state[name] for name in rule.state_names if name in state}}
     old = {"param": before.param, **before.states}
     for name, value in found.items():
         if name not in wanted:
@@ -126,7 +127,8 @@ def compare(
             spread = spread.amax().expand(value.shape)
         previous = old[name].to(value.device).double()
         _close(name, label, value.detach().double(), shaped, previous, spread, value.dtype, compute, before.step)
-    if MASTER in state and not torch.equal(param.detach(), state[MASTER].to(param.dtype)):
+    has_master = not MASTER_KEYS.isdisjoint(state)
+    if has_master and not torch.equal(param.detach(), exact.to(param.device, param.dtype)):
         raise CheckFailure(f"{label} is not its float32 master rounded to {param.dtype}", "param")
 
 

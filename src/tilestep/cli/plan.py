@@ -71,6 +71,7 @@ def register(app: typer.Typer) -> None:
         mesh: Annotated[str, typer.Option(help="Ranks that split the state, x copies: 8, 8x4.")] = "8",
         dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.bf16,
         master_weights: Annotated[bool, typer.Option(help="With float32 masters and state.")] = True,
+        remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
         grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
         grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
         bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 chooses one.")] = 0,
@@ -99,7 +100,7 @@ def register(app: typer.Typer) -> None:
             found,
             parse_settings(settings or [], found),
             dtype=types[dtype],
-            master_weights=master_weights,
+            master_weights="remainder" if remainder else master_weights,
             grad_sync_dtype=None if grad_dtype is None else types[grad_dtype],
         )
         split, copies = mesh_of(mesh)

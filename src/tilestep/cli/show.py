@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
         backend: Annotated[Backend, typer.Option(help="triton for GPUs, cpp for CPUs.")] = Backend.triton,
         dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.fp32,
         master_weights: Annotated[bool, typer.Option(help="With float32 masters and state.")] = False,
+        remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
         settings: Annotated[
             list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
         ] = None,
@@ -64,7 +65,7 @@ def register(app: typer.Typer) -> None:
             parse_settings(settings or [], found),
             backend=backend.value,
             dtype=getattr(torch, _TORCH_NAMES[dtype.value]),
-            master_weights=master_weights,
+            master_weights="remainder" if remainder else master_weights,
             dims=dims,
         )
         console = Console()

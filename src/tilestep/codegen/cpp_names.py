@@ -19,8 +19,9 @@ typeid typename union unsigned using virtual void volatile wchar_t while xor xor
 """
 
 _AROUND = """
-Launch Control bfloat16 float16 int32_t int64_t uint16_t uint32_t uint64_t std
-read write select maximum minimum sign_of remainder_of locate gradient_scale_of math_errhandling
+Launch Control bfloat16 float16 int16_t int32_t int64_t uint16_t uint32_t uint64_t std
+read write join_remainder split_remainder select maximum minimum sign_of remainder_of locate gradient_scale_of
+math_errhandling
 launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk chunk_end i at first stop
 unscale inverse_scale skip same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x

@@ -166,6 +166,22 @@ inline void write(float16& element, float value) {{
   element.bits = static_cast<uint16_t>((sign >> 16) | result);
 }}
 
+// A float32 as the bfloat16 nearest to it and what that lacks; see codegen/storage.py.
+inline float join_remainder(const bfloat16& high, const int16_t& low) {{
+  const uint32_t bits = (static_cast<uint32_t>(high.bits) << 16) + static_cast<uint32_t>(static_cast<int32_t>(low));
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}}
+inline void split_remainder(bfloat16& high, int16_t& low, float value) {{
+  write(high, value);
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const int32_t rest = static_cast<int32_t>(bits - (static_cast<uint32_t>(high.bits) << 16));
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  low = static_cast<int16_t>(is_nan ? 0 : rest > 32767 ? 32767 : rest);
+}}
+
 // Both values are there already: as bits, because the vectorizer gives up on some nests of branches.
 template <class T, class Bits> inline T select_bits(bool condition, T if_true, T if_false) {{
   Bits chosen, other;

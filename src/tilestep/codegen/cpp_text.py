@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..graph import TilePass, Value
 from .cpp_names import CppNames
@@ -28,7 +28,13 @@ __all__ = [
     "writer_of",
 ]
 
-C_TYPES = {"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"}
+C_TYPES = {
+    "float32": "float",
+    "float64": "double",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int16": "int16_t",
+}
 
 SPELLING = {
     "add": "({0} + {1})",
@@ -113,18 +119,28 @@ def writer_of(scalar: str, indent: str, names: Names) -> Writer:
 
 
 class TileBody:
-    """Writes the statements of one element of a tile; a storage's view of it is `read` and `write`."""
+    """Writes the statements of one element of a tile; a storage sees of it what `Body` says."""
 
     def __init__(self, spec: KernelSpec, tile: TilePass, writer: Writer, strided: bool, indent: str) -> None:
         self.spec, self.tile, self.writer, self.indent = spec, tile, writer, indent
         order = [spec.grad, *spec.arrays]
         self.index = {array.name: f"at[{position}]" if strided else "i" for position, array in enumerate(order)}
 
+    def _element(self, array: Array) -> str:
+        return f"{array.name}_array[{self.index[array.name]}]"
+
     def read(self, array: Array) -> str:
-        return f"read({array.name}_array[{self.index[array.name]}])"
+        return f"read({self._element(array)})"
 
     def write(self, array: Array, value: str) -> None:
-        self.writer.lines.append(f"{self.indent}write({array.name}_array[{self.index[array.name]}], {value});")
+        self.split("write", [array], value)
+
+    def join(self, function: str, arrays: Sequence[Array]) -> str:
+        return f"{function}({', '.join(map(self._element, arrays))})"
+
+    def split(self, function: str, arrays: Sequence[Array], value: str) -> None:
+        elements = ", ".join(map(self._element, arrays))
+        self.writer.lines.append(f"{self.indent}{function}({elements}, {value});")
 
     def emit(self) -> None:
         for value in self.tile.values():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-__all__ = ["Array", "Body", "Master", "Plain", "Storage", "dtype_name"]
+__all__ = ["Array", "Body", "Master", "Plain", "Remainder", "Storage", "dtype_name"]
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -40,9 +41,15 @@ class Body(Protocol):
     def write(self, array: Array, value: str) -> None:
         """Emit the rounding store of a value to an array's element."""
 
+    def join(self, function: str, arrays: Sequence[Array]) -> str:
+        """The expression of the value that a function of the backend makes of the arrays' elements as they are."""
+
+    def split(self, function: str, arrays: Sequence[Array], value: str) -> None:
+        """Emit the store of the elements that a function of the backend makes of a value, one for each array."""
+
 
 class Storage(Protocol):
-    """A storage format."""
+    """A storage format: as code around a rule, `load` and `store`, and on tensors, `value` and `keep`."""
 
     @property
     def precision(self) -> torch.dtype:
@@ -56,6 +63,12 @@ class Storage(Protocol):
 
     def store(self, body: Body, name: str, value: str) -> None:
         """Emit what keeps a new value."""
+
+    def value(self, tensors: Mapping[str, torch.Tensor], name: str, compute: torch.dtype) -> torch.Tensor:
+        """The buffer's values as a new tensor; `tensors` has its arrays by name."""
+
+    def keep(self, tensors: Mapping[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+        """Write new values, which may be broadcast, into the buffer's arrays."""
 
     def is_exact(self, compute: torch.dtype) -> bool:
         """Whether a value of the compute dtype comes back unchanged."""
@@ -78,6 +91,12 @@ class Plain:
 
     def store(self, body: Body, name: str, value: str) -> None:
         body.write(Array(name, self.dtype), value)
+
+    def value(self, tensors: Mapping[str, torch.Tensor], name: str, compute: torch.dtype) -> torch.Tensor:
+        return tensors[name].to(compute, copy=True)
+
+    def keep(self, tensors: Mapping[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+        tensors[name].copy_(value)
 
     @property
     def precision(self) -> torch.dtype:
@@ -107,9 +126,80 @@ class Master:
         for array in self.arrays(name):
             body.write(array, value)
 
+    def value(self, tensors: Mapping[str, torch.Tensor], name: str, compute: torch.dtype) -> torch.Tensor:
+        return tensors[f"master_{name}"].to(compute, copy=True)
+
+    def keep(self, tensors: Mapping[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+        for array in self.arrays(name):
+            tensors[array.name].copy_(value)
+
     @property
     def precision(self) -> torch.dtype:
         return self.master_dtype
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return self.master_dtype is compute
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """A float32 as the bfloat16 nearest to it, and by how many units in float32's last place it is off that.
+
+    The bits of a bfloat16 are the upper half of a float32's, so the difference of the bits is what rounding has taken
+    away, from -32768 to 32768 units. Of these only 32768 does not fit 16 bits: a tie that was rounded down to even. It
+    is kept as 32767, which leaves the bfloat16 what rounding makes of the value, and the value one unit off. NaN stays
+    NaN, without its payload; everything else comes back as it was, by an addition of integers.
+
+    Source: apex's DistributedFusedAdam has the same idea as `store_param_remainders`.
+    """
+
+    def __str__(self) -> str:
+        return "bfloat16 with int16 remainder"
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        return (Array(name, torch.bfloat16), Array(f"remainder_{name}", torch.int16))
+
+    def load(self, body: Body, name: str) -> str:
+        return body.join("join_remainder", self.arrays(name))
+
+    def store(self, body: Body, name: str, value: str) -> None:
+        body.split("split_remainder", self.arrays(name), value)
+
+    @staticmethod
+    def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """The float32 values of bfloat16 ones and their remainders.
+
+        Example:
+            >>> values = torch.tensor([1 / 3, -1e-40, torch.inf])
+            >>> torch.equal(Remainder.joined(*Remainder.halves(values)), values)
+            True
+        """
+        return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+    @staticmethod
+    def halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 values as bfloat16 ones and remainders, int16.
+
+        Example:
+            >>> high, low = Remainder.halves(torch.tensor([1.0, 1 + 2**-23, 1 + 2**-8]))
+            >>> high.tolist(), low.tolist()
+            ([1.0, 1.0, 1.0], [0, 1, 32767])
+        """
+        high = value.to(torch.bfloat16)
+        low = value.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16)
+        return high, torch.where(value.isnan(), 0, low).clamp(max=32767).to(torch.int16)
+
+    def value(self, tensors: Mapping[str, torch.Tensor], name: str, compute: torch.dtype) -> torch.Tensor:
+        return self.joined(tensors[name], tensors[f"remainder_{name}"]).to(compute)
+
+    def keep(self, tensors: Mapping[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+        high, low = self.halves(value.to(torch.float32))
+        tensors[name].copy_(high)
+        tensors[f"remainder_{name}"].copy_(low)
+
+    @property
+    def precision(self) -> torch.dtype:
+        return torch.float32
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False

@@ -26,7 +26,7 @@ class TileMath:
         self.unscales = spec.program.unscales(tile)
         self.type = dtype_name(spec.compute)
         self.arrays: list[Array] = [spec.grad, *spec.arrays]
-        around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address")]
+        around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address", "element")]
         self.names = TritonNames([self.name, *around, *(f"new_{name}" for name in tile.stores)])
         self.writer = writer_of(self.type, "    ", self.names, is_16_bits(spec, tile))
         self.inputs: list[tuple[str, str]] = []

@@ -255,6 +255,24 @@ def is_infinite(value):
 
 
 @triton.jit
+def join_remainder(high, low):
+    """The float32 of a bfloat16 and its remainder; see `codegen.storage.Remainder`."""
+    bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_remainder(value):
+    """The bfloat16 nearest to a float32, and the rest; by integers, since the interpreter's conversion truncates."""
+    bits = value.to(tl.int32, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    high = tl.where(is_nan, 0x7FC0, rounded)
+    low = tl.where(is_nan, 0, tl.minimum(bits - (high << 16), 32767))
+    return high.to(tl.int16).to(tl.bfloat16, bitcast=True), low.to(tl.int16)
+
+
+@triton.jit
 def gradient_scale_of(norm, inverse_scale, max_grad_norm):
     """What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm."""
     coefficient = max_grad_norm / (norm + 1e-6)

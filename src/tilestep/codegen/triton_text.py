@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..graph import SCALAR_LEVELS, TilePass, Value
 from .emit import Names, Writer
@@ -81,6 +81,7 @@ HELPERS = [
     "gradient_scale_of",
     "hyperbolic_tangent",
     "is_infinite",
+    "join_remainder",
     "larger",
     "logarithm",
     "logarithm2",
@@ -94,6 +95,7 @@ HELPERS = [
     "sign",
     "sine",
     "smaller",
+    "split_remainder",
     "square_root",
     "truncate",
     "truncated_remainder",
@@ -164,11 +166,10 @@ def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False) ->
 
 
 def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
-    """Whether a pass writes nothing that holds more than 16 bits an element, and reduces only what holds no more."""
+    """Whether a pass writes nothing that is kept in more than 16 bits, and reduces only what is kept in no more."""
 
     def fits(names: Iterable[str]) -> bool:
-        arrays = [array for name in names if name in spec.storages for array in spec.storages[name].arrays(name)]
-        return all(array.dtype.itemsize <= 2 for array in arrays)
+        return all(spec.storages[name].precision.itemsize <= 2 for name in names if name in spec.storages)
 
     keeps_more = tile.reductions or tile.parts or tile.kept
     return fits(tile.stores) and (not keeps_more or fits(tile.reads()))
@@ -198,11 +199,26 @@ class TileBody:
     def __init__(self, compute: str, lines: list[str], indent: str, pointer: Callable[[str], str], mask: str) -> None:
         self.compute, self.lines, self.indent, self.pointer, self.mask = compute, lines, indent, pointer, mask
 
+    def _loaded(self, array: Array) -> str:
+        other = "0.0" if array.dtype.is_floating_point else "0"
+        masked = f", mask={self.mask}, other={other}" if self.mask else ""
+        return f"tl.load({self.pointer(array.name)}{masked})"
+
     def read(self, array: Array) -> str:
-        masked = f", mask={self.mask}, other=0.0" if self.mask else ""
-        return f"tl.load({self.pointer(array.name)}{masked}).to(tl.{self.compute})"
+        return f"{self._loaded(array)}.to(tl.{self.compute})"
 
     def write(self, array: Array, value: str) -> None:
+        self._store(array, f"({value}).to(tl.{dtype_name(array.dtype)})")
+
+    def _store(self, array: Array, element: str) -> None:
         masked = f", mask={self.mask}" if self.mask else ""
-        rounded = f"({value}).to(tl.{dtype_name(array.dtype)})"
-        self.lines.append(f"{self.indent}tl.store({self.pointer(array.name)}, {rounded}{masked})")
+        self.lines.append(f"{self.indent}tl.store({self.pointer(array.name)}, {element}{masked})")
+
+    def join(self, function: str, arrays: Sequence[Array]) -> str:
+        return f"{function}({', '.join(map(self._loaded, arrays))})"
+
+    def split(self, function: str, arrays: Sequence[Array], value: str) -> None:
+        elements = [f"{array.name}_element" for array in arrays]
+        self.lines.append(f"{self.indent}{', '.join(elements)} = {function}(({value}).to(tl.{self.compute}))")
+        for array, element in zip(arrays, elements):
+            self._store(array, element)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..codegen.spec import KernelSpec
-from ..codegen.storage import Array
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..matrices import MATRIX_OPERATIONS
@@ -115,7 +114,8 @@ class EagerSegment(Segment):
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
         for name, storage in self.spec.storages.items():
             if name != "grad" and name not in self.spec.program.library.scratch:
-                loads[name] = storage.load(_Reader(entry, compute), name)  # type: ignore[arg-type,assignment]
+                # Copies: a rule may move one buffer's old value to another after the first has been overwritten.
+                loads[name] = storage.value(entry.arrays, name, compute)
         loads.update(entry.matrices)
         loads.update({name: self.scalar_states[name][position].double() for name in graph.scalar_states})
         known = self._evaluated(graph.outputs.values(), loads, position)
@@ -126,8 +126,7 @@ class EagerSegment(Segment):
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
-                for array in self.spec.storages[name].arrays(name):
-                    entry.arrays[array.name].copy_(value)
+                self.spec.storages[name].keep(entry.arrays, name, value)
         if float(self.control[UNSCALE]):
             gradient.mul_(float(self.control[INVERSE_SCALE]))
 
@@ -182,14 +181,3 @@ class EagerSegment(Segment):
             return inverse
         coefficient = limit / (float(self.control[NORM]) + 1e-6)
         return inverse * (1.0 if coefficient > 1 else coefficient)
-
-
-class _Reader:
-    """What a storage's load sees here: arrays as tensors."""
-
-    def __init__(self, entry: Entry, compute: torch.dtype) -> None:
-        self.entry, self.compute = entry, compute
-
-    def read(self, array: Array) -> torch.Tensor:
-        # A copy: a rule may move one buffer's old value to another after the first has been overwritten.
-        return self.entry.arrays[array.name].to(self.compute, copy=True)

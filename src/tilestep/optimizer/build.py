@@ -27,11 +27,12 @@ from ..placements import (
 )
 from ..placements.local import local_part
 from ..rules import Rule
+from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
-from .parameters import check_parameter, labelled, param_states
+from .parameters import check_parameter, labelled
 from .parts import build_engines
 from .specs import graph_of
-from .states import MASTER, Later, begin_missing, compute_dtype, initial_state, storages
+from .states import Later, begin_missing, compute_dtype, initial_state, storages
 from .tables import Tables
 from .watched_state import WatchedState
 
@@ -112,11 +113,12 @@ def build_tables(optimizer: Optimizer) -> Tables:
     home.begin([(label, p) for label, _, _, p in labelled(optimizer) if not _is_dormant(p, optimizer.state)])
     later: Later = {}
     planned, dormant = _plan(optimizer, later)
-    fresh_masters = sum(one.source is None for one in later.get(MASTER, ()))
     begin_missing(later, home)
+    fresh = {id(one.state[key]) for key in MASTER_KEYS for one in later.get(key, ()) if one.source is None}
     sharded = [(one.label, one.param) for one in planned if is_distributed(one.param)]
     agreement = Agreement(sharded) if sharded else None
     engines, places, members = _engines(optimizer, planned, agreement)
+    stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
     tables = Tables(
         engines=engines,
         members=members,
@@ -125,13 +127,11 @@ def build_tables(optimizer: Optimizer) -> Tables:
         params=[param for group in optimizer.param_groups for param in group["params"]],
         state=optimizer.state,
         state_changes=optimizer.state.changes,
-        masters=[(param, state[MASTER]) for param, state in param_states(optimizer) if MASTER in state],
+        masters=Masters(stated, fresh, have_parts=agreement is not None),
         agreement=agreement,
         places=places,
         home=home,
     )
-    if fresh_masters == len(tables.masters):
-        tables.note_versions()
     if agreement is not None:
         tables.local_gradients = [
             LocalGradients([entry.label for entry in engine.entries], params)
@@ -152,12 +152,13 @@ def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torc
             continue
         part = optimizer._home.part(param, checked_part(label, param))
         check_parameter(part, label)
+        check_master(label, part.dtype, group)
         rule = optimizer.rule_of(group)
         graph, spec = plans.of(label, group_index, group, param, part)
         gathered = spec.program.library.scratch and not is_whole(param)
         exchange = exchanges.add(label, param, everywhere=bool(graph.matrix_states)) if gathered else None
         apart = {*graph.scalar_states, *graph.matrix_states}
-        buffers, before = {MASTER, *rule.state_names} - apart, optimizer.state.get(param, {})
+        buffers, before = {*MASTER_KEYS, *rule.state_names} - apart, optimizer.state.get(param, {})
         known = local_state(label, before, param, buffers, graph.slice_states, graph.matrix_states)
         state = initial_state(label, part, group, graph, rule, known, later, optimizer._home, param.shape)
         planned.append(_Planned(label, group_index, param, graph, spec, state, exchange))
@@ -206,7 +207,7 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
     """A parameter's state as users see it: buffers of a DTensor are DTensors, numbers are plain tensors."""
     if not is_distributed(param):
         return state
-    buffers = {MASTER, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
+    buffers = {*MASTER_KEYS, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
     overs = graph.slice_states
     return {
         name: distribute(value, param, overs.get(name)) if name in buffers else value for name, value in state.items()

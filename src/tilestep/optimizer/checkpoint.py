@@ -14,8 +14,9 @@ from ..placements.local import copy_into, distribute, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
 from .hyperparameters import about_group, check_group
+from .masters import MASTER_KEYS, MasterKind, master_kind, other_master
 from .parameters import labelled
-from .states import MASTER, TRAINING, restart
+from .states import TRAINING, restart
 from .watched_state import WatchedState
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def _install_states(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
         elif saved[param]:
             optimizer.state[param] = {}
     # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
-    optimizer._build().versions = None
+    optimizer._build().masters.forget_versions()
     for label, _, _, param in params:
         if param in optimizer.state:
             _check_fits(label, param, optimizer.state[param], saved[param])
@@ -202,7 +203,7 @@ def _install_states(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
 
 def _check_known(label: str, rule: Rule, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise if a checkpoint has buffers that neither the rule nor this parameter's state knows."""
-    mine = {"step", MASTER, TRAINING, *rule.state_names, *state}
+    mine = {"step", *MASTER_KEYS, TRAINING, *rule.state_names, *state}
     for name, value in saved.items():
         if name not in mine and isinstance(value, torch.Tensor):
             raise StateError(
@@ -214,12 +215,12 @@ def _check_known(label: str, rule: Rule, saved: Mapping[str, Any], state: Mappin
 def _check_fits(label: str, param: torch.Tensor, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     begun = any(isinstance(value, torch.Tensor) and name != "step" for name, value in saved.items())
     begun = begun or _number(saved.get("step", 0)) > 0
-    for name, mine in {**state, TRAINING: param}.items():
+    for name, mine in {**dict.fromkeys(MASTER_KEYS, param), **state, TRAINING: param}.items():
         value = saved.get(name)
         if not isinstance(mine, torch.Tensor) or name == "step":
             continue
         if name not in saved:
-            if begun and name not in (MASTER, TRAINING):
+            if begun and name not in (*MASTER_KEYS, TRAINING):
                 raise StateError(
                     f"the checkpoint has no state {name!r} for {label}: it is of another optimizer, or of other "
                     "hyperparameters"
@@ -233,7 +234,11 @@ def _fill(
     param: torch.Tensor, group: Mapping[str, Any], rule: Rule, state: dict[str, Any], saved: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint's values into a parameter's buffers; those it does not have begin again."""
-    starts = {"step": State(0.0, shape="scalar"), MASTER: State("param"), **rule.states}
+    starts = {"step": State(0.0, shape="scalar"), **rule.states}
+    kind = master_kind(param.dtype, group)
+    if kind is not None:
+        starts[kind.key] = kind.start
+        saved = _with_master(kind, param, saved)
     for name, mine in state.items():
         value = saved.get(name)
         if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -247,11 +252,31 @@ def _fill(
     # torch's SGD counts no steps; its buffer is there from the first one on.
     if "step" not in saved and any(isinstance(value, torch.Tensor) for value in saved.values()):
         state["step"].fill_(1.0)
-    unused = {MASTER, *rule.state_names}
+    unused = {*MASTER_KEYS, *rule.state_names}
     state.update({name: value for name, value in saved.items() if name not in state and name not in unused})
     if TRAINING in saved:
         state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
         copy_into(state[TRAINING], saved[TRAINING].detach())
+
+
+def _with_master(kind: MasterKind, param: torch.Tensor, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A checkpoint's values for a parameter with a master of the kind that its group has, if they have any.
+
+    Args:
+        kind: the group's.
+        param: the parameter; a remainder in the checkpoint is what is to be added to it.
+        saved: the values.
+    """
+    if kind.dtype is torch.int16 and getattr(saved.get(kind.key), "dtype", kind.dtype) is not kind.dtype:
+        # torch's optimizers have rounded it.
+        return {name: value for name, value in saved.items() if name != kind.key}
+    other = other_master(kind, saved)
+    if other is None:
+        return saved
+    part, value = local_part(param), saved[other.key].detach()
+    theirs = torch.empty_like(part, dtype=other.dtype, requires_grad=False)
+    copy_into(distribute(theirs, param), value if value.shape == param.shape else value.reshape(param.shape))
+    return {**saved, kind.key: distribute(kind.made_of(other.values(part, theirs)), param)}
 
 
 def _number(value: Any) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..placements import distribute, local_state
 from ..placements.local import copy_into, local_part
+from .masters import MASTER_KEYS, exact_values
 from .parameters import labelled, param_states
-from .states import MASTER, TRAINING, compute_dtype, slice_overs
+from .states import TRAINING, compute_dtype, slice_overs
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
@@ -25,19 +27,29 @@ def holds_averages(optimizer: Optimizer) -> bool:
 @torch.no_grad()
 def hold_averages(optimizer: Optimizer) -> None:
     """Put into every parameter whose rule keeps an average this average; the training weights go into its state."""
+    tables = optimizer._tables
+    if tables is not None and not optimizer._evaluating:
+        tables.follow_parameters()
+        tables.note_versions()
+    with nullcontext() if tables is None else tables.own_writes():
+        _hold_averages(optimizer)
+
+
+def _hold_averages(optimizer: Optimizer) -> None:
     for label, _, group, param in labelled(optimizer):
         rule, state = optimizer.rule_of(group), optimizer.state.get(param)
         if rule.evaluation is None or not state or TRAINING in state:
             continue
         compute, part = compute_dtype(param), local_part(param)
         squares = {name for name, start in rule.states.items() if start.shape in ("left", "right")}
-        own = local_state(label, state, param, {MASTER, *rule.state_names} - squares, slice_overs(rule, param), squares)
+        names = {*MASTER_KEYS, *rule.state_names} - squares
+        own = local_state(label, state, param, names, slice_overs(rule, param), squares)
         buffers = {
             name: own[name].to(part.device, compute)
             for name in rule.state_names
             if isinstance(own.get(name), torch.Tensor)
         }
-        training = own.get(MASTER, part).detach().to(part.device, compute)
+        training = exact_values(part, own).to(part.device, compute)
         numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}
         average = rule.evaluated(training, buffers, numbers)
         state[TRAINING] = distribute(part.detach().clone(), param)
@@ -48,7 +60,9 @@ def hold_averages(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def hold_training_weights(optimizer: Optimizer) -> None:
     """Put the training weights back, bit for bit."""
-    for param, state in param_states(optimizer):
-        if TRAINING in state:
-            copy_into(param, state.pop(TRAINING))
-            torch.autograd.graph.increment_version(param)
+    tables = optimizer._tables
+    with nullcontext() if tables is None else tables.own_writes():
+        for param, state in param_states(optimizer):
+            if TRAINING in state:
+                copy_into(param, state.pop(TRAINING))
+                torch.autograd.graph.increment_version(param)

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import RuleError
 from ..rules import Interval, Rule, registry
+from .masters import check_choice
 
 __all__ = ["about_group", "check_group", "find_rule"]
 
@@ -53,7 +54,8 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
         group: the param group, or the arguments an optimizer is made with; keys that are not the rule's are ignored.
 
     Raises:
-        ValueError: for a number out of its range or NaN, a tensor of more than one element, `differentiable=True`.
+        ValueError: for a number out of its range or NaN, a tensor of more than one element, `differentiable=True`, a
+            `master_weights` that there is not.
         TypeError: for what should be a number and is none.
     """
     given = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
@@ -66,6 +68,7 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
         _check_kind("max_grad_norm", limit, 1.0)
     if limit is not None and not isinstance(limit, torch.Tensor) and not limit >= 0:
         raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")
+    check_choice(group.get("master_weights", False))
     if group.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the step writes behind autograd's back; "

@@ -7,6 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from .decide import TimesMean
+from .masters import MasterWeights
 from .optimizer import Optimizer
 
 # None where the rule says what it means.
@@ -58,7 +59,7 @@ class ADOPT(Optimizer):
         differentiable: bool = False,
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -78,7 +79,7 @@ class ASGD(Optimizer):
         capturable: bool = False,
         *,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -96,7 +97,7 @@ class AdEMAMix(Optimizer):
         weight_decay: Number = 0.0,
         *,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -115,7 +116,7 @@ class Adadelta(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -133,7 +134,7 @@ class Adafactor(Optimizer):
         maximize: bool = False,
         foreach: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -153,7 +154,7 @@ class Adagrad(Optimizer):
         differentiable: bool = False,
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -175,7 +176,7 @@ class Adam(Optimizer):
         differentiable: bool = False,
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -197,7 +198,7 @@ class AdamW(Optimizer):
         fused: Any = None,
         decoupled_weight_decay: bool = True,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -216,7 +217,7 @@ class Adamax(Optimizer):
         differentiable: bool = False,
         capturable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -234,7 +235,7 @@ class Adan(Optimizer):
         foreach: Any = None,
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -253,7 +254,7 @@ class LAMB(Optimizer):
         grad_averaging: bool = True,
         use_nvlamb: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -271,7 +272,7 @@ class LARS(Optimizer):
         *,
         exclude_bias_and_norm: bool = True,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -286,7 +287,7 @@ class Lion(Optimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -305,7 +306,7 @@ class Muon(Optimizer):
         adjust_lr_fn: Any = None,
         *,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -326,7 +327,7 @@ class NAdam(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -349,7 +350,7 @@ class Prodigy(Optimizer):
         *,
         fsdp_in_use: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -369,7 +370,7 @@ class RAdam(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -390,7 +391,7 @@ class RMSprop(Optimizer):
         differentiable: bool = False,
         *,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -408,7 +409,7 @@ class Rprop(Optimizer):
         foreach: Any = None,
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -428,7 +429,7 @@ class SGD(Optimizer):
         differentiable: bool = False,
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -448,7 +449,7 @@ class SOAP(Optimizer):
         correct_bias: bool = True,
         *,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -467,7 +468,7 @@ class ScheduleFreeAdamW(Optimizer):
         *,
         foreach: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -485,7 +486,7 @@ class ScheduleFreeSGD(Optimizer):
         *,
         foreach: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -503,7 +504,7 @@ class SophiaG(Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -518,7 +519,7 @@ class StableAdamW(Optimizer):
         eps: Number = 1e-06,
         *,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...
@@ -535,7 +536,7 @@ class Tiger(Optimizer):
         embedding: bool = False,
         center: Number = 0.0,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
     ) -> None: ...

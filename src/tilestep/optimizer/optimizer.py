@@ -22,6 +22,7 @@ from .evaluation import hold_averages, hold_training_weights, holds_averages
 from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome, is_deferred
 from .hyperparameters import about_group, check_group, find_rule
+from .masters import MasterWeights
 from .scan import Scan
 from .squares import keeping_squares
 from .tables import Tables
@@ -40,7 +41,8 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: if given, gradients are clipped inside the step so that their global 2-norm is at most this; the
             gradients themselves stay as they are.
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
-            written in the same pass.
+            written in the same pass. With "remainder" the masters of bfloat16 parameters are 16 bits in the state, with
+            the parameters as the other half.
         skip_nonfinite: leave parameters, state and step count as they are when a gradient is not finite.
         skip_above: the same when the global 2-norm of the unscaled gradients is above this, or above a multiple of its
             running mean: `tilestep.TimesMean(3.0)`. Implies `skip_nonfinite`.
@@ -49,7 +51,8 @@ class Optimizer(torch.optim.Optimizer):
     Raises:
         ValueError: for a hyperparameter out of its range.
         RuleError: for a rule that cannot be translated.
-        GradientError: for parameters that overlap, share memory, are sparse or complex.
+        GradientError: for parameters that overlap, share memory, are sparse or complex; with remainders, for those that
+            are not bfloat16.
 
     Example:
         >>> import torch, tilestep
@@ -89,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         rule: Rule | str,
         *,
         max_grad_norm: float | torch.Tensor | None = None,
-        master_weights: bool = False,
+        master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         **hyperparameters: Any,
@@ -153,8 +156,9 @@ class Optimizer(torch.optim.Optimizer):
     def _build(self) -> Tables:
         """Make state and tables for the parameters as they are now."""
         self._graphs = self._graphs.without(self._tables)
-        self._tables = None
+        before, self._tables = self._tables, None
         self._tables = build_tables(self)
+        self._tables.masters.carry(None if before is None else before.masters)
         self._known_control = remember(self._known_control, self._tables.engines)
         self._evaluating = holds_averages(self)
         return self._tables

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.storage import Master, Plain, Storage
+from ..codegen.storage import Plain, Storage
 from ..compat import zero_all
 from ..engine import grad_dtype, is_dense
 from ..errors import StateError
@@ -16,28 +16,21 @@ from ..graph import Graph
 from ..rules import Rule, State
 from ..rules.protocol import at_step
 from .homes import StateHome
+from .masters import MASTER_KEYS, master_kind, other_master
 
 __all__ = [
-    "MASTER",
     "Later",
     "TRAINING",
     "begin_missing",
     "compute_dtype",
-    "follow_parameter",
-    "has_master",
     "initial_state",
     "restart",
     "slice_overs",
     "storages",
 ]
 
-MASTER = "master_param"
-"""State key of the float32 master copy of a low-precision parameter."""
-
 TRAINING = "training_param"
 """State key of the weights that train, while the parameter holds those to evaluate."""
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -72,19 +65,15 @@ def compute_dtype(param: torch.Tensor) -> torch.dtype:
     return torch.float64 if param.dtype is torch.float64 else torch.float32
 
 
-def has_master(param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether a parameter of this group keeps a float32 master."""
-    return bool(group["master_weights"]) and param.dtype in _LOW
-
-
 def _state_dtype(param: torch.Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    return torch.float32 if has_master(param, group) else param.dtype
+    return param.dtype if master_kind(param.dtype, group) is None else torch.float32
 
 
 def storages(param: torch.Tensor, group: Mapping[str, Any], graph: Graph) -> dict[str, Storage]:
     """Storage of the parameter, its gradient and each element state, in buffer order."""
+    kind = master_kind(param.dtype, group)
     found: dict[str, Storage] = {
-        "param": Master(param.dtype) if has_master(param, group) else Plain(param.dtype),
+        "param": Plain(param.dtype) if kind is None else kind.storage(param.dtype),
         "grad": Plain(grad_dtype(param)),
     }
     for name in graph.states:
@@ -123,9 +112,13 @@ def initial_state(
     dtypes = dict.fromkeys(graph.states, _state_dtype(param, group))
     dtypes.update(dict.fromkeys(graph.matrix_states, compute_dtype(param)))
     starts = {"step": State(0.0, shape="scalar"), **{name: rule.states[name] for name in graph.states}}
-    if has_master(param, group):
-        starts = {"step": starts.pop("step"), MASTER: State("param"), **starts}
-        dtypes[MASTER] = torch.float32
+    kind = master_kind(param.dtype, group)
+    if kind is not None:
+        starts = {"step": starts.pop("step"), kind.key: kind.start, **starts}
+        dtypes[kind.key] = kind.dtype
+        other = other_master(kind, known)
+        if other is not None:
+            known = {**known, kind.key: kind.made_of(other.values(param, known[other.key]))}
     state: dict[str, Any] = {}
     for name, start in starts.items():
         value = known.get(name)
@@ -136,7 +129,7 @@ def initial_state(
         else:
             state[name] = None
             later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], whole, value))
-    unused = {MASTER, *rule.state_names}
+    unused = {*MASTER_KEYS, *rule.state_names}
     state.update({name: value for name, value in known.items() if name not in state and name not in unused})
     return state
 
@@ -245,20 +238,3 @@ def restart(buffer: torch.Tensor, start: State, param: torch.Tensor, group: Mapp
         buffer.copy_(param.detach())
     else:
         buffer.fill_(_start(start, group))
-
-
-def follow_parameter(master: torch.Tensor, param: torch.Tensor) -> None:
-    """Take over into a master what somebody else has written to the parameter; where they agree nothing is lost.
-
-    Args:
-        master: the float32 master.
-        param: the low-precision parameter.
-
-    Example:
-        >>> master, param = torch.tensor([1.001, 2.0]), torch.tensor([1.0, 5.0], dtype=torch.bfloat16)
-        >>> follow_parameter(master, param)
-        >>> master
-        tensor([1.0010, 5.0000])
-    """
-    value = param.detach().to(master.device)
-    master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))

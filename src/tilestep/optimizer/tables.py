@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,9 @@ import torch
 from ..compat import local_parts
 from ..engine import DeviceEngine, run_passes
 from ..placements import Agreement, LocalGradients, SharedSums
-from ..placements.local import local_part
-from ..tensor_watch import sum_of_versions
 from .homes import StateHome
+from .masters import Masters
 from .scan import Scan
-from .states import follow_parameter
 
 __all__ = ["Tables"]
 
@@ -37,8 +35,7 @@ class Tables:
         params: every parameter.
         state: the optimizer's state.
         state_changes: how often its entries had been replaced.
-        masters: each low-precision parameter with its master.
-        versions: sum of these parameters' versions after the last step.
+        masters: the low-precision parameters that are kept in float32.
         agreement: the ranks that decide steps together, if some parameters are DTensors.
         local_gradients: then for each engine what finds the local parts of its gradients.
         shared_sums: then for each engine what combines reductions over one tensor.
@@ -54,17 +51,13 @@ class Tables:
     params: list[torch.Tensor]
     state: Any
     state_changes: int
-    masters: list[tuple[torch.Tensor, torch.Tensor]]
-    versions: int | None = None
+    masters: Masters
     agreement: Agreement | None = None
     local_gradients: Sequence[LocalGradients] = ()
     shared_sums: Sequence[SharedSums] = ()
     scan: Scan | None = None
     places: dict[Any, list[int]] = field(default_factory=dict)
     home: StateHome = field(default_factory=StateHome)
-
-    def __post_init__(self) -> None:
-        self._with_master = [param for param, _ in self.masters]
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
@@ -174,34 +167,23 @@ class Tables:
 
     def same_versions(self) -> bool:
         """Whether nobody has written to a parameter that has a master since the last step."""
-        return not self.masters or self._versions() == self.versions
+        return self.masters.same_versions()
 
     def follow_parameters(self) -> None:
         """Take over into the masters what somebody else has written to their parameters since the last step."""
         self.home.follow_parameters()
         if not self.same_versions():
             self.home.wait()
-            for param, master in self.masters:
-                follow_parameter(local_part(master), local_part(param))
+            self.masters.follow()
 
     def note_versions(self) -> None:
         """Remember that the parameters are now as the step left them."""
         self.home.note_parameters()
-        if self.masters:
-            self.versions = self._versions()
+        self.masters.note_versions()
 
-    @contextmanager
-    def own_writes(self) -> Iterator[None]:
+    def own_writes(self) -> AbstractContextManager[None]:
         """A block that writes parameters with their masters."""
-        before = self._versions() if self.masters else 0
-        yield
-        if self.masters and self.versions is not None:
-            self.versions += self._versions() - before
-
-    def _versions(self) -> int:
-        # Versions only grow: no version has changed if their sum has not. A DTensor and its part have one each.
-        parts = local_parts(self._with_master) if self.agreement is not None else []
-        return sum_of_versions(self._with_master) + sum_of_versions(parts)
+        return self.masters.own_writes()
 
 
 def _changes(state: Any) -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "local_part",
     "local_state",
     "ready",
+    "sendable",
     "sharded_dims",
     "slices_here",
     "spans_ranks",
@@ -213,11 +214,13 @@ def _part_like(value: Any, like: Any, over: Over | None = None) -> torch.Tensor:
     shape = like.shape if over is None else _without(like.shape, over)
     placements = _placements(like, over)
     if is_distributed(value) and value.device_mesh == like.device_mesh:
+        alike = value.shape == shape and value.placements == placements
+        if value.dtype is torch.int16 and not alike:
+            return _part_like(sendable(value), like, over).to(value.dtype)
         if value.shape == shape:
-            alike = value.placements == placements
             return local_part(value if alike else value.redistribute(placements=placements))
         return local_part(value) if is_whole(value) else value.full_tensor()
-    value = value.full_tensor() if is_distributed(value) else value.detach()
+    value = sendable(value).full_tensor().to(value.dtype) if is_distributed(value) else value.detach()
     if value.shape != shape:
         return value
     return local_part(_replicated(value, like.device_mesh).redistribute(placements=placements))
@@ -228,6 +231,11 @@ def _replicated(value: torch.Tensor, mesh: Any) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def sendable(value: Any) -> Any:
+    """A tensor in a dtype that collectives take: 16-bit integers they do not."""
+    return value.to(torch.int32) if value.dtype is torch.int16 else value
 
 
 @torch.no_grad()
@@ -241,6 +249,6 @@ def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     if is_distributed(target):
         local_part(target).copy_(_part_like(value, target))
     elif is_distributed(value):
-        target.copy_(value.full_tensor())  # type: ignore[attr-defined]
+        target.copy_(sendable(value).full_tensor())
     else:
         target.copy_(value)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..describe import describe, spec_for
+from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..rules import Rule
 
@@ -39,7 +40,7 @@ def footprint(
     hyperparameters: Mapping[str, Any] | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    master_weights: bool = False,
+    master_weights: MasterWeights = False,
     grad_sync_dtype: torch.dtype | None = None,
 ) -> Footprint:
     """What a rule keeps and moves for the elements of a matrix.
@@ -59,6 +60,9 @@ def footprint(
         >>> found = footprint(registry["AdamW"], master_weights=True)
         >>> found.state, found.moved
         (12.0, 28.0)
+        >>> found = footprint(registry["AdamW"], master_weights="remainder")
+        >>> found.state, found.moved
+        (10.0, 26.0)
     """
     spec = spec_for(rule, hyperparameters, dtype=dtype, master_weights=master_weights)
     graph, notes, state = spec.program.graph, [], 0.0

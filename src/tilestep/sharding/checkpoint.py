@@ -14,9 +14,10 @@ from ..optimizer import Optimizer
 from ..optimizer.checkpoint import check_rules, complete_groups
 from ..optimizer.homes import StateHome
 from ..optimizer.hyperparameters import about_group, check_group
+from ..optimizer.masters import MASTER_KEYS
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import graph_of
-from ..optimizer.states import MASTER, TRAINING, begin_missing, initial_state
+from ..optimizer.states import TRAINING, begin_missing, initial_state
 from ..rules import Rule
 from .inner import ANCHOR, mirror
 from .pieces import ShardedTensorPiece
@@ -161,7 +162,7 @@ def _local(member: Member, rule: Rule, name: str, value: Any) -> Any:
             )
         return value.local
     is_number = name == "step" or (name in rule.states and rule.states[name].shape == "scalar")
-    if is_number or member.is_whole or name not in (MASTER, TRAINING, *rule.state_names):
+    if is_number or member.is_whole or name not in (*MASTER_KEYS, TRAINING, *rule.state_names):
         return value
     if value.shape != member.param.shape:
         shapes = f"{tuple(value.shape)} in the checkpoint, it needs {tuple(member.param.shape)}"

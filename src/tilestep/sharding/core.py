@@ -227,10 +227,9 @@ class Sharding:
             versions: how often they have been written to, if that is known.
         """
         self.parameters.wait_all()
-        if self.parameters.were_written(versions):
-            torch.autograd.graph.increment_version(
-                [member.piece for member in self.members if member.piece is not None]
-            )
+        written = [self.member_of[param].piece for param in self.parameters.written(versions)]
+        if written:
+            torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
 
     @torch.no_grad()
     def ready(self) -> None:

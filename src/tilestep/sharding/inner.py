@@ -127,7 +127,7 @@ def make_inner(
         device = next(param.device for group in outer.param_groups for param in group["params"])
         nothing = torch.zeros(0, device=device, requires_grad=True)
         nothing.grad = torch.zeros(0, device=device)
-        params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True})
+        params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True, "master_weights": False})
     given = {key: outer.defaults[key] for key in outer._rule.hyperparameters}
     return PieceOptimizer(
         params,

@@ -137,6 +137,8 @@ class ParameterSync:
         self._channel = channel
         self._overlaps = options.overlap_param_sync
         self.params: list[torch.Tensor] = []
+        self._updates: dict[int, int] = {}
+        """How often each bucket was updated, by id: as often `note_update` has counted a version of its parameters."""
         self._buckets: list[Bucket] = []
         self._waves: list[_Wave] = []
         self._of: dict[int, _Wave] = {}
@@ -164,7 +166,8 @@ class ParameterSync:
         self._waves += waves
         self._of.update(own)
         self._watch = TensorWatch(self.params)
-        self._versions = sum_of_versions(self.params)
+        self._updates.update((id(bucket), 0) for bucket in buckets)
+        self._note_writes()
         if self._overlaps:
             self._handles += guard_model(model, self, lambda param: id(param) in own)
 
@@ -228,6 +231,8 @@ class ParameterSync:
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
         trained = [bucket for bucket in self._buckets if bucket.trains]
+        for bucket in trained:
+            self._updates[id(bucket)] += 1
         if len(trained) == len(self._buckets):
             self._watch.count_writes(self.params)
             self._versions += len(self.params)
@@ -251,9 +256,17 @@ class ParameterSync:
                 bucket.take_back()
             self._versions = -1
 
+    def _written_by_others(self) -> list[int]:
+        """For each parameter how many of its versions no update has counted, in the order of the buckets."""
+        return [param._version - self._updates[id(bucket)] for bucket in self._buckets for param in bucket.params]
+
+    def _note_writes(self) -> None:
+        self._versions = sum_of_versions(self.params)
+        self._others = self._written_by_others()
+
     @torch.no_grad()
-    def were_written(self, versions: int | None = None) -> bool:
-        """Whether somebody else has written to parameters since the last step; their values are taken over.
+    def written(self, versions: int | None = None) -> list[torch.Tensor]:
+        """The parameters that somebody else has written to since the last call; their values are taken over.
 
         Args:
             versions: how often parameters have been written to, if that is known.
@@ -261,14 +274,17 @@ class ParameterSync:
         self.take_back()
         versions = sum_of_versions(self.params) if versions is None else versions
         if versions == self._versions:
-            return False
-        self._versions = versions
+            return []
+        moved = self._versions == -1
+        before = self._others
+        self._note_writes()
         for bucket in self._buckets:
             if bucket.exact is not None:
                 here = bucket.section_of(bucket.flat)
                 sent = bucket.exact.to(bucket.sync_dtype).to(bucket.dtype)
                 bucket.exact.copy_(torch.where(sent == here, bucket.exact, here))
-        return True
+        counts = zip(self.params, before, self._others)
+        return self.params if moved else [param for param, old, new in counts if old != new]
 
     def close(self) -> None:
         """Stop guarding the model's parameters."""

@@ -130,7 +130,8 @@ class ShardedTensorPiece(torch.Tensor):
             if rank == self.ranks.rank:
                 ordered = self.local.permute(self.order) if self.local.shape == self.shape else self.local
                 part.copy_(ordered.reshape(-1))
-            self.ranks.send(part, rank)
+            # As bytes: neither NCCL nor gloo knows 16-bit integers.
+            self.ranks.send(part.view(torch.uint8), rank)
         if not keep:
             return None
         inverse = [self.order.index(dim) for dim in range(len(self.order))]

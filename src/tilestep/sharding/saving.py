@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from ..errors import StateError
 from ..optimizer.build import OWN_KEYS
+from ..optimizer.masters import MASTER_KEYS
 from .roll_call import roll_call
 
 __all__ = ["LoadPlanner", "load_checkpoint", "save_checkpoint"]
@@ -25,7 +28,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     Param groups of tilestep's optimizers have a rule, a clip and a kind of master that those of torch's have not, and
     every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses
-    such a checkpoint, or, with `allow_partial_load`, takes one without half of the state.
+    such a checkpoint, or, with `allow_partial_load`, takes one without half of the state. A checkpoint with masters of
+    another kind (`master_weights`) is refused, with what to do instead.
 
     Example:
         >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
@@ -46,6 +50,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """As `DefaultLoadPlanner` does, without what is here alone if the checkpoint does not have it."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         known = self.state_dict if metadata is None else metadata.state_dict_metadata
+        _check_masters([str(key) for key in self.state_dict], known)
         counts = any(str(key).endswith(".step") for key in known)
 
         def is_here_alone(key: str) -> bool:
@@ -55,6 +60,18 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.state_dict = {
             key: value for key, value in self.state_dict.items() if key in known or not is_here_alone(str(key))
         }
+
+
+def _check_masters(keys: Iterable[str], known: Collection[str]) -> None:
+    """Raise where a checkpoint has masters of another kind than the optimizer."""
+    for key in keys:
+        place, _, name = key.rpartition(".")
+        others = [other for other in MASTER_KEYS if f"{place}.{other}" in known]
+        if name in MASTER_KEYS and others and key not in known:
+            raise StateError(
+                f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into an "
+                "optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
+            )
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
