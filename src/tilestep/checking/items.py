@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..counters import compile_count
+from ..optimizer.masters import MasterWeights
 from .reference import CheckFailure
 from .trials import Subject, Trial, draw
 
@@ -26,7 +27,7 @@ def _parameters(subject: Subject, dtype: torch.dtype = torch.float32, shapes: An
     return [torch.nn.Parameter(draw(shape, dtype, subject.device, seed)) for seed, shape in enumerate(wanted, start=1)]
 
 
-def _follows(dtype: torch.dtype, master_weights: bool = False) -> Item:
+def _follows(dtype: torch.dtype, master_weights: MasterWeights = False) -> Item:
     def follows_the_formula(subject: Subject) -> str:
         trial = Trial(subject, _parameters(subject, dtype), {"master_weights": master_weights}).run()
         return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
@@ -219,6 +220,7 @@ ITEMS: dict[str, Item] = {
     "bfloat16": _follows(torch.bfloat16),
     "float16": _follows(torch.float16),
     "bfloat16 with float32 master": _follows(torch.bfloat16, master_weights=True),
+    "bfloat16 with remainder": _follows(torch.bfloat16, master_weights="remainder"),
     "sizes": sizes,
     "layouts": layouts,
     "param groups": groups,
