@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -106,7 +107,8 @@ def block_of(elements: int) -> Callable[[int, int, int], Block]:
         height = min(side(rows, held), _power_below(_SPANNED // max(columns, 1)))
         return side(matrices, held // height if matrices * rows * columns < _SPANNED else 1), height, width
 
-    return choose
+    # Many tensors have few shapes.
+    return functools.cache(choose)
 
 
 def held_rows(block: Block, bytes_read: int) -> int:
