@@ -120,6 +120,17 @@ def test_what_means_another_thing_for_matrices_is_traced_for_them_too(function: 
         optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(4, 4))})
 
 
+def test_numbers_made_inside_a_rule_keep_one_kernel_for_all_dimensions() -> None:
+    """What torch does to numbers, its makers and its composite functions of them, is the same for all tensors."""
+
+    def scheduled(param: Any, grad: Any, *, lr: Any = 0.1, step: Any) -> Any:
+        part = torch.as_tensor(step, dtype=torch.float64) / torch.tensor(10.0)
+        return param - lr * torch.special.expm1(part) * grad.square()
+
+    for dims in range(4):
+        assert not traced(scheduled, dims).reads_shape, dims
+
+
 def test_an_axis_that_a_parameter_has_not_is_named_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
     def by_rows(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
         return param - lr * grad / grad.norm(dim=1, keepdim=True)

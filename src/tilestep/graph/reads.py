@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .hyperparameters import ScalarCalls
+from .ir import Level
 from .lowering import LOWERINGS
 from .recorder import Recorder
 
@@ -45,22 +47,29 @@ class Reads(ScalarCalls):
             raise self.recorder.unsupported(
                 f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()"
             )
-        if name in ("dim", "ndimension") or func == _DIMENSIONS or _may_depend_on_dimensions(name):
+        if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, args):
             self.recorder.reads_shape = True
         return super().__torch_function__(func, types, args, kwargs)
 
     def _count(self, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
         return self.recorder.scalar(self.recorder.count(tensor, dims))
 
+    def _may_depend_on_dimensions(self, name: str, args: Any) -> bool:
+        """Whether torch may take a function apart in one way for vectors and in another for matrices, unseen by us.
 
-def _may_depend_on_dimensions(name: str) -> bool:
-    """Whether torch may take a function apart in one way for vectors and in another for matrices, unseen by us.
+        `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. What has an entry of its
+        own is called as it is; of the rest, only what is known to be the same for all is taken to be.
+        """
+        bare = name.strip("_").removesuffix(".default")
+        if bare in LOWERINGS or bare in _ALIKE:
+            return False
+        return any(isinstance(each, torch.Tensor) and self._may_have_dimensions(each) for each in tree_leaves(args))
 
-    `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. What has an entry of its own
-    is called as it is; of the rest, only what is known to be the same for all is taken to be.
-    """
-    bare = name.strip("_").removesuffix(".default")
-    return bare not in LOWERINGS and bare not in _ALIKE
+    def _may_have_dimensions(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the rule has dimensions for some parameter, if not for this one."""
+        node = self.recorder.node_of.get(id(tensor))
+        is_data = node is not None and self.recorder.values[node].level > Level.GROUP
+        return tensor.dim() > 0 or (is_data and self.recorder.build.dims == 0)
 
 
 _ALIKE = frozenset(
@@ -70,10 +79,10 @@ _ALIKE = frozenset(
         *("floordiv", "rfloordiv", "ifloordiv", "mod", "rmod", "imod", "floor_divide", "true_divide", "divide"),
         *("multiply", "subtract", "negative", "positive", "absolute", "square", "clip", "norm", "dist", "any", "all"),
         *("greater", "greater_equal", "less", "less_equal", "not_equal", "to", "float", "double", "type", "type_as"),
-        *("empty", "empty_like", "requires_grad", "arctan", "arctan2", "tan", "atan", "asin", "acos", "sinh", "cosh"),
+        *("tensor", "as_tensor", "scalar_tensor", "empty", "empty_like", "requires_grad", "isposinf", "isneginf"),
+        *("arctan", "arctan2", "tan", "atan", "asin", "acos", "sinh", "cosh"),
         *("log10", "frac", "fix", "logit", "expit", "special_expit", "erfc", "hypot", "logaddexp", "xlogy", "signbit"),
         *("softplus", "silu", "gelu", "elu", "leaky_relu", "hardtanh", "hardsigmoid", "hardswish"),
-        *("isposinf", "isneginf"),
     )
 )
 """Functions that mean the same for a tensor of any number of dimensions, beside those with an entry of their own."""

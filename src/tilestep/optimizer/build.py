@@ -171,10 +171,11 @@ def _engines(
     """Engines of planned parameters, which get their states now; the engines' places, and their parameters."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     members: dict[int, torch.Tensor] = {}
+    watched: Any = optimizer.state
     for one in planned:
         entry = _entry(optimizer, one)
         entry.share = 1.0 if agreement is None else agreement.share(one.param)
-        optimizer.state[one.param] = _distributed(one.state, one.param, one.graph)
+        watched[one.param] = watched.entry(_distributed(one.state, one.param, one.graph))
         optimizer._home.arrange(one.spec, entry)
         members[id(entry)] = one.param
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)

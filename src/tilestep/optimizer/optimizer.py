@@ -26,6 +26,7 @@ from .masters import MasterWeights
 from .scan import Scan
 from .squares import keeping_squares
 from .tables import Tables
+from .watched_state import plain_states
 
 __all__ = ["Optimizer"]
 
@@ -353,7 +354,7 @@ class Optimizer(torch.optim.Optimizer):
         A hyperparameter that is a function of the step is saved as the number it was at the last step; when a
         checkpoint is loaded, the functions stay those of the optimizer, as the functions of torch's schedulers do.
         """
-        state_dict = super().state_dict()
+        state_dict = plain_states(super().state_dict())
         save_numbers(self, state_dict["param_groups"])
         save_mean(self._known_control, self._skip, state_dict)
         return state_dict

@@ -212,7 +212,7 @@ def _can_stay(
     if tuple(value.shape) != wanted:
         raise StateError(
             f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
-            "was changed; change its state too, or delete it from the optimizer's `state` to begin anew"
+            "or this state was changed; change the other too, or delete the parameter from `state` to begin anew"
         )
     follows = value.stride() == param.stride() or not is_dense(param)
     lies_well = follows if start.shape == "param" else value.is_contiguous()

@@ -1,0 +1,102 @@
+"""Tensors in `optimizer.state[param]` that somebody replaces: the next step works with the new ones, as in torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from state_files import saved_and_loaded
+from twins import assert_close, make_params, train
+
+import tilestep
+from tilestep.optimizer import Optimizer
+
+Change = Callable[[dict[str, Any]], Any]
+
+CHANGES: dict[str, Change] = {
+    "set": lambda state: state.__setitem__("exp_avg", torch.full_like(state["exp_avg"], 0.5)),
+    "update": lambda state: state.update(exp_avg=state["exp_avg"] * 2, exp_avg_sq=state["exp_avg_sq"] + 1),
+    "in place or": lambda state: state.__ior__({"exp_avg_sq": state["exp_avg_sq"] + 0.25}),
+    "step": lambda state: state.__setitem__("step", torch.tensor(40.0)),
+    "in place": lambda state: state["exp_avg"].zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_new_tensors_in_a_parameters_state_are_taken_up(change: str) -> None:
+    mine, theirs = make_params(), make_params()
+    ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
+    train([(ours, mine), (torchs, theirs)], range(3))
+    for optimizer, params in ((ours, mine), (torchs, theirs)):
+        for param in params[1:3]:
+            CHANGES[change](optimizer.state[param])
+    train([(ours, mine), (torchs, theirs)], range(3, 6))
+    assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("take", ["del", "pop"])
+def test_a_tensor_that_is_taken_away_begins_anew(take: str) -> None:
+    params, others = make_params(), make_params()
+    optimizer, other = tilestep.SGD(params, lr=0.1, momentum=0.9), tilestep.SGD(others, lr=0.1, momentum=0.9)
+    train([(optimizer, params), (other, others)], range(3))
+    if take == "del":
+        del optimizer.state[params[1]]["momentum_buffer"]
+    else:
+        optimizer.state[params[1]].pop("momentum_buffer")
+    other.state[others[1]]["momentum_buffer"].zero_()
+    train([(optimizer, params), (other, others)], range(3, 5))
+    assert all(map(torch.equal, params, others))
+
+
+def test_sophias_estimate_may_be_assigned() -> None:
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = tilestep.SophiaG([param], lr=0.5, bs=1, rho=1.0, weight_decay=0.0)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert (param == 0.5).all()
+    optimizer.state[param]["hessian"] = torch.tensor([1e6, 1e6, 0.0, 0.0], dtype=torch.float64)
+    optimizer.step()
+    assert param.tolist() == [0.5, 0.5, 0.0, 0.0]
+    optimizer.state[param]["hessian"] = torch.ones(3)
+    with pytest.raises(
+        tilestep.StateError, match=r"'hessian' of parameter 0 of group 0 has shape \(3,\), it needs \(4,\)"
+    ):
+        optimizer.step()
+    assert param.tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_what_no_kernel_reads_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params()
+    optimizer = tilestep.Optimizer(params, tilestep.ema(tilestep.registry["AdamW"]))
+    train([(optimizer, params)], range(2))
+    monkeypatch.setattr(Optimizer, "_build", lambda self: pytest.fail("nothing was replaced"))
+    state = optimizer.state[params[0]]
+    state["note"] = "mine"
+    state["exp_avg"] = state["exp_avg"]
+    state.setdefault("exp_avg", torch.ones(3))
+    with optimizer.averaged():
+        pass
+    train([(optimizer, params)], range(2, 4))
+
+
+def test_checkpoints_and_copies_hold_plain_dicts() -> None:
+    params = make_params()
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(2))
+    saved = optimizer.state_dict()
+    assert {type(entry) for entry in saved["state"].values()} == {dict}
+    assert saved["state"][0]["exp_avg"] is optimizer.state[params[0]]["exp_avg"]
+    assert saved_and_loaded(saved)["state"].keys() == saved["state"].keys()
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        group = copied.param_groups[0]["params"]
+        assert torch.equal(copied.state[group[0]]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
+        train([(copied, group)], range(2, 3))
+    # As libraries move states: a mapping of the same type from an iterable of pairs.
+    entry = optimizer.state[params[0]]
+    optimizer.state[params[0]] = type(entry)({key: value * 1 for key, value in entry.items()})
+    train([(optimizer, params)], range(2, 3))
+    assert torch.equal(group[0], params[0])
