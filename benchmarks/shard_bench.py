@@ -119,15 +119,22 @@ class Bench:
         return (time.perf_counter() - start) * 1e3 / count
 
     def host(self, work: Callable[[], Any], before: Callable[[], Any], count: int) -> dict[str, float]:
-        """Milliseconds until a call returns, the device idle before it."""
+        """Milliseconds until a call returns, the device idle before it.
+
+        As in timeit without the garbage collection that falls into a call: what came before has made the garbage.
+        """
         times = []
         for index in range(count + 3):
             before()
+            gc.collect()
             self.together()
+            gc.disable()
             start = time.perf_counter()
             work()
+            end = time.perf_counter()
+            gc.enable()
             if index >= 3:
-                times.append((time.perf_counter() - start) * 1e3)
+                times.append((end - start) * 1e3)
         return {**quartiles(times), "largest": round(max(times), 4)}
 
     def allocated(self) -> int:
