@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["Accumulating"]
+import torch
+
+__all__ = ["Accumulating", "announce_gradients"]
 
 
 class Accumulating:
@@ -31,3 +35,32 @@ class Accumulating:
             yield
         finally:
             self.syncing = before
+
+
+def announce_gradients(param: torch.Tensor, announce: Any, *told: Any) -> Any:
+    """Have a method called when backward has accumulated a parameter's gradient, as long as its object lives.
+
+    Tensors keep their hooks where Python's garbage collector does not look: who holds the parameter, and is held by its
+    hook, would never be let go, and neither would the model.
+
+    Args:
+        param: the parameter; one that is frozen now has gradients once it is thawed.
+        announce: the method, bound to its object; it is called with what follows here, and then the parameter.
+        told: plain values.
+
+    Returns:
+        A handle that ends it.
+    """
+    living, function = weakref.ref(announce.__self__), announce.__func__
+
+    def hook(arrived: torch.Tensor) -> None:
+        # Called for every parameter in every backward; `weakref.WeakMethod` is written in Python.
+        known = living()
+        if known is not None:
+            function(known, *told, arrived)
+
+    trains = param.requires_grad
+    param.requires_grad_(True)
+    handle = param.register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(trains)
+    return handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -16,9 +17,12 @@ from ..placements import is_distributed
 from .buckets import Options, memory_order
 from .groups import Ranks
 
-__all__ = ["check_alone", "check_together", "plain_module", "tried_together"]
+__all__ = ["apart_from_others", "check_alone", "check_together", "plain_module", "tried_together"]
 
 Found = TypeVar("Found")
+
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules of models that have a sharded optimizer."""
 
 
 def plain_module(model: nn.Module) -> nn.Module:
@@ -167,3 +171,18 @@ def _plain(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+
+def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
+    """The ranks, over groups of their own if another optimizer is sharded that has parameters of the same modules.
+
+    One backward completes buckets of both, which may come in other orders on other ranks.
+
+    Args:
+        ranks: the ranks; all of them call it.
+        model: the module that is trained.
+    """
+    modules = set(model.modules())
+    is_first = _models.isdisjoint(modules)
+    _models.update(modules)
+    return ranks if is_first else ranks.apart()

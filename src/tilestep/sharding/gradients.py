@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..accumulating import Accumulating
+from ..accumulating import Accumulating, announce_gradients
 from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
 from ..tensor_watch import Survey, any_gradient, which_train
@@ -85,11 +85,12 @@ class GradientSync(Accumulating):
         self.params += [known[place] for place in sorted(known)]
         self.used = torch.zeros(len(self.params), dtype=torch.float32, device=buckets[0].flat.device)
         """For each parameter how many ranks had a gradient of it since the last step."""
+        self._used_work: Any = None
         self._used_known: set[int] = set()
         self._used_sent = self.used.clone()
         self._handles += [
-            _hook(param, partial(self._arrived, sums, place))
-            for sums in added
+            announce_gradients(param, self._arrived, len(self.sums) - len(added) + number, place)
+            for number, sums in enumerate(added)
             for place, param in enumerate(sums.bucket.params)
             if param.is_floating_point()
         ]
@@ -99,8 +100,9 @@ class GradientSync(Accumulating):
         """Whether there are no gradients: after a step, or when they were dropped."""
         return not self._open and not self._used_here and not self._was_given()
 
-    def _arrived(self, sums: Sums, place: int, param: torch.Tensor) -> None:
+    def _arrived(self, number: int, place: int, param: torch.Tensor) -> None:
         # Called for every parameter in every backward.
+        sums = self.sums[number]
         current = backward_pass()
         if not self._open or current != self._pass:
             self._note_pass(current)
@@ -218,11 +220,21 @@ class GradientSync(Accumulating):
         self._send_used()
         with self.channel.after_compute(self.used, self._used_sent):
             self.used.copy_(self._used_sent)
-            for group in self.ranks.groups:
-                self.ranks.add_in(group, self.used)
+            self._used_work = self.ranks.begin_to_add(self.used)
+            if self.channel.in_order:
+                self._finish_used()
         self._open, self._reducing, self._pass, self._passes = False, False, None, set()
         self._rounds += 1
         self.summed_in_graph = is_capturing()
+
+    def _finish_used(self) -> None:
+        """What remains once the numbers of the ranks that split the state are added up."""
+        # Not in backward, where nothing runs in order: another optimizer's may be awaited first on another rank.
+        if self._used_work is not None:
+            self._used_work.wait()
+            self._used_work = None
+            if self.ranks.copies > 1:
+                self.ranks.add_in(self.ranks.replicate, self.used)
 
     def _send_used(self) -> None:
         """Bring what this rank has used to the device if it is not what it has used before."""
@@ -239,6 +251,7 @@ class GradientSync(Accumulating):
         # In this order on every rank: copies exchange sections here.
         for sums in self.sums:
             self._finish(sums)
+        self._finish_used()
         self.channel.await_communication()
 
     @torch.no_grad()
@@ -303,12 +316,3 @@ class GradientSync(Accumulating):
         """Stop looking at gradients."""
         for handle in self._handles:
             handle.remove()
-
-
-def _hook(param: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> Any:
-    """Have gradients of a parameter announced, also of one that is frozen now: once it is thawed it has some."""
-    trains = param.requires_grad
-    param.requires_grad_(True)
-    handle = param.register_post_accumulate_grad_hook(arrived)
-    param.requires_grad_(trains)
-    return handle

@@ -67,6 +67,13 @@ class Ranks:
         """All ranks, those that hold copies too."""
         return self.size * self.copies
 
+    def apart(self) -> Ranks:
+        """The same ranks over groups of their own, in which no other messages come between; all of them call it."""
+        made = [
+            dist.new_group(dist.get_process_group_ranks(each), use_local_synchronization=True) for each in self.groups
+        ]
+        return Ranks(*made)
+
     @property
     def can_be_captured(self) -> bool:
         """Whether what they do together can be a part of a CUDA graph."""
@@ -101,6 +108,15 @@ class Ranks:
         """Replace numbers by their sums over a group of ranks; by their means where it `can_average` them."""
         with self.roll_call:
             dist.all_reduce(values, _operation(mean), group)
+
+    def begin_to_add(self, values: torch.Tensor) -> Any:
+        """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for.
+
+        On a GPU it runs in the current stream.
+        """
+        with self.roll_call:
+            work = dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda)
+        return Awaited([work], self.roll_call)
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over these ranks; NaN on one gives NaN on all.

@@ -19,7 +19,7 @@ from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
 from ..optimizer.homes import StateHome, deferred_state
 from ..optimizer.making import made_for
-from .agree import check_together, plain_module, tried_together
+from .agree import apart_from_others, check_together, plain_module, tried_together
 from .buckets import Options
 from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states, steps_behind
 from .core import Sharding
@@ -116,7 +116,7 @@ def shard(
         # It is made again, for this rank's pieces alone.
         optimizer._tables = None
         optimizer.state.clear()
-    sharding = Sharding(optimizer, model, names, ranks, options, norm_groups)
+    sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     if state is not None:
         load_into_pieces(sharding, optimizer, state)
     optimizer._tables = None

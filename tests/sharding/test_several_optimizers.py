@@ -1,0 +1,86 @@
+"""Several sharded optimizers whose parameters one backward reaches: ranks may use them in other orders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_processes import each_passes
+from sharded_twins import TINY, inputs
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import tilestep
+
+
+class Branches(nn.Module):
+    """Each forward uses the branches it is told to, in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, data: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        for index in chosen:
+            data = torch.tanh(self.branches[index](data))
+        return data.square().sum()
+
+
+def sgd(params: Any) -> tilestep.Optimizer:
+    return tilestep.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
+
+
+def halves(model: Any) -> list[list[Any]]:
+    return [[param for branch in model.branches[start::2] for param in branch.parameters()] for start in range(2)]
+
+
+def train(make: Callable[[int, Any, list[Any]], Any]) -> None:
+    """Two optimizers of half of the branches each, beside two in one process.
+
+    Args:
+        make: the sharded optimizer of a half, by its number, the model and the parameters.
+    """
+    model: Any = Branches()
+    twin = copy.deepcopy(model)
+    optimizers = [make(number, model, params) for number, params in enumerate(halves(model))]
+    references = [sgd(params) for params in halves(twin)]
+    for step in range(6):
+        data = inputs(3, 4)
+        chosen = [0, 1, 2, 3, 4, 5] if (dist.get_rank() + step) % 2 else [[5, 3, 2, 0, 1, 4], [1, 3, 0]][step % 2]
+        for each in (model, twin):
+            each(data, chosen).backward()
+        for param in twin.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
+        for optimizer in (*optimizers, *references):
+            optimizer.step()
+            optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.wait()
+        for (name, param), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(param, wanted), f"step {step}: {name}"
+
+
+def two_of_one_model() -> None:
+    train(lambda _, model, params: tilestep.shard(sgd(params), model, bucket_cap_mb=TINY))
+    mesh = init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("shard", "replicate"))
+    train(lambda _, model, params: tilestep.shard(sgd(params), model, mesh, bucket_cap_mb=TINY))
+
+
+def two_of_separate_modules_with_groups_of_their_own() -> None:
+    def make(number: int, model: Any, params: list[Any]) -> Any:
+        part = nn.ModuleList(model.branches[number::2])
+        mesh = DeviceMesh.from_group(dist.new_group(), torch.get_default_device().type)
+        return tilestep.shard(sgd(params), part, mesh, bucket_cap_mb=TINY)
+
+    train(make)
+
+
+CHECKS = [two_of_one_model, two_of_separate_modules_with_groups_of_their_own]
+
+
+test_two_ranks = each_passes(CHECKS, 2)
