@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from .compat import guard_parameters
+from .compat import guard_parameters, watch_all_parameters
 
-__all__ = ["GuardedParameters", "Waits", "guard_model"]
+__all__ = ["GuardedParameters", "Waits", "guard_model", "guard_sharers"]
 
 
 class Waits(Protocol):
@@ -44,12 +46,60 @@ def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor
     """
     handles: list[Any] = []
     for module in model.modules():
-        if not any(map(concerns, module.parameters(recurse=False))):
-            continue
-        is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, waits))
-        if not is_guarded or _holds_parameters_elsewhere(module):
-            handles.append(module.register_forward_pre_hook(_waiting_before_forward(waits)))
+        if any(map(concerns, module.parameters(recurse=False))):
+            handles += _guard(module, waits)
     return handles
+
+
+def _guard(module: nn.Module, waits: Waits) -> list[Any]:
+    is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, waits))
+    if is_guarded and not _holds_parameters_elsewhere(module):
+        return []
+    return [module.register_forward_pre_hook(_waiting_before_forward(waits))]
+
+
+class Knows(Waits, Protocol):
+    """What also knows which parameters may be on their way at some time."""
+
+    def knows(self, param: Any) -> bool:
+        """Whether something is one of them."""
+
+
+_sharers: weakref.WeakKeyDictionary[Knows, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+"""Those whose parameters other models may have, with the modules that are guarded for them."""
+
+_watching: list[Any] = []
+
+
+def guard_sharers(model: nn.Module, waits: Knows) -> None:
+    """Let whoever looks a model's parameter up in a module of another model wait too: one there is, or is made later.
+
+    Args:
+        model: the model; its modules are guarded by `guard_model`.
+        waits: knows which parameters are on their way; modules that get one are looked at as long as it lives.
+    """
+    _sharers[waits] = weakref.WeakSet(
+        module for module in model.modules() if any(map(waits.knows, dict.values(module._parameters)))
+    )
+    # By their own class: some objects import what they stand for when they are asked for another one.
+    for each in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
+        for param in list(dict.values(vars(each).get("_parameters") or {})):
+            _guard_sharer(waits, each, param)
+    if not _watching:
+        # Once for all: torch is looking at its hooks whenever one of these might end.
+        _watching.append(watch_all_parameters(_look_at))
+
+
+def _look_at(module: nn.Module, param: Any) -> None:
+    for waits in list(_sharers):
+        _guard_sharer(waits, module, param)
+
+
+def _guard_sharer(waits: Knows, module: nn.Module, param: Any) -> None:
+    guarded = _sharers.get(waits)
+    if guarded is not None and waits.knows(param) and module not in guarded:
+        guarded.add(module)
+        _guard(module, waits)
 
 
 def _waiting_before_forward(waits: Waits) -> Callable[[nn.Module, Any], None]:

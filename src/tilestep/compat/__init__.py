@@ -19,7 +19,7 @@ from .dtensors import (
     local_parts,
 )
 from .fsdp import before_gathering, fsdp_module_type
-from .modules import guard_parameters, is_compiled, uncompiled, watch_all_forwards
+from .modules import guard_parameters, is_compiled, uncompiled, watch_all_forwards, watch_all_parameters
 from .optimizers import route_unscaling, step_is_watched
 from .profiler import profiler_is_running
 from .ranks import default_store, gather_together, group_device_types, root_mesh
@@ -65,6 +65,7 @@ __all__ = [
     "triton_hash",
     "uncompiled",
     "watch_all_forwards",
+    "watch_all_parameters",
     "wrapper_tensor",
     "zero_all",
 ]

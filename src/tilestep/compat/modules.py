@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["guard_parameters", "is_compiled", "uncompiled", "watch_all_forwards"]
+__all__ = ["guard_parameters", "is_compiled", "uncompiled", "watch_all_forwards", "watch_all_parameters"]
 
 
 def uncompiled(module: Any) -> Any:
@@ -46,3 +46,15 @@ def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     return register_module_forward_pre_hook(before)
+
+
+def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
+    """Have something called before any module gets a parameter; gives a handle to end that, or None without such calls.
+
+    Args:
+        before: is given the module and the parameter, which may be None.
+    """
+    from torch.nn.modules import module as modules
+
+    register = getattr(modules, "register_module_parameter_registration_hook", None)
+    return None if register is None else register(lambda module, name, param: before(module, param))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +44,17 @@ def follow_buckets(wrapper: DistributedDataParallel, gradients: Round, comm_hook
             f"DistributedDataParallel with {option}=True says at the end of backward which gradients there are, and "
             'puts zeros in the place of others before: use during="forward"'
         )
-    state, reduce = comm_hook or (None, lambda _, bucket: _mean(wrapper, bucket))
+    group = wrapper.process_group
+    state, reduce = comm_hook or (None, lambda _, bucket: _mean(group, bucket))
+
+    # The module must not keep who is told, who keeps the module.
+    living = weakref.ref(gradients)
 
     def reduce_and_note(_: object, bucket: Any) -> Any:
         future = reduce(state, bucket)
-        gradients.reduced(bucket.parameters(), bucket.gradients(), future)
+        told = living()
+        if told is not None:
+            told.reduced(bucket.parameters(), bucket.gradients(), future)
         return future
 
     # Their text is not the class that is looked for.
@@ -64,9 +71,8 @@ def follow_buckets(wrapper: DistributedDataParallel, gradients: Round, comm_hook
     return {id(param) for name, param in named if param.requires_grad and name not in ignored}
 
 
-def _mean(wrapper: DistributedDataParallel, bucket: Any) -> torch.futures.Future[Any]:
+def _mean(group: Any, bucket: Any) -> torch.futures.Future[Any]:
     """To the bit what DistributedDataParallel does without a hook."""
-    group = wrapper.process_group
     buffer = bucket.buffer().mul_(1 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]

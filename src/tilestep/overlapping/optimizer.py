@@ -64,6 +64,17 @@ class OverlappedOptimizer(Optimizer):
         self._round.watch(self._elsewhere)
         self._rebuild()
 
+    @property
+    def state(self) -> Any:
+        """As torch's; whoever looks at it comes after all updates."""
+        if "_pending" in self.__dict__ and self._pending.is_pending:
+            self.synchronize()
+        return getattr(super(), "state", None) or self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -128,7 +139,7 @@ class OverlappedOptimizer(Optimizer):
         """Let what comes next see all updates.
 
         Only needed before tensors are read that are not looked up in a module of the model: parameters in a list of
-        one's own or in `param_groups`, and `optimizer.state`.
+        one's own or in `param_groups`, and what was taken out of `optimizer.state` before.
         """
         self._pending.complete()
         self._lane.join()

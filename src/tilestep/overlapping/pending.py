@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from ..compat import before_gathering, is_compiled, watch_all_forwards
-from ..guards import guard_model
+from ..guards import guard_model, guard_sharers
 from .groups import Group, Grouping
 from .lanes import Lane
 
@@ -44,6 +45,12 @@ class _Update:
         return self._event.query()
 
 
+def _called(living: Callable[[], Callable[..., None] | None], *given: Any) -> None:
+    method = living()
+    if method is not None:
+        method(*given)
+
+
 class Pending:
     """The updates of the last step.
 
@@ -69,6 +76,7 @@ class Pending:
         """Whether compiled code uses the model: it takes parameters without looking them up."""
         self._guarded = {id(module) for module in model.modules()}
         guard_model(model, self, lambda param: True)
+        guard_sharers(model, self)
         for group in grouping().groups:
             if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
                 group.module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
@@ -77,6 +85,10 @@ class Pending:
     def is_pending(self) -> bool:
         """Whether an update may still have to be waited for."""
         return bool(self._updates or self._made)
+
+    def knows(self, param: Any) -> bool:
+        """Whether something is a parameter that gets updates."""
+        return id(param) in self._grouping().of
 
     def note(self, group: Group, event: torch.cuda.Event | None) -> None:
         """Note an update that backward has made; whoever looks its parameters up before the step waits for it.
@@ -114,7 +126,8 @@ class Pending:
             for update in self._updates.values():
                 update.launch(self._lane)
         if self._updates and self._forwards is None:
-            self._forwards = watch_all_forwards(self._before_forward)
+            living = weakref.WeakMethod(self._before_forward)
+            self._forwards = watch_all_forwards(lambda module, given: _called(living, module, given))
 
     def settle(self) -> None:
         """Wait for what nobody could be made to wait for later."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..accumulating import Accumulating
+from ..accumulating import Accumulating, announce_gradients
 from ..compat import after_backward, backward_pass, local_parts
 from ..engine import Stale
 from ..errors import GradientError
@@ -80,7 +80,7 @@ class Round(Accumulating):
         """
         for param in self._optimizer._all_params():
             if param.requires_grad and id(param) not in self._hooked and id(param) not in elsewhere:
-                self._hooked[id(param)] = param.register_post_accumulate_grad_hook(self.arrived)
+                self._hooked[id(param)] = announce_gradients(param, self.arrived)
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..compat import is_compiled
 from ..engine.capturing import is_capturing
-from ..guards import guard_model
+from ..guards import guard_model, guard_sharers
 from ..tensor_watch import TensorWatch, sum_of_versions
 from .buckets import Bucket, Options
 from .streams import Channel, Mark
@@ -148,6 +148,8 @@ class ParameterSync:
         self.compiled = any(map(is_compiled, model.modules()))
         """Whether compiled code uses the model: it takes parameters without looking them up."""
         self.take_in(model, buckets)
+        if self._overlaps:
+            guard_sharers(model, self)
 
     def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Gather further buckets too.
@@ -170,6 +172,10 @@ class ParameterSync:
         self._note_writes()
         if self._overlaps:
             self._handles += guard_model(model, self, lambda param: id(param) in own)
+
+    def knows(self, param: Any) -> bool:
+        """Whether something is a parameter of a bucket."""
+        return id(param) in self._of
 
     def wait(self, param: Any) -> None:
         """Let whoever comes next use a parameter: wait for its bucket if that is still on its way.

@@ -1,0 +1,110 @@
+"""Others that have an overlapped optimizer's parameters and state: they wait by themselves, and are not kept alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from overlapped_models import TINY, Small, clipped, loss_of, small
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tilestep
+
+
+class Borrowing(nn.Module):
+    """Uses a weight of a layer that it does not call."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 11, bias=False)
+        self.layer.weight = weight
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(data, self.layer.weight)
+
+
+def borrowing(model: Small) -> nn.Module:
+    return Borrowing(model.embedding.weight)
+
+
+def attention(model: Small) -> nn.Module:
+    torch.manual_seed(1)
+    made = nn.MultiheadAttention(9, 3, batch_first=True)
+    made.out_proj.weight = model.attention.out_proj.weight
+    return made.to(model.norm.weight.device)
+
+
+def both_pending(made_before: bool, make: Any) -> tuple[nn.Module, nn.Module]:
+    """Models that share weights with an overlapped one whose updates are pending, and with its serial twin."""
+    overlapped, serial = small(), small()
+    others = [make(each) for each in (overlapped, serial)] if made_before else []
+    optimizer = tilestep.overlap(clipped(overlapped.parameters()), overlapped, "forward", bucket_cap_mb=TINY)
+    reference = clipped(serial.parameters())
+    others = others or [make(each) for each in (overlapped, serial)]
+    for model, own in ((overlapped, optimizer), (serial, reference)):
+        loss_of(model, 0).backward()
+        own.step()
+    return others[0], others[1]
+
+
+before = pytest.mark.parametrize("made_before", [True, False], ids=["made before", "made after"])
+
+
+@before
+def test_another_model_may_use_weights_without_calling_who_has_them(made_before: bool) -> None:
+    for make, width in ((borrowing, 6), (attention, 9)):
+        mine, wanted = both_pending(made_before, make)
+        data = torch.rand(2, 3, width, device=next(wanted.parameters()).device)
+        given = (data, data, data) if make is attention else (data,)
+        with torch.no_grad():
+            outputs = [each(*given) for each in (mine, wanted)]
+        if make is attention:
+            outputs = [output[0] for output in outputs]
+        assert torch.equal(*outputs)
+
+
+@before
+def test_another_model_is_saved_and_copied_with_the_updates(made_before: bool) -> None:
+    for read in (lambda each: each.state_dict(), lambda each: copy.deepcopy(each).state_dict()):
+        mine, wanted = both_pending(made_before, borrowing)
+        assert torch.equal(read(mine)["layer.weight"], read(wanted)["layer.weight"])
+
+
+def test_whoever_looks_at_the_state_comes_after_the_updates() -> None:
+    model, serial = small(), small()
+    optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)
+    reference = clipped(serial.parameters())
+    for each, own in ((model, optimizer), (serial, reference)):
+        loss_of(each, 0).backward()
+        own.step()
+    param = dict.get(model.first._parameters, "weight")
+    assert torch.equal(optimizer.state[param]["exp_avg"], reference.state[serial.first.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("during", ["backward", "forward"])
+@pytest.mark.parametrize("waits", [False, True], ids=["updates are pending", "after all updates"])
+def test_models_and_optimizers_are_let_go(during: Any, waits: bool, one_rank: None) -> None:
+    def used(build: Any) -> list[weakref.ref[Any]]:
+        model = build()
+        optimizer = tilestep.overlap(clipped(model.parameters()), model, during, bucket_cap_mb=TINY)
+        other = Borrowing(next(model.parameters()))
+        loss_of(model, 0).backward()
+        optimizer.step()
+        if waits:
+            optimizer.synchronize()
+        return [weakref.ref(each) for each in (model, optimizer, other)]
+
+    def wrapped() -> nn.Module:
+        model = small()
+        model.unused.requires_grad_(False)
+        return DistributedDataParallel(model)
+
+    for build in (small, wrapped):
+        found = used(build)
+        gc.collect()
+        assert [each() for each in found] == [None] * 3

@@ -1,0 +1,63 @@
+"""Others that have a sharded optimizer's parameters: they wait by themselves, and nobody keeps it alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from rank_processes import each_passes
+from sharded_twins import TINY, Pair, inputs, train
+from test_traffic import gathers_that_come_late
+from torch import nn
+
+import tilestep
+
+
+class Borrowing(nn.Module):
+    """Uses a weight of a layer that it does not call."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.layer.weight = weight
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(data, self.layer.weight)
+
+
+def sgd(params: Any) -> tilestep.Optimizer:
+    return tilestep.SGD(params, lr=0.1, momentum=0.9)  # type: ignore[attr-defined]
+
+
+@gathers_that_come_late()
+def other_models_with_the_same_weights_wait() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = Borrowing(model[0].weight)
+    pair = Pair(model, sgd, bucket_cap_mb=TINY)
+    wanted = Borrowing(pair.twin[0].weight)
+    for _ in range(3):
+        data = inputs(3, 4)
+        train(pair, [lambda model, data=data: model(data).square().sum()])
+        after, beside = Borrowing(model[1].weight), Borrowing(pair.twin[1].weight)
+        with torch.no_grad():
+            assert torch.equal(after(data), beside(data))
+            assert torch.equal(before.state_dict()["layer.weight"], wanted.state_dict()["layer.weight"])
+        pair.compare()
+
+
+test_two_ranks = each_passes([other_models_with_the_same_weights_wait], 2)
+
+
+def test_models_and_buckets_are_let_go(one_rank: None) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        model = nn.Linear(3, 3)
+        optimizer = tilestep.shard(sgd(model.parameters()), model)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return [weakref.ref(each) for each in (model, optimizer, optimizer._sharding.gradients, model.weight)]
+
+    found = used()
+    gc.collect()
+    assert [each() for each in found] == [None] * 4
