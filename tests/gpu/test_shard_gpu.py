@@ -21,7 +21,9 @@ import sharded_twins
 import test_decisions as decisions
 import test_meshes as meshes
 import test_random_models as random_models
+import test_recomputed as recomputed
 import test_rules as rules
+import test_several_optimizers as several
 import test_traffic as traffic
 import test_training as training
 import torch
@@ -205,6 +207,8 @@ NEARLY = [
         decisions.torch_s_scaler_with_parameters_of_one_rank_alone,
         *(check for check in rules.CHECKS if check not in rules.RULES or check.__name__ in RULES),
         *traffic.CHECKS,
+        *recomputed.CHECKS,
+        *several.CHECKS,
     )
     if check.__name__ != "compiled_models"
 ]

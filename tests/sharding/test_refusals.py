@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
+from tilestep.schedule import warmup_cosine
 
 
 def sgd(params: Any, **options: Any) -> tilestep.Optimizer:
@@ -111,6 +112,31 @@ def ranks_that_differ() -> None:
     refused("Lion", lambda other: build(rule="Lion" if other else "SGD", lr=0.1))
 
 
+def rules_that_differ() -> None:
+    """In numbers that no name and no hyperparameter tells of."""
+    model = Elementwise()
+
+    def scheduled(is_other: bool) -> Any:
+        return tilestep.shard(sgd(model.parameters(), lr=warmup_cosine(0.2 if is_other else 0.1, 2, 8)), model)
+
+    def by_step(is_other: bool) -> Any:
+        start = 0.2 if is_other else 0.1
+        return tilestep.shard(sgd(model.parameters(), lr=lambda step: start / step), model)
+
+    def written(is_other: bool) -> Any:
+        factor = 0.25 if is_other else 0.75
+
+        @tilestep.rule
+        def scaled(param: Any, grad: Any, *, lr: float = 0.1) -> Any:
+            return param - lr * factor * grad
+
+        return tilestep.shard(tilestep.Optimizer(model.parameters(), scaled), model)
+
+    refused(r"rank 0 has group 0 lr=Piecewise\(.*0\.1.*; rank 1 has group 0 lr=Piecewise\(.*0\.2", scheduled)
+    refused(r"rank 0 has in group 0 rule SGD with \[\d+\] = .*0\.1.*; rank 1 has .*0\.2", by_step)
+    refused(r"rank 0 has in group 0 rule scaled with \[\d+\] = .*0\.75.*; rank 1 has .*0\.25", written)
+
+
 def stepped_before(is_other: bool) -> None:
     """One rank has loaded a checkpoint, say, and the other one begins anew."""
     model = Elementwise()
@@ -192,6 +218,7 @@ CHECKS = [
     one_rank_alone_has_a_reason,
     one_rank_alone_fails_before_anything_is_compared,
     ranks_that_differ,
+    rules_that_differ,
     arguments_that_are_none,
     meshes,
     a_rank_outside_of_the_mesh,

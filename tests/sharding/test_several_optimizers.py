@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
-from sharded_twins import TINY, inputs
+from sharded_twins import TINY, TOLERANCES, inputs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -62,7 +62,8 @@ def train(make: Callable[[int, Any, list[Any]], Any]) -> None:
         for optimizer in optimizers:
             optimizer.wait()
         for (name, param), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert torch.equal(param, wanted), f"step {step}: {name}"
+            message = f"step {step}: {name}"
+            torch.testing.assert_close(param, wanted, msg=message, **(TOLERANCES or {"rtol": 0.0, "atol": 0.0}))
 
 
 def two_of_one_model() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..compat import uncompiled
+from ..graph import Graph, ancestors
 from ..optimizer import Optimizer
+from ..optimizer.specs import graph_of
 from ..placements import is_distributed
+from ..rules import Rule
 from .buckets import Options, memory_order
 from .groups import Ranks
 
@@ -162,6 +166,28 @@ def _described(optimizer: Optimizer, names: dict[Any, str], ranks: Ranks, option
         for key in sorted(group, key=lambda key: (key != "rule", str(key))):
             if key not in ("params", "param_names"):
                 yield f"group {index} {key}={_plain(group[key])}"
+        rule = optimizer.rule_of(group)
+        for graph in {id(each): each for each in _graphs(rule, group)}.values():
+            yield from (f"in group {index} rule {rule.name} with {step}" for step in _steps(graph))
+
+
+def _graphs(rule: Rule, group: Mapping[str, Any]) -> Iterator[Graph]:
+    for shape in dict.fromkeys(param.shape for param in group["params"]):
+        yield graph_of(rule, group, shape)
+
+
+def _steps(graph: Graph) -> Iterator[str]:
+    """What a rule computes: rules of one name, and functions of the step, may differ in numbers inside of them."""
+    places: dict[int, int] = {}
+    for value in (*graph.values(), *ancestors(guard.condition for guard in graph.guards)):
+        if id(value) in places:
+            continue
+        places[id(value)] = len(places)
+        operands = [f"[{places[id(each)]}]" for each in value.args]
+        given = [] if value.attribute is None else [repr(value.attribute)]
+        over = "" if value.over is None else f" over {value.over}"
+        yield f"[{places[id(value)]}] = {value.operation}({', '.join([*operands, *given])}){over}"
+    yield ", ".join(f"new {name} [{places[id(value)]}]" for name, value in graph.outputs.items())
 
 
 def _plain(value: Any) -> str:
@@ -170,7 +196,9 @@ def _plain(value: Any) -> str:
         return f"({', '.join(map(_plain, value))})"
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
-    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+    if callable(value) and not dataclasses.is_dataclass(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(value)
 
 
 def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
