@@ -75,8 +75,8 @@ def test_nothing_is_updated_by_the_capture_itself() -> None:
     assert optimizer.state[params[0]]["step"] == 1 and optimizer.grad_norm > 0
 
 
-@pytest.mark.parametrize("master_weights", [False, True])
-def test_changes_of_hyperparameters_arrive_at_replays(master_weights: bool) -> None:
+@pytest.mark.parametrize("master_weights", [False, True, "remainder"])
+def test_changes_of_hyperparameters_arrive_at_replays(master_weights: Any) -> None:
     runs = []
     for graphed in (True, False):
         params = make(dtype=torch.bfloat16)

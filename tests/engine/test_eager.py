@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from float64_reference import check_steps
+from remainder_patterns import check_halves, check_joined, edge_patterns, floats, kept_by_kernels
 
 import tilestep
 from tilestep import cache
@@ -56,6 +57,17 @@ def eager_segments(optimizer: tilestep.Optimizer) -> bool:
 def test_a_rule_steps_eagerly_as_it_does_in_float64(name: str) -> None:
     run = check_steps(registry[name], torch.bfloat16, True)
     assert eager_segments(run.optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:tilestep found no")
+def test_remainders_are_kept_eagerly() -> None:
+    for name in ("AdamW", "LAMB", "Adafactor"):
+        run = check_steps(registry[name], torch.bfloat16, "remainder")
+        assert eager_segments(run.optimizer)
+    values = floats(edge_patterns())
+    high, low, wide = kept_by_kernels(values)
+    check_halves(values, high, low)
+    check_joined(values, wide)
 
 
 @pytest.mark.filterwarnings("ignore:tilestep found no")

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,9 +32,11 @@ def many(count: int = 2000, size: int = 4096, dtype: torch.dtype = torch.bfloat1
     return params
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("master_weights", [False, True])
-def test_other_dtypes_replay_to_the_bit(dtype: torch.dtype, master_weights: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "master_weights"),
+    [*product([torch.bfloat16, torch.float16, torch.float64], [False, True]), (torch.bfloat16, "remainder")],
+)
+def test_other_dtypes_replay_to_the_bit(dtype: torch.dtype, master_weights: Any) -> None:
     runs = []
     for graphed in (True, False):
         params = make(dtype=dtype)

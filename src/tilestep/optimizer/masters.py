@@ -196,6 +196,8 @@ class Masters:
         self._params = [param for param, _, _ in known]
         self._members = [(param, kind, buffer) for param, kind, buffer in known if kind.shows_writes]
         self._blind = [(param, kind, buffer) for param, kind, buffer in known if not kind.shows_writes]
+        self._ids = set(map(id, self._params))
+        self._places = {id(param): place for place, (param, _, _) in enumerate(self._blind)}
         self._have_parts = have_parts
         self._sum = self._total() if all(id(buffer) in fresh for _, _, buffer in known) else None
         now = self._now()
@@ -210,12 +212,14 @@ class Masters:
         parts = local_parts(self._params) if self._have_parts else []
         return sum_of_versions(self._params) + sum_of_versions(parts)
 
-    def _now(self) -> list[int | None]:
-        params = [param for param, _, _ in self._blind]
+    def _versions_of(self, params: list[torch.Tensor]) -> list[int]:
         versions = [param._version for param in params]
         if self._have_parts:
             versions = [own + part._version for own, part in zip(versions, local_parts(params))]
-        return [*versions]
+        return versions
+
+    def _now(self) -> list[int]:
+        return self._versions_of([param for param, _, _ in self._blind])
 
     def carry(self, before: Masters | None) -> None:
         """Take over when others were last looked at: these are made of the same parameters, state and groups.
@@ -246,19 +250,27 @@ class Masters:
         if self._params:
             self._sum = self._total()
         if self._blind:
-            self._versions = self._now()
+            self._versions = [*self._now()]
 
     def forget_versions(self) -> None:
         """Both may have been written by somebody who loads them: what the masters keep belongs to what comes."""
         self._sum, self._versions = None, [None] * len(self._blind)
 
     @contextmanager
-    def own_writes(self) -> Iterator[None]:
-        """A block that writes parameters with their masters."""
-        total, before = self._total(), self._now()
+    def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """A block that writes parameters with their masters.
+
+        Args:
+            params: those that it may write; None for all.
+        """
+        chosen = self._params if params is None else [param for param in params if id(param) in self._ids]
+        before = self._versions_of(chosen)
         yield
+        after = self._versions_of(chosen)
         if self._sum is not None:
-            self._sum += self._total() - total
-        for place, (old, new, known) in enumerate(zip(before, self._now(), self._versions)):
-            if old is not None and new is not None and known is not None:
+            self._sum += sum(after) - sum(before)
+        for param, old, new in zip(chosen, before, after):
+            place = self._places.get(id(param))
+            known = None if place is None else self._versions[place]
+            if place is not None and known is not None:
                 self._versions[place] = known + new - old

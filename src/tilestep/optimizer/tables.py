@@ -181,9 +181,13 @@ class Tables:
         self.home.note_parameters()
         self.masters.note_versions()
 
-    def own_writes(self) -> AbstractContextManager[None]:
-        """A block that writes parameters with their masters."""
-        return self.masters.own_writes()
+    def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> AbstractContextManager[None]:
+        """A block that writes parameters with their masters.
+
+        Args:
+            params: those that it may write; None for all.
+        """
+        return self.masters.own_writes(params)
 
 
 def _changes(state: Any) -> int:

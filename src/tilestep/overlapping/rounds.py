@@ -202,7 +202,7 @@ class Round(Accumulating):
         except Stale:
             tables = optimizer._rebuild()
             gradients = self._prepared(tables, group)
-        with tables.own_writes():
+        with tables.own_writes(group.params):
             tables.run(gradients, tables.places.get(group.index, []), counts_versions=True)
 
     def _prepared(self, tables: Tables, group: Group) -> list[list[torch.Tensor | None]]:
