@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,22 @@ def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = (
         shared: for each device with tensors that are sharded, what combines the reductions over one tensor.
     """
     on_host = all(engine.device.type == "cpu" for engine in engines)
-    with marked(HOST_UPDATE if on_host else UPDATE):
+    with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
         _run([segment for engine in engines for segment in engine.segments], shared)
+
+
+@contextmanager
+def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """A block whose products are those of the tensors given: an update may run while a model does, under autocast.
+
+    Args:
+        kinds: of devices, "cpu" or "cuda".
+    """
+    with ExitStack() as blocks:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                blocks.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _run(segments: Sequence[Segment], shared: Sequence[SharedSums]) -> None:
