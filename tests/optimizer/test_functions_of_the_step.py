@@ -298,3 +298,17 @@ def test_cycling_momentum_builds_nothing_and_equals_torch(name: str) -> None:
     assert len(seen) > 4, "the scheduler did not cycle the momentum"
     assert tilestep.compile_count() == compiled and ours._tables is tables
     assert_close(mine, theirs, rtol=1e-4)
+
+
+def test_every_entry_of_a_pair_may_move_within_its_own_range() -> None:
+    mine, theirs = make_params(), make_params()
+    ours = tilestep.Rprop(mine, etas=(lambda step: 0.3 + 0.1 * step, lambda step: 1.1 + 0.1 * step))
+    torchs = torch.optim.Rprop(theirs)
+    for step in range(4):
+        torchs.param_groups[0]["etas"] = (0.3 + 0.1 * (step + 1), 1.1 + 0.1 * (step + 1))
+        train([(ours, mine), (torchs, theirs)], range(step, step + 1))
+    assert_close(mine, theirs)
+    with pytest.raises(ValueError, match=r"Invalid etas\[0\]: 1.0; it must be in \(0, 1\)"):
+        tilestep.Rprop(mine, etas=(1.0, 1.2))
+    with pytest.raises(ValueError, match=r"Invalid etas\[1\] at step 1: 0.5; it must be greater than 1"):
+        tilestep.Rprop(mine, etas=(0.5, lambda step: 0.5 * step))

@@ -47,14 +47,14 @@ class Reads(ScalarCalls):
             raise self.recorder.unsupported(
                 f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()"
             )
-        if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, args):
+        if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, (args, kwargs)):
             self.recorder.reads_shape = True
         return super().__torch_function__(func, types, args, kwargs)
 
     def _count(self, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
         return self.recorder.scalar(self.recorder.count(tensor, dims))
 
-    def _may_depend_on_dimensions(self, name: str, args: Any) -> bool:
+    def _may_depend_on_dimensions(self, name: str, given: Any) -> bool:
         """Whether torch may take a function apart in one way for vectors and in another for matrices, unseen by us.
 
         `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. What has an entry of its
@@ -63,7 +63,7 @@ class Reads(ScalarCalls):
         bare = name.strip("_").removesuffix(".default")
         if bare in LOWERINGS or bare in _ALIKE:
             return False
-        return any(isinstance(each, torch.Tensor) and self._may_have_dimensions(each) for each in tree_leaves(args))
+        return any(isinstance(each, torch.Tensor) and self._may_have_dimensions(each) for each in tree_leaves(given))
 
     def _may_have_dimensions(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the rule has dimensions for some parameter, if not for this one."""

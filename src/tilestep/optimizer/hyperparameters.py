@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import RuleError
-from ..rules import Interval, Rule, registry
+from ..rules import Rule, registry
 from .masters import check_choice
 
 __all__ = ["about_group", "check_group", "find_rule"]
@@ -60,7 +60,7 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """
     given = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
     for key, value in given.items():
-        if value is not None or not rule.ranges.get(key, Interval()).or_none:
+        if value is not None or not rule.range_of(key).or_none:
             _check_kind(key, value, rule.hyperparameters[key])
     rule.check(given)
     limit = _on_host(group.get("max_grad_norm"), "max_grad_norm")

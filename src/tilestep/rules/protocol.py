@@ -101,7 +101,7 @@ class Rule:
         *,
         name: str | None = None,
         states: Mapping[str, State] | None = None,
-        ranges: Mapping[str, Interval] | None = None,
+        ranges: Mapping[str, Interval | tuple[Interval, ...]] | None = None,
         options: Mapping[str, Any] | None = None,
         keyword_only: tuple[str, ...] = (),
         by_position: tuple[str, ...] = (),
@@ -170,7 +170,6 @@ class Rule:
             if key not in self.hyperparameters:
                 known = ", ".join(self.hyperparameters)
                 raise TypeError(f"{self.name} has no hyperparameter {key!r}; it has {known}")
-            interval = self.ranges.get(key, Interval())
             entries = value if isinstance(value, (tuple, list)) else (value,)
             default = self.hyperparameters[key]
             if isinstance(default, (tuple, list)) and len(entries) != len(default):
@@ -181,9 +180,20 @@ class Rule:
                     entry, label = float(at_step(entry, 1.0, label)), f"{label} at step 1"
                 if isinstance(entry, bool) or not isinstance(entry, (int, float)):
                     continue
+                interval = self.range_of(key, index)
                 if entry not in interval or math.isnan(entry):
                     wanted = str(interval) if key in self.ranges else "a number"
                     raise ValueError(f"Invalid {label}: {entry}; it must be {wanted}")
+
+    def range_of(self, key: str, index: int = 0) -> Interval:
+        """The values that a hyperparameter, or this entry of a tuple, may take.
+
+        Args:
+            key: the hyperparameter.
+            index: the entry.
+        """
+        found = self.ranges.get(key, Interval())
+        return found[index] if isinstance(found, tuple) else found
 
     def __call__(self, *buffers: Any, **hyperparameters: Any) -> tuple[Any, ...]:
         """The new values of the parameter and every state buffer, computed by the rule's own PyTorch code.
@@ -335,7 +345,7 @@ def rule(
     *,
     name: str | None = None,
     states: Mapping[str, State] | None = None,
-    ranges: Mapping[str, Interval] | None = None,
+    ranges: Mapping[str, Interval | tuple[Interval, ...]] | None = None,
     options: Mapping[str, Any] | None = None,
     keyword_only: tuple[str, ...] = (),
     by_position: tuple[str, ...] = (),
@@ -350,7 +360,7 @@ def rule(
             parameters); hyperparameters and `step` are 0-dim float64.
         name: the name of the optimizer class made from it; a named rule enters the registry.
         states: how each state buffer begins; zeros like the parameter when not named.
-        ranges: the values each hyperparameter may take.
+        ranges: the values each hyperparameter may take; of a tuple, all entries or each by a tuple of its own.
         options: further keys kept in `param_groups` that the rule does not read.
         keyword_only: hyperparameters that the class takes by keyword only.
         by_position: options, and names of `keyword_only`, that the class takes by position too, after all others.

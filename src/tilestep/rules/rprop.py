@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from .protocol import Interval, State, at_least, rule
+from .protocol import Interval, State, at_least, between, rule
 
 __all__ = ["rprop"]
 
 
 @rule(
     name="Rprop",
-    ranges={"lr": at_least(0), "etas": Interval(low=0, open_low=True)},
+    ranges={"lr": at_least(0), "etas": (between(0, 1, open_low=True), Interval(low=1, open_low=True))},
     options={"capturable": False, "foreach": None, "differentiable": False},
     keyword_only=("maximize",),
     states={"step_size": State(init="lr")},
@@ -36,16 +36,11 @@ def rprop(
         h <- 0 if g * h < 0 else g
         p <- p - s * sign(h)
 
-    Raises:
-        ValueError: unless 0 < etas[0] < 1 < etas[1].
-
     Source: Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning: the RPROP algorithm"
     (ICNN 1993); torch.optim.Rprop.
     """
     eta_minus, eta_plus = etas
     smallest, largest = step_sizes
-    if not 0 < eta_minus < 1 < eta_plus:
-        raise ValueError("Invalid etas: they must be 0 < etas[0] < 1 < etas[1]")
     if maximize:
         grad = -grad
     agreement = grad * prev
