@@ -102,7 +102,7 @@ def of_order_one(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
 
 
 def of_largest(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
-    return param - lr * grad / torch.linalg.norm(A=grad, ord=float("inf"))
+    return param - lr * grad / torch.linalg.norm(input=grad, ord=float("inf"))
 
 
 @pytest.mark.parametrize("function", [of_vectors, of_order_one, of_largest])
