@@ -9,7 +9,7 @@ from .absent_gpu import absent_gpu
 from .backward import after_backward, backward_pass, is_in_another_backward
 from .checkpoints import checkpoint_types
 from .compiler import opaque
-from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, wrapper_tensor
+from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, is_empty_like, wrapper_tensor
 from .dtensors import (
     DTENSOR_PARTS,
     distributed_like,
@@ -52,6 +52,7 @@ __all__ = [
     "guard_parameters",
     "is_compiled",
     "is_copy",
+    "is_empty_like",
     "is_in_another_backward",
     "layouts",
     "local_parts",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TensorDispatch", "decomposition", "fake_tensors", "is_copy", "wrapper_tensor"]
+__all__ = ["TensorDispatch", "decomposition", "fake_tensors", "is_copy", "is_empty_like", "wrapper_tensor"]
 
 TensorDispatch = TorchDispatchMode
 """Base class of the tracer: sees every ATen call."""
@@ -55,3 +55,8 @@ def is_copy(operation: Any) -> bool:
     """Whether an ATen operation gives the same numbers, maybe elsewhere or in another dtype."""
     aten = torch.ops.aten
     return operation in (aten.detach.default, aten.clone.default, aten._to_copy.default)
+
+
+def is_empty_like(operation: Any) -> bool:
+    """Whether an ATen operation makes memory for a tensor like another, as for a checkpoint that is written later."""
+    return operation == torch.ops.aten.new_empty.default

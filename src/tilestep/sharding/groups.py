@@ -62,6 +62,10 @@ class Ranks:
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
         self.roll_call = roll_call()
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        # Who copies what ranks have together does not make other ranks; process groups cannot be copied.
+        return self
+
     @property
     def count(self) -> int:
         """All ranks, those that hold copies too."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import checkpoint_types, is_copy, wrapper_tensor
+from ..compat import checkpoint_types, is_copy, is_empty_like, wrapper_tensor
 from .buckets import memory_order
 from .layout import Box, boxes
 
@@ -171,10 +171,17 @@ class ShardedTensorPiece(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         piece = next((each for each in args if isinstance(each, cls)), None)
+        if piece is not None and is_empty_like(function) and tuple(args[1]) == piece.shape:
+            made = {key: (kwargs or {}).get(key) or getattr(piece, key) for key in ("dtype", "device")}
+            return cls._like(piece, torch.empty(piece.local.shape, **made))
         if piece is None or not is_copy(function):
             raise TypeError(
                 f"{function}: nothing is computed with a piece of a sharded optimizer's state; full_state_dict() gives "
                 "ordinary tensors"
             )
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
-        return cls(function(piece.local, **kwargs), tuple(piece.shape), piece.order, piece.ranges, piece.ranks)
+        return cls._like(piece, function(piece.local, **kwargs))
+
+    @classmethod
+    def _like(cls, piece: ShardedTensorPiece, local: torch.Tensor) -> ShardedTensorPiece:
+        return cls(local, tuple(piece.shape), piece.order, piece.ranges, piece.ranks)
