@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,9 +159,11 @@ def test_groups_are_added_and_have_rules_of_their_own(home: Homes) -> None:
     pair.compare()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_others_write_to_parameters_counts(dtype: torch.dtype, home: Homes) -> None:
-    pair = Pair(lambda params: tilestep.AdamW(params, master_weights=True), home, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "remainder")]
+)
+def test_what_others_write_to_parameters_counts(dtype: torch.dtype, master: Any, home: Homes) -> None:
+    pair = Pair(lambda params: tilestep.AdamW(params, master_weights=master), home, dtype=dtype)
     pair.step(2)
     with torch.no_grad():
         for params in (pair.plain, pair.moved):
@@ -181,9 +184,9 @@ def test_parameters_may_move_and_freeze(home: Homes) -> None:
 
 
 def test_averages_are_held_and_given_back(home: Homes) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        rule = ema(tilestep.registry["AdamW"], 0.9)
-        pair = Pair(lambda params, rule=rule: tilestep.Optimizer(params, rule, master_weights=True), home, dtype=dtype)
+    for dtype, master in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "remainder")):
+        make = partial(tilestep.Optimizer, rule=ema(tilestep.registry["AdamW"], 0.9), master_weights=master)
+        pair = Pair(make, home, dtype=dtype)
         pair.step(3)
         with pair.reference.averaged(), pair.optimizer.averaged():
             for left, right in zip(pair.plain, pair.moved):

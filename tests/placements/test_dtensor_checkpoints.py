@@ -235,6 +235,37 @@ def _keeps_masters(kind: Any) -> None:
             assert torch.equal(full(loaded.state[param][name].float()), full(value.float())), name
 
 
+def _with_remainders() -> tuple[Model, Any]:
+    """An FSDP2 model in bfloat16 after two steps with gradients that do not depend on the number of ranks."""
+    net = LAYOUTS["fsdp"][0]().to(torch.bfloat16)
+    optimizer = _optimizer(net, master_weights="remainder")
+    for step in range(2):
+        for index, param in enumerate(net.parameters()):
+            torch.manual_seed(100 * step + index)
+            grad = torch.randn(param.shape, device=device()).bfloat16()
+            param.grad = torch.distributed.tensor.distribute_tensor(grad, param.device_mesh, param.placements)
+        optimizer.step()
+    return net, optimizer
+
+
+def saves_remainders() -> None:
+    net, optimizer = _with_remainders()
+    state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+    dcp.save(state, checkpoint_id=FOLDER / "remainders")
+
+
+def loads_remainders_on_another_number_of_ranks() -> None:
+    expected, wanted = _with_remainders()
+    net = LAYOUTS["fsdp"][0]().to(torch.bfloat16)
+    optimizer = _optimizer(net, master_weights="remainder")
+    _load(FOLDER / "remainders", net, optimizer)
+    for param, other in zip(net.parameters(), expected.parameters()):
+        found, kept = (opt.state[each]["remainder_param"] for opt, each in ((optimizer, param), (wanted, other)))
+        assert torch.equal(full(param), full(other)) and found.dtype is torch.int16
+        assert torch.equal(found.to_local(), kept.to_local())
+    assert any(bool(state["remainder_param"].to_local().any()) for state in optimizer.state.values())
+
+
 def evaluates_averages() -> None:
     net, reference = LAYOUTS["fsdp"][0](), plain()
     rule = ema(tilestep.registry["SGD"], 0.75)
@@ -263,11 +294,14 @@ ON_FOUR = {
         flattened_checkpoints_change_places,
         whole_state_dicts,
         keeps_masters,
+        saves_remainders,
         evaluates_averages,
         saves_for_another_number_of_ranks,
     )
 }
-ON_TWO = {"loads_on_another_number_of_ranks": loads_on_another_number_of_ranks}
+ON_TWO = {
+    check.__name__: check for check in (loads_on_another_number_of_ranks, loads_remainders_on_another_number_of_ranks)
+}
 
 
 @pytest.fixture(scope="module")

@@ -198,6 +198,7 @@ class Masters:
         self._blind = [(param, kind, buffer) for param, kind, buffer in known if not kind.shows_writes]
         self._ids = set(map(id, self._params))
         self._places = {id(param): place for place, (param, _, _) in enumerate(self._blind)}
+        self._looked_at = [param for param, _, _ in self._blind]
         self._have_parts = have_parts
         self._sum = self._total() if all(id(buffer) in fresh for _, _, buffer in known) else None
         now = self._now()
@@ -219,7 +220,7 @@ class Masters:
         return versions
 
     def _now(self) -> list[int]:
-        return self._versions_of([param for param, _, _ in self._blind])
+        return self._versions_of(self._looked_at)
 
     def carry(self, before: Masters | None) -> None:
         """Take over when others were last looked at: these are made of the same parameters, state and groups.
@@ -250,7 +251,7 @@ class Masters:
         if self._params:
             self._sum = self._total()
         if self._blind:
-            self._versions = [*self._now()]
+            self._versions = self._now()  # type: ignore[assignment]
 
     def forget_versions(self) -> None:
         """Both may have been written by somebody who loads them: what the masters keep belongs to what comes."""
