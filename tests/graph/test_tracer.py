@@ -210,8 +210,27 @@ def test_a_branch_on_hyperparameters_becomes_a_guard() -> None:
     assert [guard.outcome for guard in without.guards] == [False]
     assert [guard.outcome for guard in with_decay.guards] == [True]
     assert "decay" not in without.hypers() and "decay" in with_decay.hypers()
-    with pytest.raises(RuleError, match="reads gt of decay as a Python number"):
-        trace(rule, {"lr": 0.1, "decay": torch.tensor(0.5)})
+
+
+def test_a_number_that_only_a_device_can_read_is_not_switched_off() -> None:
+    def decays(param: Any, grad: Any, *, lr: Any = 0.1, decay: Any = 0.0, limit: Any = 1.0) -> Any:
+        if decay != 0:
+            param = param * (1 - lr * decay)
+        return param - lr * grad if limit > 0.5 else param
+
+    rule, elsewhere = tilestep.rule(decays), torch.empty((), device="meta")
+    off, on, unread = (graph_for(rule, {"lr": 0.1, "decay": given, "limit": 1.0}, 1) for given in (0.0, 0.5, elsewhere))
+    assert off is not on and unread is on
+    assert graph_for(rule, {"lr": elsewhere, "decay": 0.0, "limit": 1.0}, 1) is off
+    with pytest.raises(RuleError, match="reads gt of limit as a Python number"):
+        graph_for(rule, {"lr": 0.1, "decay": 0.0, "limit": elsewhere}, 1)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_momentum_may_live_on_a_device(name: str) -> None:
+    rule = tilestep.registry[name]
+    graph = graph_for(rule, {**rule.hyperparameters, "momentum": torch.empty((), device="meta")}, 2)
+    assert "momentum_buffer" in graph.states and "momentum" in graph.hypers()
 
 
 def test_a_branch_on_sizes_becomes_a_guard() -> None:

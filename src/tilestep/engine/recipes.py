@@ -11,7 +11,7 @@ import torch
 
 from ..codegen.spec import KernelSpec
 from ..codegen.storage import Plain, Storage
-from ..graph import Graph, evaluate, flat_numbers, program, size_from_end, sizes_of, trace
+from ..graph import Graph, known_numbers, outcome, program, size_from_end, sizes_of, trace
 from ..rules import Rule
 
 __all__ = ["Signature", "graph_for", "guards_hold", "kernel_spec", "statics_of"]
@@ -94,10 +94,10 @@ def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any], shape: Sequenc
     if not graph.guards:
         return True
     hosted = {name: _on_host(value) for name, value in hyperparameters.items()}
-    numbers = {name: float(value) for name, value in flat_numbers(hosted) if not isinstance(value, torch.Tensor)}
+    numbers, unread = known_numbers(hosted)
     if graph.branches_on_sizes:
         numbers.update(sizes_of(shape))
-    return all(bool(evaluate(guard.condition, numbers)) == guard.outcome for guard in graph.guards)
+    return all(outcome(guard.condition, numbers, unread) is guard.outcome for guard in graph.guards)
 
 
 def kernel_spec(graph: Graph, storages: Mapping[str, Storage], compute: torch.dtype, device_type: str) -> KernelSpec:

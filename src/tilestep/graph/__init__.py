@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .hyperparameters import ScalarCalls, flat_numbers
-from .ir import SCALAR_LEVELS, Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join
+from .hyperparameters import ScalarCalls, flat_numbers, known_numbers
+from .ir import SCALAR_LEVELS, Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join, outcome
 from .library import Library, LibraryPass
 from .operations import ACROSS, OPERATIONS, REDUCTIONS
 from .passes import ScalarPass, TilePass
@@ -36,6 +36,8 @@ __all__ = [
     "evaluate",
     "flat_numbers",
     "join",
+    "known_numbers",
+    "outcome",
     "program",
     "scalar_needs",
     "size_from_end",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ScalarCalls", "flat_numbers"]
+__all__ = ["ScalarCalls", "flat_numbers", "known_numbers"]
 
 
 def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -31,6 +31,18 @@ def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
             if isinstance(entry, (int, float, torch.Tensor)) and not isinstance(entry, bool)
         ]
     return found
+
+
+def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float], set[str]]:
+    """The hyperparameters that are numbers by name, and the names of those that are tensors.
+
+    Example:
+        >>> known_numbers({"lr": 0.1, "momentum": torch.tensor(0.9), "nesterov": True})
+        ({'lr': 0.1}, {'momentum'})
+    """
+    found = flat_numbers(hyperparameters)
+    numbers = {name: value for name, value in found if not isinstance(value, torch.Tensor)}
+    return numbers, {name for name, _ in found} - set(numbers)
 
 
 class ScalarCalls(TorchFunctionMode):

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from .operations import OPERATIONS
 
-__all__ = ["Builder", "Graph", "Guard", "SCALAR_LEVELS", "Level", "Value", "ancestors", "Over", "evaluate", "join"]
+__all__ = [
+    "IF_NOT_ZERO",
+    "SCALAR_LEVELS",
+    "Builder",
+    "Graph",
+    "Guard",
+    "Level",
+    "Over",
+    "Value",
+    "ancestors",
+    "evaluate",
+    "join",
+    "outcome",
+]
 
 
 class Level(IntEnum):
@@ -189,6 +202,43 @@ def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
                 raise KeyError(f"{node.operation} is not a number before the step")
             known[id(node)] = function(*(known[id(arg)] for arg in node.args))
     return known[id(value)]
+
+
+IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
+"""How comparisons with zero come out for a number that nobody here can read: such a one is not switched off."""
+
+
+def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[str] = ()) -> bool | None:
+    """How a branch goes, as far as it can be told before the step.
+
+    Args:
+        condition: a truth value, or a number that must not be zero.
+        numbers: hyperparameter name to number.
+        unread: names of numbers that only the device can read; such a one is taken to be positive where a branch asks
+            of it alone whether it is zero.
+
+    Returns:
+        The outcome; None where it depends on another number that is not given, or on data.
+
+    Example:
+        >>> build = Builder()
+        >>> has_momentum = build.apply("ne", build.hyper("momentum"), build.constant(0.0))
+        >>> outcome(has_momentum, {"momentum": 0.0}), outcome(has_momentum, {}, ["momentum"]), outcome(has_momentum, {})
+        (False, True, None)
+    """
+    reached = ancestors([condition])
+    needed = [node for node in reached if node.operation == "hyper" and node.attribute not in numbers]
+    if any(node.is_measured for node in reached):
+        return None
+    if not needed:
+        return bool(evaluate(condition, numbers))
+    if any(node.attribute not in unread for node in needed):
+        return None
+    if needed == [condition]:
+        return True
+    asked, *others = condition.args
+    against_zero = asked is needed[0] and [other.attribute for other in others] == [0.0]
+    return IF_NOT_ZERO.get(condition.operation) if against_zero else None
 
 
 class Builder:

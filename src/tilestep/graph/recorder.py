@@ -14,17 +14,14 @@ from ..errors import MatrixError, RuleError
 from ..rules import Rule
 from ..rules.protocol import at_step, changes
 from . import matrices, reductions
-from .hyperparameters import flat_numbers
-from .ir import Builder, Guard, Level, Value, ancestors, evaluate
+from .hyperparameters import known_numbers
+from .ir import IF_NOT_ZERO, Builder, Guard, Level, Value, ancestors, outcome
 from .lowering import LOWERINGS, Unsupported
 from .memory import Memory
 from .names import rule_place
 from .nearest import ALTERNATIVE, nearest
 
 __all__ = ["Recorder"]
-
-_IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
-"""How comparisons with zero come out for a hyperparameter that moves by itself: such a one is not switched off."""
 
 
 class Recorder(TensorDispatch):
@@ -34,9 +31,7 @@ class Recorder(TensorDispatch):
         super().__init__()
         self.rule = rule
         self.given = hyperparameters
-        self.numbers: dict[str, float] = {
-            name: value for name, value in flat_numbers(hyperparameters) if not isinstance(value, torch.Tensor)
-        }
+        self.numbers, self.unread = known_numbers(hyperparameters)
         self.sizes = reductions.sizes_of(shape)
         self.build = Builder(len(shape))
         self.fx_graph = fx.Graph()
@@ -231,13 +226,11 @@ class Recorder(TensorDispatch):
         if id(value) in self.moving:
             return True
         against_zero = value.args[1:] == (self.build.constant(0.0),) and id(value.args[0]) in self.moving
-        if against_zero and value.operation in _IF_NOT_ZERO:
-            return _IF_NOT_ZERO[value.operation]
-        known, reached = {**self.numbers, **self.sizes}, ancestors([value])
-        names = {node.attribute for node in reached if node.operation == "hyper"}
-        if not names <= set(known) or any(node.is_measured for node in reached):
+        if against_zero and value.operation in IF_NOT_ZERO:
+            return IF_NOT_ZERO[value.operation]
+        goes = outcome(value, {**self.numbers, **self.sizes}, self.unread)
+        if goes is None:
             raise self.read_error(tensor)
-        outcome = bool(evaluate(value, known))
         if value.operation != "constant":
-            self.guards[id(value)] = Guard(value, outcome)
-        return outcome
+            self.guards[id(value)] = Guard(value, goes)
+        return goes
