@@ -189,8 +189,13 @@ class Round(Accumulating):
         if self._on_two_streams(group, streams):
             lane.keep(list(map(ready, local_parts(gradients))))
             gradients = []
-        self._let_go()
+        # A stream that computes backward would stand still for this update; one that only communicates can wait for it.
+        at_once = bool(gradients) and _come_from_collectives(group)
+        if not at_once:
+            self._let_go()
         self._held.append((gradients, event, streams))
+        if at_once:
+            self._let_go()
 
     @torch.no_grad()
     def _run(self, group: Group) -> None:
@@ -236,7 +241,7 @@ class Round(Accumulating):
         return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 
     def _let_go(self) -> None:
-        """Let the streams that gradients come from wait for updates before the last one, and have their memory back.
+        """Let the streams that gradients come from wait for the updates of those held, and have their memory back.
 
         So memory is free at a point of each stream, however far the host is ahead of it. The next group's gradients may
         come from another stream: its waiting would not keep the first from using the memory again.
@@ -292,6 +297,11 @@ class Round(Accumulating):
                 f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
                 "call zero_grad() to drop the other gradients and go on"
             )
+
+
+def _come_from_collectives(group: Group) -> bool:
+    """Whether gradients are memory of FSDP2's reduce-scatters, and not of a stream that computes backward."""
+    return group.module is not None and all(map(is_distributed, group.params))
 
 
 def _await_copies(group: Group) -> None:
