@@ -7,8 +7,9 @@ the shapes of `tilestep bench step`'s language model, 1.2 B parameters in float3
 every block, the embedding and the head are sharded by themselves. docs/overlap.md says what the schedules are.
 
 iterations: contenders take turns, each with a model of its own; those that clip, then those that do not. memory: peaks
-with short sequences, where gradients and not activations are at the peak. losses: a hundred steps of each schedule in
-torch's deterministic mode. auto: what during="auto" chooses.
+with short sequences, where gradients and not activations are at the peak; "dropped" lets every gradient go at once and
+updates nothing, and no schedule needs less (benchmarks/overlap_floor.py says of what that is made). losses: a hundred
+steps of each schedule in torch's deterministic mode. auto: what during="auto" chooses.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
-from overlap_trainings import SCHEDULES, WRAPS, Training, agreed, trainings
+from overlap_trainings import CONTENDERS, SCHEDULES, WRAPS, Training, agreed, trainings
 from shard_contenders import TINY, Shape
 from torch import nn
 
@@ -40,8 +41,8 @@ RESULTS = Path(__file__).parent / "results"
 BACK_TO_BACK = 3
 """Iterations for one figure, without waiting for the device in between, as in training."""
 LEAST_ROUNDS = 3
-SHORT = 64
-"""Tokens of a sequence whose activations are little beside the gradients, which then are the peak."""
+SHORT = (64, 16)
+"""Tokens of sequences whose activations are little beside the gradients, which then are the peak."""
 STEPS = 100
 TRIED_STEPS = 30
 """Steps after which during="auto" has chosen."""
@@ -128,7 +129,7 @@ class Bench:
                 self.say(f"{work:20} {row.contender:12} {row.failure}")
                 continue
             exposed = row.wall.median - base if base else float("nan")
-            if base and row.contender != "no step":
+            if base and row.contender not in ("no step", "dropped"):
                 self.result.summary[f"exposed ms, {work}, {row.contender}"] = round(exposed, 3)
                 self.result.summary[f"exposed share, {work}, {row.contender}"] = round(exposed / base, 4)
             peak = f"peak {row.peak_bytes / 2**30:7.2f} GiB" if row.peak_bytes else ""
@@ -140,23 +141,31 @@ class Bench:
 
     def memory(self) -> None:
         """What an iteration needs at its peak above parameters and state, with sequences that are short."""
-        length = min(SHORT, self.shape.length)
         for clip in CLIPS:
-            contenders = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip")
-            for turn in range(4):
-                batches = self._drawn(1, length, 2)
-                for each in contenders:
-                    each.measure(batches, self.device, keep=turn >= 2)
-            self._report(contenders, f"{length} tokens, {clip}", {"tokens": str(length), "clip": clip})
-            peaks = {each.name: each.peak for each in contenders if each.failure is None}
+            # With a clip no gradient can go; DistributedDataParallel keeps them itself.
+            names = [*CONTENDERS] if clip == "clip" or self.settings.wrap == "ddp" else [*CONTENDERS, "dropped"]
+            contenders = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip", names=names)
             size = sum(part.numel() * part.element_size() for part in _parts(contenders[0].model))
             self.result.summary["bytes of this rank's gradients"] = float(size)
-            for name in SCHEDULES[1:]:
-                if self.gpu and {"serial", name} <= peaks.keys():
-                    share = (peaks["serial"] - peaks[name]) / size
-                    self.result.summary[f"peak lowered by share of gradients, {clip}, {name}"] = round(share, 4)
+            for length in SHORT:
+                self._peaks(contenders, min(length, self.shape.length), clip, size)
             del contenders
             free(self.device)
+
+    def _peaks(self, contenders: list[Training], length: int, clip: str, size: int) -> None:
+        for each in contenders:
+            each.forget()
+        for turn in range(4):
+            batches = self._drawn(1, length, 2)
+            for each in contenders:
+                each.measure(batches, self.device, keep=turn >= 2)
+        self._report(contenders, f"{length} tokens, {clip}", {"tokens": str(length), "clip": clip})
+        peaks = {each.name: each.peak for each in contenders if each.failure is None}
+        for name in (*SCHEDULES[1:], "dropped"):
+            if self.gpu and {"serial", name} <= peaks.keys():
+                share = (peaks["serial"] - peaks[name]) / size
+                key = f"peak lowered by share of gradients, {length} tokens, {clip}, {name}"
+                self.result.summary[key] = round(share, 4)
 
     def auto(self) -> None:
         """What during="auto" chooses, left to itself as in training."""
@@ -176,7 +185,7 @@ class Bench:
 
     def losses(self) -> None:
         """Whether losses are the serial ones, to the bit, with the order of all sums fixed."""
-        length, steps = min(SHORT, self.shape.length), 10 if self.settings.small else STEPS
+        length, steps = min(SHORT[0], self.shape.length), 10 if self.settings.small else STEPS
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         try:

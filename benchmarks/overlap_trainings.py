@@ -16,24 +16,55 @@ from torch.nn.parallel import DistributedDataParallel
 import tilestep
 from tilestep.bench.measure import synchronize
 
-__all__ = ["CLIP", "SCHEDULES", "WRAPS", "Training", "agreed", "trainings"]
+__all__ = [
+    "CLIP",
+    "CONTENDERS",
+    "RATE",
+    "SCHEDULES",
+    "WRAPS",
+    "Training",
+    "agreed",
+    "drop_gradients",
+    "grouped_by_module",
+    "trainings",
+]
 
 CLIP = 1.0
 RATE = 1e-4
 SCHEDULES = ("serial", "backward", "forward")
+CONTENDERS = ("no step", "torch fused", *SCHEDULES)
 
 
 def fully_sharded(shape: Shape, device: torch.device) -> Any:
-    """The model under FSDP2, float32 shards used as bfloat16, a group for each block, the embedding and the head.
-
-    In one group the last two would be at the peak of memory together.
-    """
+    """The model under FSDP2, float32 shards used as bfloat16."""
     model = make_model(shape, device, torch.float32)
     # A CPU's reductions take what they get.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
+    return grouped_by_module(model, mp_policy=policy)
+
+
+def grouped_by_module(model: Any, **options: Any) -> Any:
+    """Shard each block, the embedding and the head by themselves.
+
+    In one group the last two would be at the peak of memory together.
+
+    Args:
+        model: of this benchmark's shape.
+        options: for `fully_shard`.
+    """
     for part in (model.words, *model.blocks, [model.norm, model.head]):
-        fully_shard(part, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        fully_shard(part, **options)
+    return fully_shard(model, **options)
+
+
+def drop_gradients(model: Any) -> None:
+    """Let each gradient go as soon as it is there: what no schedule of updates can need less than."""
+
+    def drop(param: torch.Tensor) -> None:
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(drop)
 
 
 def data_parallel(shape: Shape, device: torch.device) -> Any:
@@ -75,6 +106,10 @@ class Training:
         self.peak = 0
         self.losses: list[torch.Tensor] = []
         self.failure: str | None = None
+
+    def forget(self) -> None:
+        """Drop the figures so far."""
+        self.host, self.wall, self.losses, self.peak = [], [], [], 0
 
     def iterate(self, tokens: torch.Tensor) -> None:
         """Forward, backward, clip, step."""
@@ -130,7 +165,7 @@ def trainings(
         shape: of the model.
         device: of this rank.
         clips: whether all of them clip.
-        names: only these.
+        names: only these; "dropped" lets gradients go at once, and updates nothing.
     """
     low = wrap != "fsdp" and device.type == "cuda"
 
@@ -140,6 +175,9 @@ def trainings(
     def made(name: str) -> Training:
         model = WRAPS[wrap](shape, device)
         if name == "no step":
+            return Training(name, model, None, context=context)
+        if name == "dropped":
+            drop_gradients(model)
             return Training(name, model, None, context=context)
         if name == "torch fused":
             fused = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -152,7 +190,7 @@ def trainings(
         return Training(name, model, optimizer, context=context)
 
     found: list[Training] = []
-    for name in names or ("no step", "torch fused", *SCHEDULES):
+    for name in names or CONTENDERS:
         try:
             found.append(made(name))
         except Exception as error:

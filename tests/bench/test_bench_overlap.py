@@ -36,15 +36,32 @@ def test_iterations_memory_and_losses(tmp_path: Path) -> None:
     found = Result.load(tmp_path / "overlap-2.json")
     assert not found.notes
     contenders = ["no step", "torch fused", "serial", "backward", "forward"]
-    assert [group.tags.get("batch") for group in found.groups] == ["1", "1", None, None]
+    assert [group.tags.get("batch") for group in found.groups] == ["1", "1", *[None] * 4]
     for group in found.groups:
-        assert [row.contender for row in group.rows] == contenders
+        drops = "tokens" in group.tags and group.tags["clip"] == "no clip"
+        assert [row.contender for row in group.rows] == contenders + ["dropped"] * drops
         assert all(row.wall is not None and row.wall.median > 0 for row in group.rows)
     assert found.summary["auto, batch 1, clip, is forward"] == 0
     equal = [value for key, value in found.summary.items() if key.startswith("losses equal")]
     assert equal == [10.0] * 4
     first, last = (found.summary[f"{which} loss, clip"] for which in ("first", "last"))
     assert first != last
+
+
+def test_backward_needs_what_any_schedule_needs(tmp_path: Path) -> None:
+    """Storages of real and of fake tensors are counted alike, and "backward" has no gradient longer than it must."""
+    run("overlap_floor.py", "--small", "--tokens", "4", "--output", str(tmp_path))
+    found = Result.load(tmp_path / "overlap-floor.json")
+    assert [group.tags for group in found.groups] == [{"ranks": ranks, "tokens": "4"} for ranks in ("2", "4")]
+    for group in found.groups:
+        work = f"{group.tags['ranks']} ranks, 4 tokens"
+        peaks = {row.contender: row.peak_bytes or 0 for row in group.rows}
+        gradients = found.summary[f"bytes of gradients, {work}"]
+        assert peaks["serial"] - peaks["dropped"] > 0.3 * gradients
+        assert peaks["backward"] == peaks["dropped"]
+        for name, peak in peaks.items():
+            items = [value for key, value in found.summary.items() if key.startswith(f"bytes, {work}, {name}, ")]
+            assert sum(items) == peak
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
