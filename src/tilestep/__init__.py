@@ -42,6 +42,7 @@ from .rules.compose import (
     decoupled_weight_decay,
     ema,
     lookahead,
+    scaled_states,
 )
 from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
 from .sharding import LoadPlanner, ShardedOptimizer, load_checkpoint, save_checkpoint, shard
@@ -114,6 +115,7 @@ __all__ = [
     "profile",
     "registry",
     "rule",
+    "scaled_states",
     "save_checkpoint",
     "schedule",
     "shard",

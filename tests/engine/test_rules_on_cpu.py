@@ -12,6 +12,7 @@ from float64_reference import Run, check_steps
 import tilestep
 from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
+from tilestep.rules.compose import scaled_states
 
 # Muon and SOAP work on whole matrices; Prodigy's reference needs all parameters at once: both are tested on their own.
 OWN = {name for name, rule in registry.items() if rule.__module__.startswith("tilestep.")}
@@ -52,6 +53,12 @@ def test_a_rule_steps_as_it_does_in_float64(name: str, dtype: torch.dtype, maste
 )
 def test_a_rule_steps_as_it_does_in_float64_under_its_flags(name: str, hyper: dict[str, Any]) -> None:
     check_steps(registry[name], torch.float32, False, **hyper)
+
+
+@pytest.mark.parametrize("name", ["Adam", "LAMB"])
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float64, False), (torch.float32, False), (torch.bfloat16, True)])
+def test_scaled_states_step_as_they_do_in_float64(name: str, dtype: torch.dtype, master: bool) -> None:
+    check_steps(scaled_states(registry[name]), dtype, master)
 
 
 def bits_after_steps(name: str, threads: int) -> list[torch.Tensor]:

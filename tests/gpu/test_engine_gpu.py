@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from float64_reference import check_steps
 from remainder_patterns import check_halves, check_joined, edge_patterns, floats, kept_by_kernels
 from rule_cases import NAMES, STORAGES, check_case
 from synchronization import no_synchronization
@@ -145,6 +146,13 @@ def test_runs_repeat_to_the_bit(name: str) -> None:
             optimizer.step()
         results.append([value for param in params for value in (param, *optimizer.state[param].values())])
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Adam", "LAMB"])
+def test_scaled_states_step_as_they_do_in_float64(name: str) -> None:
+    with torch.device("cuda"):
+        check_steps(tilestep.scaled_states(tilestep.registry[name]), torch.float32, False)
+        check_steps(tilestep.scaled_states(tilestep.registry[name]), torch.bfloat16, True)
 
 
 def test_remainders_keep_every_pattern_of_bits() -> None:

@@ -38,13 +38,15 @@ class Beside:
     """A sharded model beside one under DistributedDataParallel with torch's optimizer."""
 
     def __init__(self, model: nn.Module, kind: str = "AdamW", **options: Any) -> None:
+        self.tolerance = options.pop("tolerance", None)
         self.theirs = copy.deepcopy(model)
         self.wrapped = DistributedDataParallel(self.theirs)
         self.their_optimizer = getattr(torch.optim, kind)(groups(self.theirs), **ADAM)
         self.mine = model
         clip = {"max_grad_norm": options.pop("clip")} if "clip" in options else {}
         kept = {"master_weights": options.pop("master_weights")} if "master_weights" in options else {}
-        made = getattr(tilestep, kind)(groups(model), **ADAM, **clip, **kept)
+        rule = options.pop("rule", tilestep.registry[kind])
+        made = tilestep.Optimizer(groups(model), rule, **ADAM, **clip, **kept)
         self.optimizer = tilestep.shard(made, model, bucket_cap_mb=TINY, **options)
 
     def backward(self, sync: bool, scales: Any = None, spoil: float | None = None) -> None:
@@ -69,7 +71,7 @@ class Beside:
     def compare(self) -> None:
         self.optimizer.wait()
         for mine, theirs in zip(self.mine.parameters(), self.theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, **TOLERANCES[mine.dtype])
+            torch.testing.assert_close(mine, theirs, **(self.tolerance or TOLERANCES[mine.dtype]))
 
     def train(self, sync_all: bool = False, clip: float | None = None) -> None:
         before = [param.detach().clone() for param in self.mine.parameters()]
@@ -132,6 +134,17 @@ def bfloat16_remainders() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+def scaled_states() -> None:
+    for kind in ("AdamW", "Adam"):
+        rule = tilestep.scaled_states(tilestep.registry[kind])
+        # The tolerance is that of what the states are kept in, as apex's.
+        beside = Beside(Elementwise(), kind, rule=rule, tolerance=TOLERANCES[torch.float16])
+        beside.train()
+        for state in beside.optimizer.state.values():
+            assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.float16
+        Beside(Elementwise().bfloat16(), kind, rule=rule, master_weights=True).train()
+
+
 def gradients_and_parameters_sent_in_other_dtypes() -> None:
     Beside(Elementwise().bfloat16(), grad_sync_dtype=torch.float32).train()
     Beside(Elementwise(), grad_sync_dtype=torch.float64).train()
@@ -183,6 +196,7 @@ CHECKS = [
     parameters_sent_as_whole_numbers,
     other_dtypes,
     bfloat16_remainders,
+    scaled_states,
     gradients_and_parameters_sent_in_other_dtypes,
     mixed_dtypes,
     a_clip,

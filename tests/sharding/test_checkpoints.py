@@ -64,6 +64,10 @@ def remainders(params: Any) -> tilestep.Optimizer:
     return tilestep.Adam(params, lr=0.1, master_weights="remainder")  # type: ignore[attr-defined]
 
 
+def scaled(params: Any) -> tilestep.Optimizer:
+    return tilestep.Optimizer(params, tilestep.scaled_states(tilestep.registry["Adam"]), lr=0.1)
+
+
 MAKERS = {
     "adamw": adamw,
     "muon": muon,
@@ -71,6 +75,7 @@ MAKERS = {
     "soap": soap,
     "masters": masters,
     "remainders": remainders,
+    "scaled": scaled,
 }
 
 

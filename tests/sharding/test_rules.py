@@ -13,7 +13,7 @@ from sharded_twins import TINY, Convolutions, Pair, inputs, train
 from torch import nn
 
 import tilestep
-from tilestep.rules.compose import clip_update, ema, lookahead
+from tilestep.rules.compose import clip_update, ema, lookahead, scaled_states
 
 
 class Matrices(nn.Module):
@@ -116,7 +116,7 @@ def a_rank_that_owns_nothing() -> None:
 
 def rules_made_of_rules() -> None:
     adamw = tilestep.registry["AdamW"]
-    for rule in (clip_update(adamw, 0.5), ema(adamw, 0.9), lookahead(adamw, 2)):
+    for rule in (clip_update(adamw, 0.5), ema(adamw, 0.9), lookahead(adamw, 2), scaled_states(adamw)):
         pair = Pair(Matrices(), lambda params, rule=rule: tilestep.Optimizer(params, rule, lr=0.1), bucket_cap_mb=TINY)
         for _ in range(3):
             data = inputs(4, 6)

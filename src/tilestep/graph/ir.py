@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import torch
+
 from .operations import OPERATIONS
 
 __all__ = [
@@ -122,6 +124,7 @@ class Graph:
         scalar_states: those of them that hold one number per tensor.
         slice_states: those of them that hold one number per row or column, and the dimension that they have not.
         matrix_states: those of them that are matrices of another shape, and what they have for rows and columns.
+        state_dtypes: what those of them are kept in for which the rule says so.
         dims: dimensions of the parameter it was traced for.
         reads_shape: whether the rule asked for them, so that the graph holds for these dimensions only.
         branches_on_sizes: whether a guard asks for the parameter's sizes.
@@ -136,6 +139,7 @@ class Graph:
     scalar_states: tuple[str, ...] = ()
     slice_states: dict[str, Over] = field(default_factory=dict)
     matrix_states: dict[str, tuple[str, str]] = field(default_factory=dict)
+    state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     dims: int = 1
     reads_shape: bool = False
     branches_on_sizes: bool = False

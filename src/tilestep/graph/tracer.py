@@ -58,6 +58,8 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
     graph.scalar_states = tuple(name for name, kind in kinds.items() if kind == "scalar")
     graph.slice_states = _slice_states(rule, graph)
     graph.matrix_states = {name: matrices.SQUARES[kind] for name, kind in kinds.items() if kind in matrices.SQUARES}
+    dtypes = {name: rule.states[name].dtype for name in graph.states}
+    graph.state_dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
     graph.reads_shape = bool(recorder.reads_shape or recorder.build.reads_shape or graph.slice_states) or any(
         map(matrices.is_matrix_work, graph.values())
     )

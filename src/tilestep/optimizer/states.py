@@ -78,7 +78,7 @@ def storages(param: torch.Tensor, group: Mapping[str, Any], graph: Graph) -> dic
     }
     for name in graph.states:
         if name not in graph.scalar_states and name not in graph.matrix_states:
-            found[name] = Plain(_state_dtype(param, group))
+            found[name] = Plain(graph.state_dtypes.get(name, _state_dtype(param, group)))
     return found
 
 
@@ -111,6 +111,7 @@ def initial_state(
     """
     dtypes = dict.fromkeys(graph.states, _state_dtype(param, group))
     dtypes.update(dict.fromkeys(graph.matrix_states, compute_dtype(param)))
+    dtypes.update(graph.state_dtypes)
     starts = {"step": State(0.0, shape="scalar"), **{name: rule.states[name] for name in graph.states}}
     kind = master_kind(param.dtype, group)
     if kind is not None:

@@ -83,10 +83,16 @@ class State:
         shape: `"param"` for a buffer like the parameter; `"scalar"` for one number a parameter; `"row"` for one
             number per row (the last dimension reduced to 1); `"column"` for one per column (the last but one);
             `"left"` or `"right"` for a square matrix on that side of a matrix, for products with it.
+        dtype: what a buffer like the parameter is kept in; None for the parameter's, float32 beside masters.
     """
 
     init: float | str = 0.0
     shape: str = "param"
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not (self.shape == "param" and self.dtype.is_floating_point):
+            raise RuleError(f"dtype={self.dtype} of a state: it takes a floating point type, for shape='param' only")
 
 
 class Rule:
