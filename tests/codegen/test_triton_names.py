@@ -15,6 +15,7 @@ from tilestep.codegen.storage import Plain
 from tilestep.engine import graph_for, kernel_spec
 from tilestep.errors import RuleError
 from tilestep.rules import Rule, State, registry
+from tilestep.rules.declarations import TAKEN_BY_NUMBERS
 
 BY_ROWS = {f"by rows: {name}": rule for name, (rule, _) in RULES.items()}
 CASES = [
@@ -114,7 +115,8 @@ def named(param, grad{buffers}, *, {", ".join(f"{name}=0.5" for name in names)})
 def own_names(rule: Rule) -> list[str]:
     """Names that the kernels of a rule use for themselves, if a hyperparameter may be called so."""
     found = {name for function in kernels(rendered(rule, 2)) for name in given(function)}
-    return sorted(name for name in found if name.isidentifier() and name not in ("step", "param", "grad", "_"))
+    refused = {"step", "param", "grad", "_", *TAKEN_BY_NUMBERS}
+    return sorted(name for name in found if name.isidentifier() and name not in refused)
 
 
 @pytest.mark.parametrize("states", [[], ["memory"]], ids=["rows", "elements"])

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from ..errors import RuleError
+from .declarations import check_names, check_range_names, check_start
+from .ranges import Interval, at_least, between
 from .scalars import scalar_globals
 
 __all__ = ["Interval", "Rule", "State", "at_least", "at_step", "between", "changes", "registry", "rule"]
@@ -25,52 +27,6 @@ registry: dict[str, Rule] = {}
 
 scalar_factory: ContextVar[Callable[[float], Any] | None] = ContextVar("scalar_factory", default=None)
 """How a number becomes a 0-dim value inside a rule; the tracer replaces it while it traces."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The values a hyperparameter may take; a tuple hyperparameter is checked entry by entry.
-
-    `or_none` is for a number that a rule can do without: None turns off what it is for.
-    """
-
-    low: float = -math.inf
-    high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
-    or_none: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.open_low else value >= self.low
-        below = value < self.high if self.open_high else value <= self.high
-        return above and below
-
-    def __str__(self) -> str:
-        if self.high == math.inf:
-            return f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
-        return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"
-
-
-def at_least(low: float, *, or_none: bool = False) -> Interval:
-    """The interval of numbers that are `low` or more; with `or_none` the rule also takes None in place of one.
-
-    Example:
-        >>> 0.1 in at_least(0), -0.1 in at_least(0), float("nan") in at_least(0)
-        (True, False, False)
-    """
-    return Interval(low=low, or_none=or_none)
-
-
-def between(
-    low: float, high: float, *, open_low: bool = False, open_high: bool = True, or_none: bool = False
-) -> Interval:
-    """The interval from `low` to `high`, by default half open; with `or_none` the rule also takes None.
-
-    Example:
-        >>> 0.0 in between(0, 1), 1.0 in between(0, 1)
-        (True, False)
-    """
-    return Interval(low=low, high=high, open_low=open_low, open_high=open_high, or_none=or_none)
 
 
 @dataclass(frozen=True)
@@ -91,6 +47,7 @@ class State:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        check_start(self.init, self.shape)
         if self.dtype is not None and not (self.shape == "param" and self.dtype.is_floating_point):
             raise RuleError(f"dtype={self.dtype} of a state: it takes a floating point type, for shape='param' only")
 
@@ -135,6 +92,8 @@ class Rule:
         if unknown:
             raise RuleError(f"{self.where}: states= names {unknown}, which are not parameters of {self.__name__}()")
         self.states = {state: given.get(state, State()) for state in self.state_names}
+        check_names(self.where, self.state_names, self.hyperparameters, {**self.states})
+        check_range_names(self.where, self.ranges, self.hyperparameters)
 
     def _read_signature(self) -> None:
         positional: list[str] = []

@@ -1,0 +1,56 @@
+"""What a rule's declaration must not say, refused where the rule is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tilestep
+from tilestep import RuleError, State, at_least
+
+
+def gradient_as_state(p: Any, g: Any, grad: Any, *, lr: Any = 0.1) -> Any: ...
+def parameter_as_state(p: Any, g: Any, param: Any, *, lr: Any = 0.1) -> Any: ...
+def master_as_state(param: Any, grad: Any, master_param: Any, *, lr: Any = 0.1) -> Any: ...
+def size_as_number(param: Any, grad: Any, *, rows: Any = 0.1) -> Any: ...
+def count_as_number(param: Any, grad: Any, *, numel: Any = 0.1) -> Any: ...
+def clip_as_number(param: Any, grad: Any, *, max_grad_norm: Any = 1.0) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (gradient_as_state, "state 'grad' needs another name: that one is the gradient"),
+        (parameter_as_state, "state 'param' needs another name: that one is the parameter"),
+        (master_as_state, "state 'master_param' needs another name"),
+        (size_as_number, "hyperparameter 'rows' needs another name: that one is a size"),
+        (count_as_number, "hyperparameter 'numel' needs another name"),
+        (clip_as_number, "hyperparameter 'max_grad_norm' needs another name"),
+    ],
+)
+def test_names_that_kernels_give_to_something_else(function: Callable[..., Any], said: str) -> None:
+    """Kernels read the other thing under that name, and gave other numbers than the rule's own code."""
+    with pytest.raises(RuleError, match=said) as caught:
+        tilestep.rule(function)
+    assert str(caught.value).startswith(f"{__file__}:{inspect.getsourcelines(function)[1]}")
+
+
+def with_state(param: Any, grad: Any, average: Any, *, lr: Any = 0.1, start: Any = 1.0) -> Any: ...
+def with_dict(param: Any, grad: Any, *, options: Any = {"a": 1}) -> Any: ...  # noqa: B006
+
+
+def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
+    with pytest.raises(RuleError, match=r"State\(shape='rows'\): it must be one of param, scalar, row, column, left"):
+        State(shape="rows")
+    with pytest.raises(RuleError, match=r"State\(None\): it begins at a number"):
+        State(None)  # type: ignore[arg-type]
+    with pytest.raises(RuleError, match="state 'average' begins at 'begin', which is no hyperparameter, nor 'param'"):
+        tilestep.rule(with_state, states={"average": State("begin")})
+    assert tilestep.rule(with_state, states={"average": State("start")}).states["average"].init == "start"
+    with pytest.raises(RuleError, match=r"ranges= names \['rate'\], which are not hyperparameters \(lr, start\)"):
+        tilestep.rule(with_state, ranges={"rate": at_least(0)})
+    with pytest.raises(RuleError, match="hyperparameter 'options' is a dict; it must be a number"):
+        tilestep.rule(with_dict)
