@@ -112,6 +112,15 @@ def ranks_that_differ() -> None:
     refused("Lion", lambda other: build(rule="Lion" if other else "SGD", lr=0.1))
 
 
+def buffers_that_differ() -> None:
+    def build(is_other: bool) -> Any:
+        model = Elementwise()
+        model.register_buffer("mask", torch.ones(3 if is_other else 2, dtype=torch.bool))
+        return tilestep.shard(sgd(model.parameters()), model)
+
+    refused(r"parameters mask \(2,\) torch\.bool on .*; rank 1 has .* mask \(3,\)", build)
+
+
 def rules_that_differ() -> None:
     """In numbers that no name and no hyperparameter tells of."""
     model = Elementwise()
@@ -218,6 +227,7 @@ CHECKS = [
     one_rank_alone_has_a_reason,
     one_rank_alone_fails_before_anything_is_compared,
     ranks_that_differ,
+    buffers_that_differ,
     rules_that_differ,
     arguments_that_are_none,
     meshes,

@@ -129,7 +129,7 @@ def check_together(
 
     def described() -> tuple[dict[Any, str], list[str]]:
         names = check_alone(optimizer, model, options)
-        return names, [*_described(optimizer, names, ranks, options), *also()]
+        return names, [*_described(optimizer, model, names, ranks, options), *also()]
 
     names, lines = tried_together(ranks, described)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -149,7 +149,9 @@ def _first_difference(everyone: list[list[str]]) -> str:
     return "ranks disagree"
 
 
-def _described(optimizer: Optimizer, names: dict[Any, str], ranks: Ranks, options: Options) -> Iterator[str]:
+def _described(
+    optimizer: Optimizer, model: nn.Module, names: dict[Any, str], ranks: Ranks, options: Options
+) -> Iterator[str]:
     """What must be the same everywhere, a line each."""
     yield f"{ranks.size} ranks that split the state and {ranks.copies} copies"
     for name, value in vars(options).items():
@@ -162,6 +164,10 @@ def _described(optimizer: Optimizer, names: dict[Any, str], ranks: Ranks, option
             f"parameter {name} {tuple(param.shape)} {param.dtype} on {param.device.type} in group {groups[param]}, "
             f"{trains}, in memory by dimensions {memory_order(param)}"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor not in names:
+            described = f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+            yield f"beside the optimizer's parameters {described}"
     for index, group in enumerate(optimizer.param_groups):
         for key in sorted(group, key=lambda key: (key != "rule", str(key))):
             if key not in ("params", "param_names"):

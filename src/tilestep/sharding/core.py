@@ -194,10 +194,13 @@ class Sharding:
         """Begin with what the model of the first rank has beside the optimizer's parameters."""
         device = self.buckets[0].flat.device
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if tensor not in self.member_of and tensor.device == device:
-                whole = tensor.detach().contiguous()
-                self.ranks.broadcast(whole)
-                tensor.detach().copy_(whole)
+            plain = tensor.layout is torch.strided and not tensor.is_quantized
+            if tensor not in self.member_of and tensor.device == device and plain:
+                here = _once(tensor.detach())
+                whole = here.contiguous()
+                # As bytes: backends do not know every type.
+                self.ranks.broadcast(whole.view(-1).view(torch.uint8))
+                here.copy_(whole)
 
     def _cut(self, members: Sequence[Member]) -> dict[Any, torch.Tensor]:
         """Give parameters this rank's pieces of them; what stands for a parameter that is cut, by its piece."""
@@ -341,3 +344,11 @@ class Sharding:
             table.launch(addresses, total)
         Deciders(self.ranks, groups).add(total)
         return total.sqrt().to(torch.float32).reshape(())
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the dimensions along which it repeats its memory, as `expand` makes them."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
