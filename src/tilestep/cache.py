@@ -41,14 +41,18 @@ def _chosen_directory() -> Path:
     return Path(os.environ.get("TILESTEP_CACHE_DIR") or platformdirs.user_cache_dir("tilestep"))
 
 
-@functools.lru_cache(maxsize=1)
 def cache_directory() -> Path:
     """The directory new files are put in: `TILESTEP_CACHE_DIR`, else the user's cache directory.
 
     A directory that cannot be made or written to, or that others may write to, is replaced by a temporary one for this
     process, with one warning.
     """
-    directory = _chosen_directory()
+    # Remembered for what was chosen: a thread that looks while another one changes it must not leave the old one.
+    return _usable(_chosen_directory())
+
+
+@functools.lru_cache
+def _usable(directory: Path) -> Path:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_private(directory)
@@ -69,8 +73,8 @@ def _process_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def forget_directory() -> None:
-    """Look at `TILESTEP_CACHE_DIR` again at the next build."""
-    cache_directory.cache_clear()
+    """Try again, at the next build, whether the directory can be used."""
+    _usable.cache_clear()
 
 
 def _require_private(directory: Path) -> None:
