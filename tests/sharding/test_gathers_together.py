@@ -37,6 +37,8 @@ def together() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parameters, "_is_worth_it", lambda buckets: True)
+        # Gloo, where several tensors in one message are of no use, has aborted processes that sent them beside others.
+        patch.setattr(groups, "gather_together", lambda group, wholes, parts: (False, None))
         patch.setattr(Ranks, "all_gather", counted)
         yield sizes
 
