@@ -121,14 +121,15 @@ class Bench:
     def host(self, work: Callable[[], Any], before: Callable[[], Any], count: int) -> dict[str, float]:
         """Milliseconds until a call returns, the device idle before it.
 
-        As in timeit without the garbage collection that falls into a call: what came before has made the garbage.
+        As in timeit without the garbage collection that falls into a call: what came before has made the garbage. It is
+        collected before that, so that the allocator does not tidy up in the call either.
         """
         times = []
         for index in range(count + 3):
-            before()
             gc.collect()
-            self.together()
             gc.disable()
+            before()
+            self.together()
             start = time.perf_counter()
             work()
             end = time.perf_counter()
