@@ -12,7 +12,6 @@ from pathlib import Path
 from tilestep.planning import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
 from tilestep.planning.plan import crossover
 from tilestep.rules import registry
-from tilestep.sharding.layout import default_cap
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)+")
@@ -29,8 +28,7 @@ def _needs() -> Footprint:
 
 def _job(elements: float, ranks: int) -> Job:
     """With the buckets that `shard` chooses."""
-    needs = _needs()
-    return Job(elements, needs, ranks, tokens=TOKENS, bucket=default_cap(elements * needs.gradient))
+    return Job(elements, _needs(), ranks, tokens=TOKENS)
 
 
 def constants_table(constants: Constants) -> Rows:
@@ -83,7 +81,7 @@ def meshes_table(constants: Constants) -> Rows:
                     title,
                     f"{(plans[-1].iteration - plans[-1].compute) * 1e3:.1f}",
                     f"{job.shard} x {job.replicate}",
-                    f"{job.bucket / 2**20:g} MiB",
+                    f"{(job.bucket or 0) / 2**20:g} MiB",
                     f"{(fastest.iteration - fastest.compute) * 1e3:.1f}",
                     f"{fastest.memory['state'] / 1e9:.2f}",
                 )

@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> None:
         remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
         grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
         grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
-        bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 chooses one.")] = 0,
+        bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for those shard() makes.")] = 0,
         tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in an iteration.")] = 8192,
         clip: Annotated[bool, typer.Option(help="With max_grad_norm.")] = True,
         settings: Annotated[
@@ -85,13 +85,11 @@ def register(app: typer.Typer) -> None:
         ] = None,
     ) -> None:
         """Print what a rank of a sharded training needs: memory, traffic and time, and other meshes beside it."""
-        import dataclasses
-
         import torch
         from rich.console import Console
 
         from tilestep.cli._rules import load_rule, parse_settings
-        from tilestep.planning import Constants, Job, best_bucket, default_constants, footprint, meshes
+        from tilestep.planning import Constants, Job, default_constants, footprint, meshes
         from tilestep.planning import plan as planned
 
         found = load_rule(rule)
@@ -106,14 +104,12 @@ def register(app: typer.Typer) -> None:
         split, copies = mesh_of(mesh)
         known = default_constants() if constants is None else Constants.load(constants)
         whole = grad_buffer is Buffer.contiguous
-        job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=max(bucket_mb, 1) * 2**20)
-        if not bucket_mb:
-            job = dataclasses.replace(job, bucket=best_bucket(job, known))
+        job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=bucket_mb * 2**20 or None)
         console = Console()
         chosen = planned(job, known)
         console.print(
             f"{job.elements / 1e9:g} B elements, {found.name}, {split} x {copies} ranks, "
-            f"{job.buckets:,} buckets of {job.bucket / 2**20:g} MiB",
+            f"{len(job.buckets):,} buckets of {_bucket(job)} MiB",
             style="bold",
         )
         _print_memory(console, chosen)
@@ -124,6 +120,12 @@ def register(app: typer.Typer) -> None:
         if known.assumed:
             listed = ", ".join(f"{name} {_short(getattr(known, name))}" for name in known.assumed)
             console.print(f"assumed, not measured: {listed}", style="dim", markup=False)
+
+
+def _bucket(job: Job) -> str:
+    """MiB of a bucket, from the smallest to the largest."""
+    sizes = job.buckets if job.bucket is None else [job.bucket]
+    return " to ".join(dict.fromkeys(f"{size / 2**20:.3g}" for size in (min(sizes), max(sizes))))
 
 
 def _print_memory(console: Any, plan: Plan) -> None:
@@ -151,7 +153,7 @@ def _print_meshes(console: Any, plans: Sequence[Plan], job: Job, constants: Cons
         rows.append(
             (
                 f"{each.job.shard} x {each.job.replicate}{' *' if mine else ''}",
-                f"{each.job.bucket / 2**20:g}",
+                _bucket(each.job),
                 _gigabytes(each.total_memory) + ("" if fits else " too much"),
                 _milliseconds(each.iteration),
                 f"{each.latency_share:.0%}",

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..sharding.layout import default_sizes
 from .constants import Constants
 from .storage import Footprint
 
@@ -34,7 +35,7 @@ class Job:
         shard: ranks over which the state is split.
         replicate: copies of the split state; `shard * replicate` ranks in all.
         tokens: of a rank in an iteration.
-        bucket: bytes of gradients in a bucket.
+        bucket: bytes of gradients in a bucket; None for the buckets that `shard` makes by itself.
         contiguous: whether memory for all gradients is kept, as `shard(grad_buffer="contiguous")` does.
         clips: whether steps need the norm of all gradients.
     """
@@ -44,14 +45,15 @@ class Job:
     shard: int
     replicate: int = 1
     tokens: int = 8192
-    bucket: float = field(kw_only=True)
+    bucket: float | None = field(default=None, kw_only=True)
     contiguous: bool = True
     clips: bool = True
 
     def __post_init__(self) -> None:
         for name in ("elements", "shard", "replicate", "tokens", "bucket"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if not (value is None or value >= 1):
+                raise ValueError(f"Invalid {name}: {value}; it must be at least 1")
 
     @property
     def ranks(self) -> int:
@@ -59,9 +61,13 @@ class Job:
         return self.shard * self.replicate
 
     @property
-    def buckets(self) -> int:
-        """How many buckets there are."""
-        return math.ceil(self.elements * self.footprint.gradient / self.bucket)
+    def buckets(self) -> list[float]:
+        """Bytes of gradients in each bucket, in the order in which backward completes them."""
+        total = self.elements * self.footprint.gradient
+        if self.bucket is None:
+            return default_sizes(total)
+        count = math.ceil(total / self.bucket)
+        return [total / count] * count
 
 
 @dataclass(frozen=True)
@@ -151,39 +157,42 @@ def plan(job: Job, constants: Constants) -> Plan:
     """
     size, elements = job.footprint, job.elements
     split, copies = _Group(job.shard, 1, constants), _Group(job.replicate, job.shard, constants)
-    count, bucket = job.buckets, elements * size.gradient / job.buckets
-    section = bucket / job.shard
-    sent_back = elements * size.parameter / count
+    buckets = job.buckets
     rate, gather_rate = constants.reduce_scatter_bandwidth, constants.all_gather_bandwidth
-    one_sum = split.seconds(bucket, rate)
-    if job.replicate > 1:
-        one_sum += copies.seconds(section, rate) + copies.seconds(section, gather_rate)
-    one_gather = split.seconds(sent_back, gather_rate)
+
+    def one_sum(bucket: float) -> float:
+        section = bucket / job.shard
+        between = copies.seconds(section, rate) + copies.seconds(section, gather_rate) if job.replicate > 1 else 0.0
+        return split.seconds(bucket, rate) + between
+
+    def one_gather(bucket: float) -> float:
+        return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
+
     flops = 6 * elements * job.tokens / constants.compute
     share = elements / job.shard
     norm = (share * size.gradient / constants.memory_bandwidth + 2 * split.latency) if job.clips else 0.0
     times = {
         "forward": flops / 3,
         "backward": flops * 2 / 3,
-        "sum gradients": count * one_sum,
+        "sum gradients": sum(map(one_sum, buckets)),
         "clip": norm,
         "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
-        "gather parameters": count * one_gather,
+        "gather parameters": sum(map(one_gather, buckets)),
     }
     exposed = {
         **times,
         # The last bucket is complete when backward ends, and the first one is needed when forward begins.
-        "sum gradients": max(one_sum, times["sum gradients"] - times["backward"]),
-        "gather parameters": max(one_gather, times["gather parameters"] - times["forward"]),
+        "sum gradients": max(one_sum(buckets[-1]), times["sum gradients"] - times["backward"]),
+        "gather parameters": max(one_gather(buckets[-1]), times["gather parameters"] - times["forward"]),
     }
-    latencies = count * (2 * split.latency + 2 * copies.latency)
+    latencies = len(buckets) * (2 * split.latency + 2 * copies.latency)
     return Plan(
         job=job,
         memory={
             "parameters": elements * size.parameter,
             "gradients": elements * size.gradient / (1 if job.contiguous else job.shard),
             "state": share * size.state,
-            "scratch": 0.0 if job.contiguous else bucket,
+            "scratch": 0.0 if job.contiguous else max(buckets),
         },
         whole_state=elements * size.state,
         sent={
@@ -191,7 +200,7 @@ def plan(job: Job, constants: Constants) -> Plan:
             "all-reduce": 2 * copies.bytes_sent(share * size.gradient),
             "all-gather": split.bytes_sent(elements * size.parameter),
         },
-        messages=count * (2 if job.replicate == 1 else 3) + 1 + job.clips,
+        messages=len(buckets) * (2 if job.replicate == 1 else 3) + 1 + job.clips,
         times={**times, "latencies of both": latencies},
         exposed=exposed,
     )

@@ -6,18 +6,21 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "Box", "BucketLayout", "Item", "Slot", "boxes", "default_cap", "plan_buckets"]
+__all__ = ["ALIGNMENT", "Box", "BucketLayout", "Item", "Slot", "boxes", "default_cap", "default_sizes", "plan_buckets"]
 
 ALIGNMENT = 16
 """Elements to which parameters and ranks' sections are aligned: at least 16 bytes in every dtype, 8-bit ones too."""
 
 
 LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
-"""Bytes between which buckets are where nobody says: smaller ones cost the host more than the network, and the last of
-larger ones is waited for too long."""
+"""Bytes between which the first and last buckets are where nobody says: smaller ones cost the host more than the
+network, and the last of larger ones is waited for too long."""
 
 PARTS = 16
-"""As many buckets are wanted: enough for backward to hide all but the last, and few calls for the host."""
+"""Such a part of all are the first and last buckets: little that backward does not hide."""
+
+LARGEST_PARTS = 6
+"""No bucket between them is a larger part of all: what is communicated has ended soon after what it runs beside."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,44 @@ class BucketLayout:
         return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
 
 
-def default_cap(gradient_bytes: float) -> float:
-    """Bytes of a bucket where nobody says how large it is to be: a part of all, within limits.
+def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
+    """Bytes of a bucket where nobody says how large it is: small ones at both ends of backward, large ones between.
+
+    The first begins to travel early, the last has nothing beside it, and the next forward begins with it. Those between
+    travel beside the model, and each costs the host as much whatever its size: so a bucket has as many bytes as all
+    before it, or half of what is left, within limits.
+
+    Args:
+        gradient_bytes: bytes of all gradients.
+        done: bytes of the buckets before it.
+
+    Example:
+        >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
+        [25.0, 100.0, 256.0]
+        >>> [round(default_cap(1600 * 2**20, done * 2**20) / 2**20) for done in (0, 100, 200, 400, 1200, 1400)]
+        [100, 100, 200, 267, 200, 100]
+    """
+    least = min(max(gradient_bytes / PARTS, LEAST_CAP), LARGEST_CAP)
+    most = max(least, min(gradient_bytes / LARGEST_PARTS, 2 * LARGEST_CAP))
+    return min(max(min(done, (gradient_bytes - done) / 2), least), most)
+
+
+def default_sizes(gradient_bytes: float) -> list[float]:
+    """Bytes of the buckets that `default_cap` makes of parameters that fit into them.
 
     Args:
         gradient_bytes: bytes of all gradients.
 
     Example:
-        >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
-        [25.0, 100.0, 256.0]
+        >>> [round(size / 2**20) for size in default_sizes(1600 * 2**20)]
+        [100, 100, 200, 267, 267, 267, 200, 100, 100]
     """
-    return min(max(gradient_bytes / PARTS, LEAST_CAP), LARGEST_CAP)
+    sizes: list[float] = []
+    done = 0.0
+    while gradient_bytes - done >= 1:
+        sizes.append(min(default_cap(gradient_bytes, done), gradient_bytes - done))
+        done += sizes[-1]
+    return sizes
 
 
 def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = None) -> list[BucketLayout]:
@@ -127,6 +157,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
     done: list[list[int]] = []
     # Those that are frozen now are counted by themselves: they have gradients once they are thawed.
     totals = {False: 0, True: 0}
+    in_full = {False: 0, True: 0}
     for item in items:
         totals[item.trains] += item.numel * item.itemsize
     for index in reversed(range(len(items))):
@@ -134,9 +165,9 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
         key = (item.kind, item.itemsize, item.whole, item.trains)
         filling.setdefault(key, []).append(index)
         sizes[key] = sizes.get(key, 0) + item.numel * item.itemsize
-        if sizes[key] >= _full_at(item, ranks, cap_bytes, totals[item.trains]):
+        if sizes[key] >= _full_at(item, ranks, cap_bytes, totals[item.trains], in_full[item.trains]):
             done.append(filling.pop(key))
-            del sizes[key]
+            in_full[item.trains] += sizes.pop(key)
     # One that was never full is complete when its last parameter is.
     done.extend(filling.values())
     done.sort(key=lambda members: -members[-1])
@@ -144,7 +175,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
     return [_layout(members, items, ranks, costs) for members in done]
 
 
-def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int) -> float:
+def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int, in_full: int) -> float:
     """Bytes of a bucket that takes no more.
 
     Args:
@@ -152,10 +183,12 @@ def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int) -> flo
         ranks: ranks that share it.
         cap_bytes: what the user said.
         total: bytes of all that train, or do not, as this one.
+        in_full: those of them that are in full buckets.
     """
     if cap_bytes is not None:
         return cap_bytes * (ranks if item.whole else 1)
-    return max(default_cap(total), LEAST_CAP * ranks) if item.whole else default_cap(total)
+    cap = default_cap(total, in_full)
+    return max(cap, LEAST_CAP * ranks) if item.whole else cap
 
 
 def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:

@@ -63,7 +63,7 @@ def shard(
         overlap_param_sync: send parameters while the next forward runs; else they have arrived when `step()` returns,
             in the order of the current stream.
         bucket_cap_mb: MiB of gradients in a bucket; a larger parameter has a bucket of its own. None for a sixteenth of
-            all, at least 25 and at most 256 MiB: about 16 calls of the host for what backward sums up.
+            all, at least 25 and at most 256 MiB, at both ends of backward, and up to a sixth, at most 512 MiB, between.
         grad_sync_dtype: the type that gradients are accumulated and summed up in; None for the parameter's own.
         param_sync_dtype: the type that parameters travel in, None for their own. With a narrower floating-point type
             the rank that updates a parameter keeps the exact one; with an integer type the bytes travel as they are.
