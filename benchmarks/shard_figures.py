@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 from shard_bench import Bench
-from shard_parts import PARTS
+from shard_parts import PARTS, REPLAYED
 
 from tilestep import native
 from tilestep.bench.environment import environment
@@ -185,6 +185,7 @@ def goals(found: dict[str, Any], ranks: int) -> dict[str, bool | None]:
         )
     goal("update at 95% of a copy or more", lambda: mine["parts of a step"]["update_of_copy"] >= 0.95)
     goal("host of a step at most 1 ms for the model's tensors", lambda: mine["host"]["step"]["median"] <= 1)
+    goal("host of a replayed step at most 1 ms for them", lambda: mine["host"][REPLAYED]["median"] <= 1)
     for count, most in (("219", 1), ("2000", 3)):
         goal(
             f"host of a step at most {most} ms for {count} tensors of 64 k elements",

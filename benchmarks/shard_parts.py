@@ -16,7 +16,9 @@ from torch import nn
 import tilestep
 from tilestep import native
 
-__all__ = ["PARTS", "Bench"]
+__all__ = ["PARTS", "REPLAYED", "Bench"]
+
+REPLAYED = "step, replayed from a CUDA graph"
 
 BYTES_OF_AN_UPDATE = 28
 """For each element: bfloat16 gradient and parameter, float32 master and two moments read and written."""
@@ -63,10 +65,22 @@ def sharded(bench: Bench) -> dict[str, Any]:
         trained.step()
     found = {"memory": _memory(bench, trained, before, construction)}
     bench.note(found)
-    found["host"] = {"step": bench.host(trained.step, lambda: bench.backward(trained, 1), 3 if bench.quick else 15)}
+    count = 3 if bench.quick else 15
+    found["host"] = {"step": bench.host(trained.step, lambda: bench.backward(trained, 1), count)}
     bench.note(found)
     found["parts of a step"] = _parts_of_a_step(bench, trained)
+    bench.note(found)
+    if bench.device.type == "cuda":
+        found["host"][REPLAYED] = _host_of_replays(bench, trained, count)
     return found
+
+
+def _host_of_replays(bench: Bench, trained: Trained, count: int) -> dict[str, float]:
+    """The host's part of steps that are replayed from a CUDA graph."""
+    bench.backward(trained, 1)
+    captured = tilestep.capture(trained.optimizer)
+    captured.replay()
+    return bench.host(captured.replay, lambda: bench.backward(trained, 1), count)
 
 
 def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> dict[str, Any]:

@@ -61,7 +61,10 @@ def train_traced(traced: Traced, out: Path) -> Report:
     text = documentation().to(traced.device)
     window = torch.arange(traced.size.context + 1, device=traced.device)
 
+    keep_near = _one_ahead(traced.device)
+
     def iterate() -> None:
+        keep_near()
         starts = torch.randint(len(text) - len(window), (traced.batch, 1), device=traced.device)
         model.loss(text[starts + window].long()).backward()
         take()
@@ -72,6 +75,21 @@ def train_traced(traced: Traced, out: Path) -> Report:
         for _ in range(traced.iterations):
             iterate()
     return profile.report
+
+
+def _one_ahead(device: torch.device) -> Callable[[], None]:
+    """What keeps the host at most one iteration ahead of a GPU, as a loss that is read does: so a trace shows both."""
+    ends: list[torch.cuda.Event] = []
+
+    def wait() -> None:
+        if device.type != "cuda":
+            return
+        ends.append(torch.cuda.current_stream(device).record_event())
+        if len(ends) > 2:
+            ends.pop(0)
+            ends[0].synchronize()
+
+    return wait
 
 
 def _torch_step(parameters: Sequence[torch.Tensor], traced: Traced) -> Callable[[], None]:
