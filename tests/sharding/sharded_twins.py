@@ -43,6 +43,23 @@ class Convolutions(nn.Module):
         return self.head(self.body(inputs).mean((2, 3)))
 
 
+class Branches(nn.Module):
+    """Each forward uses the branches it is told to, in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, data: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        for index in chosen:
+            data = torch.tanh(self.branches[index](data))
+        return data.square().sum()
+
+
+def sgd(params: Any) -> tilestep.Optimizer:
+    return tilestep.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
+
+
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     params = list(model.parameters())
     return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.05, "weight_decay": 0.3}]
@@ -126,3 +143,12 @@ def train(pair: Pair, losses: Sequence[Callable[[nn.Module], torch.Tensor]], syn
     for index, loss in enumerate(losses):
         pair.backward(loss, sync=sync_all or index == len(losses) - 1)
     pair.step()
+
+
+def run(pair: Pair, chosen: list[list[int]], sync_all: bool = False) -> None:
+    """A step of several microbatches, each through the branches that are chosen for it."""
+    losses = []
+    for each in chosen:
+        data = inputs(3, 4)
+        losses.append(lambda model, data=data, each=each: model(data, each))
+    train(pair, losses, sync_all)

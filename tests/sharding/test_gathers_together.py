@@ -12,17 +12,13 @@ import test_training
 import torch
 import torch.distributed as dist
 from rank_processes import all_pass
-from sharded_twins import TINY, Elementwise, Pair, inputs, train
+from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train
 
 import tilestep
 from tilestep import compat
 from tilestep.sharding import groups, parameters
 from tilestep.sharding.groups import Ranks
 from tilestep.sharding.streams import Channel, Mark
-
-
-def sgd(params: Any) -> tilestep.Optimizer:
-    return tilestep.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
 
 
 @contextmanager

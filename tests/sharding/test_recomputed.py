@@ -8,15 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
-from sharded_twins import TINY, Pair, inputs, train
+from sharded_twins import TINY, Pair, run, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-import tilestep
-
-
-def sgd(params: Any) -> tilestep.Optimizer:
-    return tilestep.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
 
 
 class Recomputed(nn.Module):
@@ -33,14 +27,6 @@ class Recomputed(nn.Module):
         for index in chosen:
             data = checkpoint(self.branches[index], data, use_reentrant=self.reentrant)
         return data.square().sum()
-
-
-def run(pair: Pair, chosen: list[list[int]], sync_all: bool = False) -> None:
-    losses = []
-    for each in chosen:
-        data = inputs(3, 4)
-        losses.append(lambda model, data=data, each=each: model(data, each))
-    train(pair, losses, sync_all)
 
 
 def recomputed(reentrant: bool, **options: Any) -> Pair:

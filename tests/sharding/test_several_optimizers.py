@@ -9,28 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
-from sharded_twins import TINY, TOLERANCES, inputs
+from sharded_twins import TINY, TOLERANCES, Branches, inputs, sgd
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tilestep
-
-
-class Branches(nn.Module):
-    """Each forward uses the branches it is told to, in that order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-
-    def forward(self, data: torch.Tensor, chosen: list[int]) -> torch.Tensor:
-        for index in chosen:
-            data = torch.tanh(self.branches[index](data))
-        return data.square().sum()
-
-
-def sgd(params: Any) -> tilestep.Optimizer:
-    return tilestep.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
 
 
 def halves(model: Any) -> list[list[Any]]:

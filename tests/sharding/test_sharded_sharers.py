@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rank_processes import each_passes
-from sharded_twins import TINY, Pair, inputs, train
+from sharded_twins import TINY, Pair, inputs, sgd, train
 from test_traffic import gathers_that_come_late
 from torch import nn
 
@@ -25,10 +25,6 @@ class Borrowing(nn.Module):
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(data, self.layer.weight)
-
-
-def sgd(params: Any) -> tilestep.Optimizer:
-    return tilestep.SGD(params, lr=0.1, momentum=0.9)  # type: ignore[attr-defined]
 
 
 @gathers_that_come_late()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
-from sharded_twins import TINY, TOLERANCES, Pair, inputs, train
+from sharded_twins import TINY, TOLERANCES, Branches, Pair, inputs, run, sgd, train
 from torch import nn
 from torch.nn import functional
 
@@ -20,31 +20,6 @@ import tilestep
 from tilestep.sharding.groups import Ranks
 
 EXACTLY = {"rtol": 0.0, "atol": 0.0}
-
-
-def sgd(params: Any) -> tilestep.Optimizer:
-    return tilestep.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
-
-
-class Branches(nn.Module):
-    """Each forward uses the branches it is told to, in that order."""
-
-    def __init__(self, count: int = 6) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
-
-    def forward(self, data: torch.Tensor, chosen: list[int]) -> torch.Tensor:
-        for index in chosen:
-            data = functional.tanh(self.branches[index](data))
-        return data.square().sum()
-
-
-def run(pair: Pair, chosen: list[list[int]], sync_all: bool = False) -> None:
-    losses = []
-    for each in chosen:
-        data = inputs(3, 4)
-        losses.append(lambda model, data=data, each=each: model(data, each))
-    train(pair, losses, sync_all)
 
 
 def other_branches_on_every_rank_and_at_every_step() -> None:
