@@ -10,22 +10,11 @@ from typing import Any
 import pytest
 import torch
 from overlapped_models import TINY, Small, clipped, loss_of, small
+from shared_weights import Borrowing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
-
-
-class Borrowing(nn.Module):
-    """Uses a weight of a layer that it does not call."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 11, bias=False)
-        self.layer.weight = weight
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(data, self.layer.weight)
 
 
 def borrowing(model: Small) -> nn.Module:

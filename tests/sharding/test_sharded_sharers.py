@@ -9,22 +9,11 @@ from typing import Any
 import torch
 from rank_processes import each_passes
 from sharded_twins import TINY, Pair, inputs, sgd, train
+from shared_weights import Borrowing
 from test_traffic import gathers_that_come_late
 from torch import nn
 
 import tilestep
-
-
-class Borrowing(nn.Module):
-    """Uses a weight of a layer that it does not call."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False)
-        self.layer.weight = weight
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(data, self.layer.weight)
 
 
 @gathers_that_come_late()
