@@ -335,17 +335,17 @@ class ShardedOptimizer(Optimizer):
 
     def eval(self) -> None:
         """As for any optimizer; all ranks must call it."""
-        # What is on its way is read until it has arrived.
-        self._sharding.follow_parameters()
-        self._sharding.inner.eval()
-        self._evaluating = self._sharding.inner._evaluating
-        self._sharding.parameters.gather()
+        self._hold_weights(training=False)
 
     def train(self, mode: bool = True) -> None:
         """As for any optimizer; all ranks must call it."""
+        self._hold_weights(training=mode)
+
+    def _hold_weights(self, *, training: bool) -> None:
+        """Let the pieces hold the weights that train or those to evaluate, and send them to the other ranks."""
         # What is on its way is read until it has arrived.
         self._sharding.follow_parameters()
-        self._sharding.inner.train(mode)
+        self._sharding.inner.train(training)
         self._evaluating = self._sharding.inner._evaluating
         self._sharding.parameters.gather()
 
