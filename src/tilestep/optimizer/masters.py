@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..codegen.storage import Master, Remainder, Storage
+from ..codegen.storage import Master, Remainder, Storage, dtype_name
 from ..compat import local_parts
 from ..errors import GradientError
 from ..placements.local import local_part
@@ -46,6 +46,8 @@ class MasterKind:
         follow: takes over into the buffer (first) what somebody has written to its parameter (second).
         shows_writes: whether `follow` leaves elements as they are that nobody has written to. Else it must only be
             called for parameters that somebody has written to.
+        takes_others: whether a group may also have parameters of other dtypes, which stay as they are. Else they are
+            refused.
     """
 
     key: str
@@ -56,6 +58,7 @@ class MasterKind:
     made_of: Callable[[torch.Tensor], torch.Tensor]
     follow: Callable[[torch.Tensor, torch.Tensor], None]
     shows_writes: bool
+    takes_others: bool
 
     def values(self, param: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter in float32, as a new tensor where the buffer is."""
@@ -80,7 +83,8 @@ _COPY = MasterKind(
     Master,
     lambda values: values,
     _follow_values,
-    True,
+    shows_writes=True,
+    takes_others=True,
 )
 
 _REMAINDER = MasterKind(
@@ -91,7 +95,8 @@ _REMAINDER = MasterKind(
     lambda _: Remainder(),
     lambda values: Remainder.halves(values)[1],
     _forget_rest,
-    False,
+    shows_writes=False,
+    takes_others=False,
 )
 
 _KINDS: Mapping[Any, MasterKind | None] = {False: None, True: _COPY, "remainder": _REMAINDER}
@@ -112,7 +117,8 @@ def check_choice(choice: Any) -> None:
         ValueError: Invalid master_weights: 'remainders'; it must be False, True or 'remainder'
     """
     if not isinstance(choice, (bool, str)) or choice not in _KINDS:
-        raise ValueError(f"Invalid master_weights: {choice!r}; it must be False, True or 'remainder'")
+        *others, last = map(repr, _KINDS)
+        raise ValueError(f"Invalid master_weights: {choice!r}; it must be {', '.join(others)} or {last}")
 
 
 def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterKind | None:
@@ -137,14 +143,21 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
         group: its param group.
 
     Raises:
-        GradientError: for one that is not bfloat16 in a group with remainders.
+        GradientError: for a dtype that the group's kind of master neither keeps nor leaves as it is.
+
+    Example:
+        >>> check_master("a parameter", torch.float32, {"master_weights": True})
     """
-    if group["master_weights"] == "remainder" and dtype not in _REMAINDER.dtypes:
-        name = str(dtype).removeprefix("torch.")
-        raise GradientError(
-            f"{label} is {name}, and master_weights='remainder' keeps bfloat16 parameters alone: put it in a param "
-            f"group with master_weights={dtype in _COPY.dtypes}"
-        )
+    choice = group["master_weights"]
+    kind = _KINDS[choice]
+    if kind is None or kind.takes_others or dtype in kind.dtypes:
+        return
+    kept = " and ".join(map(dtype_name, kind.dtypes))
+    better = next((each for each, other in _KINDS.items() if other is not None and dtype in other.dtypes), False)
+    raise GradientError(
+        f"{label} is {dtype_name(dtype)}, and master_weights={choice!r} keeps {kept} parameters alone: put it in a "
+        f"param group with master_weights={better!r}"
+    )
 
 
 def other_master(kind: MasterKind, known: Mapping[str, Any]) -> MasterKind | None:
