@@ -78,7 +78,7 @@ class Ledger(TensorDispatch):
             if storage.size:
                 storage.item = "before"
 
-    def call(self, item: str, *tensors: Any) -> None:
+    def label(self, item: str, *tensors: Any) -> None:
         """Say what tensors are for; the first word holds.
 
         Args:
@@ -89,13 +89,13 @@ class Ledger(TensorDispatch):
             storage = self._note(tensor)
             storage.item = storage.item or item
 
-    def call_rest(self, item: str) -> None:
+    def label_rest(self, item: str) -> None:
         """Say what all are for of which nothing was said so far."""
         for storage in self._alive.values():
             storage.item = storage.item or item
 
     def by_item(self) -> dict[str, int]:
-        """Bytes at the peak above those before."""
+        """Bytes at the peak above those before, by what they are for."""
         found: Counter[str] = Counter()
         for storage, size in self._at_peak:
             found[storage.item or "other"] += size
@@ -136,9 +136,9 @@ class Ledger(TensorDispatch):
             self._note(tensor)
         name = str(operation)
         if name.startswith("fsdp.split_with_sizes_copy"):
-            self.call("gathered parameters", kwargs["out"])
+            self.label("gathered parameters", kwargs["out"])
         elif name.startswith("fsdp.chunk_cat"):
-            self.call("whole gradients", args[0])
+            self.label("whole gradients", args[0])
         return made
 
     def __enter__(self) -> Any:
@@ -193,14 +193,14 @@ class Alone(dist.ProcessGroup):
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> dist.Work:
         if self.ledger is not None:
-            self.ledger.call("all-gather's buffer", output, given)
+            self.ledger.label("all-gather's buffer", output, given)
         output.view(self._count, -1).copy_(given.view(1, -1).clone())
         return _Done()
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> dist.Work:
         if self.ledger is not None:
-            self.ledger.call("sharded gradients", output)
-            self.ledger.call("reduce-scatter's input", given)
+            self.ledger.label("sharded gradients", output)
+            self.ledger.label("reduce-scatter's input", given)
         output.copy_(given.view(self._count, -1)[self._own])
         return _Done()
 
@@ -275,6 +275,15 @@ class Peak:
     gradients: int
 
 
+def _sharded(shape: Shape, mesh: Any, fake: bool) -> Any:
+    """A model under FSDP2; a real one only gets memory once it is sharded."""
+    with torch.device("cpu" if fake else "meta"):
+        model = Llama(shape)
+    _norms_of_gpu(model)
+    grouped_by_module(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return model if fake else model.to_empty(device="cpu")
+
+
 def simulate(shape: Shape, ranks: int, tokens: int, schedule: str, *, fake: bool) -> Peak:
     """Run iterations and count.
 
@@ -290,12 +299,7 @@ def simulate(shape: Shape, ranks: int, tokens: int, schedule: str, *, fake: bool
         mesh = dist.init_device_mesh("cpu", (ranks,))
         if fake:
             stack.enter_context(fake_tensors())
-        with torch.device("cpu" if fake else "meta"):
-            model: Any = Llama(shape)
-        _norms_of_gpu(model)
-        grouped_by_module(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        if not fake:
-            model.to_empty(device="cpu")
+        model = _sharded(shape, mesh, fake)
         params = list(model.parameters())
         parts = [param.detach().to_local().fill_(0.01) for param in params]
         optimizer = None
@@ -311,7 +315,7 @@ def simulate(shape: Shape, ranks: int, tokens: int, schedule: str, *, fake: bool
             text = torch.zeros(1, tokens + 1, dtype=torch.long)
             with ledger:
                 loss = model(text)
-                ledger.call_rest("activations")
+                ledger.label_rest("activations")
                 loss.backward()
                 if optimizer is not None:
                     optimizer.step()
