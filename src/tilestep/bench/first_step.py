@@ -65,10 +65,7 @@ def run_compile(
         ValueError: for a name that no rule has, and for a result that this one cannot be added to.
     """
     begin, longest = time.monotonic(), 0.0
-    names = list(tilestep.registry) if list(rules) == ["all"] else rules
-    for name in names:
-        if name not in tilestep.registry:
-            raise ValueError(f"no rule is called {name!r}; there are: {', '.join(tilestep.registry)}")
+    names = _known_rules(rules)
     result = Result("compile", {**environment(settings.device), THREADS: str(build_threads())})
     if known is not None:
         result.take_over(known, ("device", "torch", THREADS))
@@ -92,6 +89,14 @@ def run_compile(
     return result
 
 
+def _known_rules(rules: Sequence[str]) -> Sequence[str]:
+    names = list(tilestep.registry) if list(rules) == ["all"] else rules
+    for name in names:
+        if name not in tilestep.registry:
+            raise ValueError(f"no rule is called {name!r}; there are: {', '.join(tilestep.registry)}")
+    return names
+
+
 def _cases_of_rules(names: Sequence[str], settings: Settings) -> Iterator[_Case]:
     count = _counts(settings)[0]
     for name in names:
@@ -99,7 +104,7 @@ def _cases_of_rules(names: Sequence[str], settings: Settings) -> Iterator[_Case]
 
 
 def _cases_of_peers(settings: Settings) -> Iterator[_Case]:
-    """Every peer that does not compile by itself with each count, and then those that do with fewer parameters."""
+    """Ours and torch's fused with each count, and then those that compile by themselves with fewer parameters."""
     for count in _counts(settings):
         for peer in peers(settings.device):
             if peer.name in (OURS, "torch fused"):
@@ -108,8 +113,7 @@ def _cases_of_peers(settings: Settings) -> Iterator[_Case]:
     if settings.compiled:
         for peer in peers(settings.device, compiled=True):
             if peer.compiled:
-                title = f"first step, {COMPILED_COUNT} parameters of {ELEMENTS}"
-                yield _Case(title, peer.name, COMPILED_COUNT)
+                yield _Case(f"first step, {COMPILED_COUNT} parameters of {ELEMENTS}", peer.name, COMPILED_COUNT)
 
 
 def _counts(settings: Settings) -> tuple[int, int]:
@@ -146,20 +150,18 @@ def _in_short(rows: Sequence[Row]) -> str:
 
 
 def _rows(case: _Case, device: torch.device, timeout: float) -> list[Row]:
-    empty: list[float] = []
-    filled: list[float] = []
+    """A contender's figures with empty and with filled caches, or why there are none."""
+    found: dict[str, list[float]] = {caches: [] for caches in CACHES}
     arguments = (case.name, case.count, device)
     try:
         for _ in range(case.repeats):
             with tempfile.TemporaryDirectory() as folder:
                 variables = {variable: os.path.join(folder, variable.lower()) for variable in CACHE_VARIABLES}
-                for found in (empty, filled):
-                    found.append(in_fresh_process(first_step, arguments, variables, timeout))
+                for times in found.values():
+                    times.append(in_fresh_process(first_step, arguments, variables, timeout))
     except (RuntimeError, TimeoutError) as failure:
         return [Row(case.name, failure=" ".join(str(failure).split())[-200:])]
-    return [
-        _row(f"{case.name}, {caches}", spread(found)) for caches, found in zip(CACHES, (empty, filled), strict=True)
-    ]
+    return [_row(f"{case.name}, {caches}", spread(times)) for caches, times in found.items()]
 
 
 def _row(name: str, wall: Spread) -> Row:
@@ -181,9 +183,8 @@ def first_step(name: str, count: int, device: torch.device) -> float:
     parameters = [torch.ones(shape, device=device, requires_grad=True) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    importlib.import_module(
-        "torch._dynamo"
-    )  # any torch optimizer imports it when built: a second that is not compiling
+    # Any torch optimizer imports it when built: a second that is not compiling.
+    importlib.import_module("torch._dynamo")
     synchronize(device)
     begin = time.perf_counter()
     if name.startswith(RULE):
