@@ -185,11 +185,11 @@ def ancestors(roots: Iterable[Value]) -> list[Value]:
 
 
 def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
-    """The value as a Python number, given the numbers of the hyperparameters it depends on.
+    """The value as a Python number, given the hyperparameters and sizes it depends on.
 
     Args:
-        value: a constant or group-level value.
-        numbers: hyperparameter name to number.
+        value: a constant, or one that depends on no data.
+        numbers: hyperparameters and sizes by name.
 
     Raises:
         KeyError: if it depends on a number that is not given, or on a reduction.
@@ -217,7 +217,7 @@ def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[s
 
     Args:
         condition: a truth value, or a number that must not be zero.
-        numbers: hyperparameter name to number.
+        numbers: hyperparameters and sizes by name.
         unread: names of numbers that only the device can read; such a one is taken to be positive where a branch asks
             of it alone whether it is zero.
 

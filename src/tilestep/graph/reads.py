@@ -57,8 +57,8 @@ class Reads(ScalarCalls):
     def _may_depend_on_dimensions(self, name: str, given: Any) -> bool:
         """Whether torch may take a function apart in one way for vectors and in another for matrices, unseen by us.
 
-        `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. What has an entry of its
-        own is called as it is; of the rest, only what is known to be the same for all is taken to be.
+        `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. What has an entry in
+        `LOWERINGS` arrives there whole; of the rest, only what is known to be the same for all is taken to be.
         """
         bare = name.strip("_").removesuffix(".default")
         if bare in LOWERINGS or bare in _ALIKE:
@@ -85,7 +85,7 @@ _ALIKE = frozenset(
         *("softplus", "silu", "gelu", "elu", "leaky_relu", "hardtanh", "hardsigmoid", "hardswish"),
     )
 )
-"""Functions that mean the same for a tensor of any number of dimensions, beside those with an entry of their own."""
+"""Functions that mean the same for a tensor of any number of dimensions, beside those in `LOWERINGS`."""
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _OF_MEMORY = {"__len__": "len()", "stride": "stride()"}

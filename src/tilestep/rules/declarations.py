@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import RuleError
 
-__all__ = ["TAKEN_BY_NUMBERS", "check_names", "check_range_names", "check_start"]
+__all__ = ["check_names", "check_range_names", "check_start"]
 
 _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 
-_TAKEN_BY_STATES = {
+# Names that mean something else, and what.
+_NOT_FOR_STATES = {
     "param": "the parameter",
     "grad": "the gradient",
     "master_param": "a float32 master",
     "training_param": "the weights that train while the averages are in the parameters",
 }
-TAKEN_BY_NUMBERS = {
+_NOT_FOR_HYPERPARAMETERS = {
     "numel": "the number of elements",
     "rows": "a size of the parameter",
     "columns": "a size of the parameter",
@@ -31,7 +32,6 @@ TAKEN_BY_NUMBERS = {
     "params": "the param group's parameters",
     "param_names": "the param group's names",
 }
-"""Names that no hyperparameter can have, with what they are."""
 
 
 def check_start(init: Any, shape: str) -> None:
@@ -56,23 +56,20 @@ def check_start(init: Any, shape: str) -> None:
         raise RuleError(f"State({init!r}): it begins at a number, at 'param', or at a hyperparameter by its name")
 
 
-def check_names(
-    where: str, states: Iterable[str], hyperparameters: Mapping[str, Any], starts: Mapping[str, Any]
-) -> None:
-    """Raise for names that a rule cannot give, defaults that are no hyperparameter's, and unknown beginnings.
+def check_names(where: str, states: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
+    """Raise for names that mean something else, defaults that no hyperparameter can have, and unknown beginnings.
 
     Args:
         where: the rule's file and line.
-        states: names of its state buffers.
+        states: how its state buffers begin, by name.
         hyperparameters: their defaults by name.
-        starts: its states by name.
 
     Raises:
         RuleError: naming what is wrong.
     """
     for kind, names, taken in (
-        ("state", states, _TAKEN_BY_STATES),
-        ("hyperparameter", hyperparameters, TAKEN_BY_NUMBERS),
+        ("state", states, _NOT_FOR_STATES),
+        ("hyperparameter", hyperparameters, _NOT_FOR_HYPERPARAMETERS),
     ):
         for name in names:
             if name in taken:
@@ -83,7 +80,7 @@ def check_names(
                 f"{where}: hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a flag, a "
                 "string, None, or a tuple of such"
             )
-    for name, start in starts.items():
+    for name, start in states.items():
         if isinstance(start.init, str) and start.init not in ("param", *hyperparameters):
             raise RuleError(
                 f"{where}: state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'"

@@ -92,7 +92,7 @@ class Rule:
         if unknown:
             raise RuleError(f"{self.where}: states= names {unknown}, which are not parameters of {self.__name__}()")
         self.states = {state: given.get(state, State()) for state in self.state_names}
-        check_names(self.where, self.state_names, self.hyperparameters, {**self.states})
+        check_names(self.where, self.states, self.hyperparameters)
         check_range_names(self.where, self.ranges, self.hyperparameters)
 
     def _read_signature(self) -> None:
