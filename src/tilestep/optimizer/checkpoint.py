@@ -267,8 +267,8 @@ def _with_master(kind: MasterKind, param: torch.Tensor, saved: Mapping[str, Any]
         param: the parameter; a remainder in the checkpoint is what is to be added to it.
         saved: the values.
     """
-    if kind.dtype is torch.int16 and getattr(saved.get(kind.key), "dtype", kind.dtype) is not kind.dtype:
-        # torch's optimizers have rounded it.
+    if not kind.dtype.is_floating_point and getattr(saved.get(kind.key), "dtype", kind.dtype) is not kind.dtype:
+        # torch's optimizers have rounded it: what is left of integers is of no use.
         return {name: value for name, value in saved.items() if name != kind.key}
     other = other_master(kind, saved)
     if other is None:
