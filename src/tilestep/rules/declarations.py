@@ -16,6 +16,7 @@ _NOT_FOR_STATES = {
     "param": "the parameter",
     "grad": "the gradient",
     "master_param": "a float32 master",
+    "remainder_param": "what a bfloat16 parameter lacks of a float32 one",
     "training_param": "the weights that train while the averages are in the parameters",
 }
 _NOT_FOR_HYPERPARAMETERS = {
