@@ -215,8 +215,12 @@ def test_what_is_missing_is_added(own_models: None, settings: Settings, quick_co
     first = run_e2e(settings, ["one"])
     both = run_e2e(settings, ["one", "two"], known=first)
     assert both.groups[:2] == first.groups and [group.tags["model"] for group in both.groups[::2]] == ["one", "two"]
+    assert both.notes == [
+        f"groups kept: 2 from a run at commit {first.environment['commit']}, {first.environment['date']}"
+    ]
     with_compiled = Settings(CPU, quick=True, compiled=True, say=lambda line: None)
     more = run_e2e(with_compiled, ["two"], known=both)
+    assert [note[:14] for note in more.notes if "kept" in note] == ["groups kept: 2"] * 2
     assert more.groups[:2] == first.groups and len(more.groups) == 4
     assert more.groups[2].row("torch compiled") is not None
     shared = "the 1 models of torch compiled"

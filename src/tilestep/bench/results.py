@@ -78,6 +78,9 @@ class Group:
         return next((row for row in self.rows if row.contender == contender), None)
 
 
+_EARLIER = "groups kept: "
+
+
 @dataclass
 class Result:
     """One section of the benchmark; `summary` holds figures over all groups, by what they are."""
@@ -96,7 +99,7 @@ class Result:
         return path
 
     def take_over(self, known: Result, keys: Sequence[str]) -> None:
-        """Begin with the groups of an earlier result.
+        """Begin with the groups of an earlier result; notes say where they are from.
 
         Args:
             known: it.
@@ -112,6 +115,10 @@ class Result:
                     f"figures of {key} {there} cannot be added to with {key} {here}: choose another folder"
                 )
         self.groups.extend(known.groups)
+        earlier = [note for note in known.notes if note.startswith(_EARLIER)]
+        new = len(known.groups) - sum(int(note.removeprefix(_EARLIER).split()[0]) for note in earlier)
+        commit, date = (known.environment.get(key, "unknown") for key in ("commit", "date"))
+        self.notes += earlier if not new else [*earlier, f"{_EARLIER}{new} from a run at commit {commit}, {date}"]
 
     @classmethod
     def load(cls, path: Path) -> Result:

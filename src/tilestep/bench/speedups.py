@@ -185,4 +185,4 @@ def _panel(panel, chart: _Chart) -> None:  # type: ignore[no-untyped-def]  # mat
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title(chart.title, fontsize=9, loc="left")
     panel.set_xlabel(chart.unit, fontsize=8)
-    panel.legend(fontsize=7, loc="lower right", framealpha=0.9)
+    panel.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)  # above: bars are long
