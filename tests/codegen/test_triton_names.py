@@ -15,7 +15,7 @@ from tilestep.codegen.storage import Plain
 from tilestep.engine import graph_for, kernel_spec
 from tilestep.errors import RuleError
 from tilestep.rules import Rule, State, registry
-from tilestep.rules.declarations import TAKEN_BY_NUMBERS
+from tilestep.rules.declarations import NOT_FOR_HYPERPARAMETERS
 
 BY_ROWS = {f"by rows: {name}": rule for name, (rule, _) in RULES.items()}
 CASES = [
@@ -115,7 +115,7 @@ def named(param, grad{buffers}, *, {", ".join(f"{name}=0.5" for name in names)})
 def own_names(rule: Rule) -> list[str]:
     """Names that the kernels of a rule use for themselves, if a hyperparameter may be called so."""
     found = {name for function in kernels(rendered(rule, 2)) for name in given(function)}
-    refused = {"step", "param", "grad", "_", *TAKEN_BY_NUMBERS}
+    refused = {"step", "param", "grad", "_", *NOT_FOR_HYPERPARAMETERS}
     return sorted(name for name in found if name.isidentifier() and name not in refused)
 
 

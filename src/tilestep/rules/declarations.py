@@ -7,11 +7,10 @@ from typing import Any
 
 from ..errors import RuleError
 
-__all__ = ["check_names", "check_range_names", "check_start"]
+__all__ = ["NOT_FOR_HYPERPARAMETERS", "check_names", "check_range_names", "check_start"]
 
 _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 
-# Names that mean something else, and what.
 _NOT_FOR_STATES = {
     "param": "the parameter",
     "grad": "the gradient",
@@ -19,7 +18,7 @@ _NOT_FOR_STATES = {
     "remainder_param": "what a bfloat16 parameter lacks of a float32 one",
     "training_param": "the weights that train while the averages are in the parameters",
 }
-_NOT_FOR_HYPERPARAMETERS = {
+NOT_FOR_HYPERPARAMETERS = {
     "numel": "the number of elements",
     "rows": "a size of the parameter",
     "columns": "a size of the parameter",
@@ -33,6 +32,7 @@ _NOT_FOR_HYPERPARAMETERS = {
     "params": "the param group's parameters",
     "param_names": "the param group's names",
 }
+"""Names that no hyperparameter can have, with what they are."""
 
 
 def check_start(init: Any, shape: str) -> None:
@@ -70,7 +70,7 @@ def check_names(where: str, states: Mapping[str, Any], hyperparameters: Mapping[
     """
     for kind, names, taken in (
         ("state", states, _NOT_FOR_STATES),
-        ("hyperparameter", hyperparameters, _NOT_FOR_HYPERPARAMETERS),
+        ("hyperparameter", hyperparameters, NOT_FOR_HYPERPARAMETERS),
     ):
         for name in names:
             if name in taken:
