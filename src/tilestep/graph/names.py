@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import linecache
 import sys
 import textwrap
 import traceback
@@ -30,6 +31,7 @@ def rule_place() -> Place:
     if frame is None:
         return Place("<unknown>", "", "<unknown>")
     file = frame.f_code.co_filename
+    linecache.lazycache(file, frame.f_globals)  # for modules that do not lie in files
     first, name = _assigned(frame.f_code, frame.f_lineno)
     return Place(f"{file}:{frame.f_lineno}", name, f"{file}:{first}")
 
@@ -60,8 +62,9 @@ def _assigned(code: types.CodeType, line: int) -> tuple[int, str]:
 @functools.lru_cache(maxsize=256)
 def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
     try:
-        source = textwrap.dedent(inspect.getsource(code))
-        tree = ast.parse(source)
+        # Not inspect.getsource: to find the code's module it looks through all there are, for tens of milliseconds.
+        lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+        tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (OSError, SyntaxError, TypeError):
         return ()
     found = []
