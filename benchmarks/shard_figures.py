@@ -225,7 +225,10 @@ def constants_of(found: dict[str, Any], source: str, device: torch.device) -> Co
     if device.type == "cuda":
         values["gpu_memory"] = float(torch.cuda.get_device_properties(device).total_memory)
     values = {name: value for name, value in values.items() if value > 0}
-    return dataclasses.replace(known, **values, sources={**known.sources, **dict.fromkeys(values, source)})
+    sources = {**known.sources, **dict.fromkeys(values, source)}
+    if "gpu_memory" in values:
+        sources["gpu_memory"] = "what torch says of the device; in no recorded file"
+    return dataclasses.replace(known, **values, sources=sources)
 
 
 def latency_of(rows: list[dict[str, float]]) -> float:

@@ -1,4 +1,4 @@
-"""What a measured figure depends on: device, versions, commit, date."""
+"""What a measured figure depends on: device, host, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import statistics
 import subprocess
+import timeit
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -51,10 +53,17 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
+        "host": f"{_addition() * 1e6:.2f} us for an addition of two numbers",
     }
     if device.type == "cuda":
         described["cuda"] = str(torch.version.cuda)
     return described
+
+
+def _addition() -> float:
+    """Seconds in which torch adds two numbers: one kind of GPU is found with hosts of which one takes twice as long."""
+    number = torch.ones((), device="cpu")
+    return statistics.median(timeit.repeat(lambda: number + number, number=1000, repeat=7)) / 1000
 
 
 def _version(distribution: str) -> str:

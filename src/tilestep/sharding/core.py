@@ -75,7 +75,7 @@ class _Known:
     """
 
     sections: list[torch.Tensor | None]
-    has_gradient: list[bool]
+    has_gradient: tuple[bool, ...]
     trains: bytes
 
     def same(self, other: _Known | None) -> bool:

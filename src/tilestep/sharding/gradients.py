@@ -83,6 +83,8 @@ class GradientSync(Accumulating):
         self._places += [list(each) for each in places]
         known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
         self.params += [known[place] for place in sorted(known)]
+        # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
+        self._all_have = (True,) * len(self.params)
         self.used = torch.zeros(len(self.params), dtype=torch.float32, device=buckets[0].flat.device)
         """For each parameter how many ranks had a gradient of it since the last step."""
         self._used_work: Any = None
@@ -273,13 +275,13 @@ class GradientSync(Accumulating):
             return False
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 
-    def has_gradient(self) -> list[bool]:
+    def has_gradient(self) -> tuple[bool, ...]:
         """For each parameter whether any rank had a gradient of it; call it after `finish`.
 
         The host looks at the device only if this rank had none for a parameter that trains.
         """
         if len(self._used_here) == len(self.params):
-            return [True] * len(self.params)
+            return self._all_have
         found = [place in self._used_here for place in range(len(self.params))]
         unsure = [place for place, known in enumerate(found) if not known and self.params[place].requires_grad]
         if unsure and self.ranks.count > 1:
@@ -287,7 +289,7 @@ class GradientSync(Accumulating):
             counts = self.used.tolist()
             for place in unsure:
                 found[place] = counts[place] > 0
-        return found
+        return tuple(found)
 
     @torch.no_grad()
     def reset(self) -> None:
