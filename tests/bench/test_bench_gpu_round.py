@@ -1,0 +1,78 @@
+"""benchmarks/gpu_round.py: what it lists is there, and parts end as they should, on their own or not."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_round.py"
+SLEEPS = "time.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_round", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_file_of_a_part_is_there(script: Any, tmp_path: Path) -> None:
+    names = [part.name for part in script.PARTS]
+    assert len(set(names)) == len(names)
+    tested = set()
+    for part in script.PARTS:
+        words = part.words(tmp_path)
+        files = {word for word in words if word.endswith(".py")}
+        assert all((ROOT / file).is_file() for file in files), part.name
+        assert files or words[:2] == ["-m", "tilestep.cli"]
+        tested |= {Path(file).name for file in files if file.startswith("tests/")}
+    assert tested == {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+
+
+def test_parts_are_chosen_by_name_and_by_the_number_of_gpus(script: Any) -> None:
+    assert [part.name for part in script.chosen("shard-2, compile", 2)] == ["shard-2", "compile"]
+    assert {part.gpus for part in script.chosen("", 3)} == {2}
+    with pytest.raises(typer.BadParameter, match="no part is called 'shard'; there are: tests-new, "):
+        script.chosen("shard", 4)
+    with pytest.raises(typer.BadParameter, match="shard-4 needs 4 GPUs, here are 2"):
+        script.chosen("shard-4", 2)
+
+
+def test_parts_are_run_each_in_its_folder(script: Any, tmp_path: Path) -> None:
+    def run(code: str, seconds: float = 60.0) -> tuple[str, str]:
+        how, _ = script.run(script.Part("it", 1, 1, f"-c {code!r} {{out}}"), tmp_path, seconds)
+        return how, (tmp_path / "it" / "output.log").read_text()
+
+    assert run("import sys; print(sys.argv[1])") == ("done", f"{tmp_path / 'it'}\n")
+    assert run("raise SystemExit(3)")[0] == "exit code 3"
+    # One that does not end by itself says how far it was, and what it has started is ended too.
+    how, said = run(f"import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); {SLEEPS}", 5.0)
+    assert how == "ended: out of time" and "KeyboardInterrupt" in said
+    assert not _runs(int(said.split()[0]))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_round_without_gpus_says_what_is_missing(tmp_path: Path) -> None:
+    def python(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=300)
+
+    assert "overlap-4" in python("--list").stdout
+    done = python("--only", "shard-4", "--out", str(tmp_path))
+    assert done.returncode == 2 and "needs 4 GPUs" in done.stderr
