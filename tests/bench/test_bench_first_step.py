@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilestep
 from tilestep import cli
 from tilestep.bench import first_step
 from tilestep.bench.first_step import run_compile
@@ -120,3 +121,16 @@ def test_a_run_that_is_stopped_has_written_what_it_had(
         cli.main(["bench", "compile", "--quick", "--device", "cpu", "--rules", "SGD,Lion", "--out", str(tmp_path)])
     (group,) = Result.load(tmp_path / "compile.json").groups
     assert [row.contender for row in group.rows] == ["rule SGD, empty caches", "rule SGD, filled caches"]
+
+
+def test_all_rules_are_beside_what_libraries_take_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def took(function: object, arguments: tuple[str, int, torch.device], *rest: object) -> float:
+        asked.append(arguments[0])
+        return 1.0
+
+    monkeypatch.setattr(first_step, "in_fresh_process", took)
+    run_compile(Settings(CPU, quick=True, say=lambda line: None), ["all"])
+    assert asked[::2] == [*(f"rule {name}" for name in tilestep.registry), first_step.LIBRARIES]
+    assert first_step.first_step(first_step.LIBRARIES, 3, CPU) > 0

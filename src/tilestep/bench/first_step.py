@@ -27,6 +27,7 @@ CACHE_VARIABLES = ("TILESTEP_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACH
 ELEMENTS = 64
 SIDE = 8  # of parameters for rules by name: matrices, for those that take nothing else
 RULE = "rule "
+LIBRARIES = "torch's products and decompositions alone"  # what SOAP's and Muon's first step cannot take less than
 COMPILED_COUNT = 100  # parameters for the peers that compile: their time grows with the count
 THREADS = "build threads"
 CACHES = ("empty caches", "filled caches")
@@ -99,8 +100,11 @@ def _known_rules(rules: Sequence[str]) -> Sequence[str]:
 
 def _cases_of_rules(names: Sequence[str], settings: Settings) -> Iterator[_Case]:
     count = _counts(settings)[0]
+    title = f"first step, {count:,} parameters of {SIDE} x {SIDE}"
     for name in names:
-        yield _Case(f"first step, {count:,} parameters of {SIDE} x {SIDE}", RULE + name, count)
+        yield _Case(title, RULE + name, count)
+    if set(names) == set(tilestep.registry):
+        yield _Case(title, LIBRARIES, count)
 
 
 def _cases_of_peers(settings: Settings) -> Iterator[_Case]:
@@ -172,14 +176,14 @@ def first_step(name: str, count: int, device: torch.device) -> float:
     """Build an optimizer for small parameters, clip and step once; return the milliseconds until the work is done.
 
     Args:
-        name: a peer's, or `rule` and a rule's.
+        name: a peer's, or `rule` and a rule's, or `LIBRARIES`.
         count: parameters.
         device: where.
 
     >>> first_step("torch fused", 3, torch.device("cpu")) > 0
     True
     """
-    shape = (SIDE, SIDE) if name.startswith(RULE) else (ELEMENTS,)
+    shape = (SIDE, SIDE) if name.startswith(RULE) or name == LIBRARIES else (ELEMENTS,)
     parameters = [torch.ones(shape, device=device, requires_grad=True) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -189,7 +193,19 @@ def first_step(name: str, count: int, device: torch.device) -> float:
     begin = time.perf_counter()
     if name.startswith(RULE):
         tilestep.Optimizer(parameters, name.removeprefix(RULE), max_grad_norm=MAX_GRAD_NORM).step()
+    elif name == LIBRARIES:
+        _use_libraries(parameters)
     else:
         step_of(peers(device, compiled=True, names=[name])[0], parameters, MAX_GRAD_NORM)()
     synchronize(device)
     return (time.perf_counter() - begin) * 1e3
+
+
+@torch.no_grad()
+def _use_libraries(matrices: Sequence[torch.Tensor]) -> None:
+    """Have torch start what it multiplies and decomposes matrices with, in both types that rules use."""
+    together = torch.stack(list(matrices))
+    for each in (together, together.to(torch.bfloat16)):
+        each @ each
+    torch.linalg.eigh(together)
+    torch.linalg.qr(together)
