@@ -150,6 +150,7 @@ def run(part: Part, out: Path, seconds: float) -> tuple[str, float]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         try:
             code = process.wait(seconds)
@@ -159,6 +160,11 @@ def run(part: Part, out: Path, seconds: float) -> tuple[str, float]:
         finally:
             _end(process)
     return how, time.monotonic() - begin
+
+
+def _heed_interrupts() -> None:
+    # Shells have what they run in the background ignore them, and it would be inherited.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
