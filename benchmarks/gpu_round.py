@@ -106,7 +106,7 @@ PARTS = [
 
 
 def chosen(only: str, gpus: int) -> list[Part]:
-    """The parts to run, in the order they are asked for; all that fit as many GPUs exactly if none is.
+    """The parts to run, in the order they are asked for; if none is, those that need most of the GPUs that there are.
 
     Args:
         only: names, with commas.
@@ -116,7 +116,8 @@ def chosen(only: str, gpus: int) -> list[Part]:
         typer.BadParameter: for a name that no part has, and for parts that need more GPUs.
     """
     if not only:
-        return [part for part in PARTS if part.gpus == max(each.gpus for each in PARTS if each.gpus <= max(gpus, 1))]
+        most = max(part.gpus for part in PARTS if part.gpus <= max(gpus, 1))
+        return [part for part in PARTS if part.gpus == most]
     known = {part.name: part for part in PARTS}
     names = [name.strip() for name in only.split(",")]
     for name in names:

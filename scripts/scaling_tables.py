@@ -81,7 +81,7 @@ def meshes_table(constants: Constants) -> Rows:
                     title,
                     f"{(plans[-1].iteration - plans[-1].compute) * 1e3:.1f}",
                     f"{job.shard} x {job.replicate}",
-                    f"{(job.bucket or 0) / 2**20:g} MiB",
+                    f"{job.bucket / 2**20:g} MiB",
                     f"{(fastest.iteration - fastest.compute) * 1e3:.1f}",
                     f"{fastest.memory['state'] / 1e9:.2f}",
                 )

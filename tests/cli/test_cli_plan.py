@@ -43,6 +43,10 @@ def test_it_prints_memory_traffic_time_and_meshes(capfd: pytest.CaptureFixture[s
 def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capfd, "100M", "--rule", "lion", "--dtype", "fp32", "--no-master-weights", "--bucket-mb", "10")
     assert code == 0 and "Lion, 8 x 1 ranks, 39 buckets of 10 MiB" in out and cells(out, "state")[1] == "0.05"
+    code, out, _ = run(capfd, "10B", "--bucket-mb", "2048.5")
+    assert code == 0 and "10 buckets of 2048.5 MiB" in out
+    code, out, _ = run(capfd, "1.2B")
+    assert code == 0 and "9 buckets of 143 to 381 MiB" in out
     code, out, _ = run(capfd, "100M", "--rule", "muon", "--grad-dtype", "fp32", "--grad-buffer", "bucket", "--no-clip")
     assert code == 0 and "not in it: the time of matrix products" in out and cells(out, "clip")[2] == "0.00"
     code, out, _ = run(capfd, "100M", "--remainder", "--mesh", "1")

@@ -124,7 +124,9 @@ def register(app: typer.Typer) -> None:
 
 def _bucket(job: Job) -> str:
     """MiB of a bucket, from the smallest to the largest."""
-    sizes = job.buckets if job.bucket is None else [job.bucket]
+    if job.bucket is not None:
+        return f"{job.bucket / 2**20:g}"
+    sizes = job.buckets
     return " to ".join(dict.fromkeys(f"{size / 2**20:.3g}" for size in (min(sizes), max(sizes))))
 
 

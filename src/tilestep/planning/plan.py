@@ -50,10 +50,9 @@ class Job:
     clips: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("elements", "shard", "replicate", "tokens", "bucket"):
-            value = getattr(self, name)
-            if not (value is None or value >= 1):
-                raise ValueError(f"Invalid {name}: {value}; it must be at least 1")
+        for name in ("elements", "shard", "replicate", "tokens", *([] if self.bucket is None else ["bucket"])):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
 
     @property
     def ranks(self) -> int:
@@ -162,8 +161,7 @@ def plan(job: Job, constants: Constants) -> Plan:
 
     def one_sum(bucket: float) -> float:
         section = bucket / job.shard
-        between = copies.seconds(section, rate) + copies.seconds(section, gather_rate) if job.replicate > 1 else 0.0
-        return split.seconds(bucket, rate) + between
+        return split.seconds(bucket, rate) + copies.seconds(section, rate) + copies.seconds(section, gather_rate)
 
     def one_gather(bucket: float) -> float:
         return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
