@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from module_files import load
 
 import tilestep
 
@@ -18,11 +18,7 @@ SCRIPT = ROOT / "scripts" / "docs_code.py"
 
 @pytest.fixture(scope="module")
 def docs_code() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_code", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 def test_the_code_for_rule_authors_runs(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from module_files import load
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "optimizer_stub.py"
@@ -28,10 +28,7 @@ tilestep.NoSuchOptimizer
 
 def test_the_stub_of_the_named_optimizers_is_current() -> None:
     pytest.importorskip("ruff", reason="the stub is formatted by ruff")
-    spec = importlib.util.spec_from_file_location("optimizer_stub", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(SCRIPT)
     assert module.TARGET.read_text() == module.stub(), f"run python {SCRIPT.relative_to(ROOT)}"
 
 

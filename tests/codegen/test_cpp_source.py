@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import keyword
 import re
 import subprocess
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_files import load
 
 import tilestep
 from tilestep.codegen import cpp, cpp_names
@@ -111,11 +111,7 @@ def test_no_variable_name_breaks_the_source(level: str, tmp_path: Path) -> None:
     head = "def awkward(param, grad, new, class_, *, lr=0.1, default=0.2, template=0.3, NULL=0.4, step):"
     tail = "    return param * default - template * NULL * step, new + grad, class_ + new"
     module.write_text("\n".join([head, *lines, tail, ""]))
-    described = importlib.util.spec_from_file_location(module.stem, module)
-    assert described is not None and described.loader is not None
-    loaded = importlib.util.module_from_spec(described)
-    described.loader.exec_module(loaded)
-    rule = tilestep.rule(loaded.awkward)
+    rule = tilestep.rule(load(module).awkward)
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
     weight.grad = torch.tensor([0.5, 0.25, -1.0], dtype=torch.float64)
     zeros = torch.zeros(3, dtype=torch.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_files import load
 
 import tilestep
 from tilestep.planning import Job, best_bucket, default_constants, footprint, meshes, plan
@@ -162,11 +162,7 @@ def test_constants_are_kept_with_their_source(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scaling_tables", ROOT / "scripts" / "scaling_tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "scripts" / "scaling_tables.py")
 
 
 def test_the_tables_in_the_document_are_current(tables: ModuleType) -> None:
