@@ -13,6 +13,7 @@ import torch
 
 import tilestep
 from tilestep import cli
+from tilestep.demo.traced import _one_ahead
 from tilestep.tracing.intervals import length, overlap, union
 
 PNG = b"\x89PNG"
@@ -106,6 +107,32 @@ def test_without_matplotlib_the_block_does_not_begin(tmp_path: Path, monkeypatch
         pytest.fail("it began")
     with tilestep.profile(None):
         torch.randn(3).exp()
+
+
+def test_the_host_is_at_most_one_iteration_ahead_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+    awaited: list[int] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = len(recorded)
+            recorded.append(self.number)
+
+        def synchronize(self) -> None:
+            awaited.append(self.number)
+
+    class Stream:
+        def record_event(self) -> Event:
+            return Event()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    keep_near = _one_ahead(torch.device("cuda"))
+    for iteration in range(6):
+        keep_near()
+        # What is recorded before an iteration is the end of the one before it.
+        assert recorded[-1] == iteration and awaited == list(range(1, iteration))
+    _one_ahead(torch.device("cpu"))()
+    assert len(recorded) == 6
 
 
 def run(*arguments: object) -> int:
