@@ -37,7 +37,7 @@ class Accumulating:
             self.syncing = before
 
 
-def announce_gradients(param: torch.Tensor, announce: Any, *told: Any) -> Any:
+def announce_gradients(param: torch.Tensor, announce: Any, *told: Any, through: Any = None) -> Any:
     """Have a method called when backward has accumulated a parameter's gradient, as long as its object lives.
 
     Tensors keep their hooks where Python's garbage collector does not look: who holds the parameter, and is held by its
@@ -47,6 +47,7 @@ def announce_gradients(param: torch.Tensor, announce: Any, *told: Any) -> Any:
         param: the parameter; one that is frozen now has gradients once it is thawed.
         announce: the method, bound to its object; it is called with what follows here, and then the parameter.
         told: plain values.
+        through: makes, of the function that torch would call, the one that it is to call in its place.
 
     Returns:
         A handle that ends it.
@@ -61,6 +62,6 @@ def announce_gradients(param: torch.Tensor, announce: Any, *told: Any) -> Any:
 
     trains = param.requires_grad
     param.requires_grad_(True)
-    handle = param.register_post_accumulate_grad_hook(hook)
+    handle = param.register_post_accumulate_grad_hook(hook if through is None else through(hook))
     param.requires_grad_(trains)
     return handle

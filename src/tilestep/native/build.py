@@ -31,8 +31,16 @@ _process: subprocess.Popen[str] | None = None
 _known_absent = False
 
 
+_FOLDER = Path(__file__).parent
+
+
 def _source() -> str:
-    return (Path(__file__).parent / "scan.cpp").read_text()
+    return (_FOLDER / "scan.cpp").read_text()
+
+
+def _sources() -> str:
+    """All that the module is made of."""
+    return "".join((_FOLDER / name).read_text() for name in ("arrivals.h", "scan.cpp"))
 
 
 @functools.lru_cache(maxsize=1)
@@ -41,7 +49,7 @@ def _file_name() -> str | None:
         return None
     interpreter = sysconfig.get_config_var("EXT_SUFFIX") or ""
     version = f"{torch.__version__} {torch.version.git_version}"
-    key = content_key(_source(), " ".join(_FLAGS), compiler_version(), version, interpreter)
+    key = content_key(_sources(), " ".join(_FLAGS), compiler_version(), version, interpreter)
     return f"scan-{key}.so"
 
 
@@ -99,7 +107,7 @@ def _build() -> None:
 def _compile(target: Path) -> None:
     global _process
     root = Path(torch.__file__).parent
-    include = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    include = [_FOLDER, root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     libraries = ["-L" + str(root / "lib"), "-ltorch_python", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     command = [

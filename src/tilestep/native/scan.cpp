@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "arrivals.h"
+
 namespace {
 
 // Bits, so that many answers make one. UNSURE stays in here: the answer needs Python, which only the thread that holds
@@ -389,6 +391,14 @@ PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"compare", compare, METH_VARARGS, nullptr},
                          {"remember", remember, METH_VARARGS, nullptr},
                          {"survey", survey, METH_O, nullptr},
+                         {"new_pass", new_pass, METH_O, nullptr},
+                         {"follow", follow, METH_VARARGS, nullptr},
+                         {"know_stream", know_stream, METH_VARARGS, nullptr},
+                         {"new_awaited", new_awaited, METH_O, nullptr},
+                         {"await_places", await_places, METH_VARARGS, nullptr},
+                         {"come", come, METH_VARARGS, nullptr},
+                         {"left", left, METH_O, nullptr},
+                         {"new_hook", new_hook, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tilestep_scan", nullptr, -1, methods,

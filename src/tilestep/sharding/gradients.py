@@ -12,6 +12,7 @@ from ..accumulating import Accumulating, announce_gradients
 from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
 from ..tensor_watch import Survey, any_gradient, which_train
+from .arrivals import Arrivals
 from .buckets import Bucket, Options
 from .groups import Ranks
 from .streams import Channel
@@ -47,6 +48,7 @@ class GradientSync(Accumulating):
         self.options = options
         self.channel = channel
         self._in_order = channel.in_order
+        self._arrivals = Arrivals(sum(map(len, places)), by_stream=channel.in_order)
         self.sums: list[Sums] = []
         self._places: list[list[int]] = []
         self.params: list[torch.Tensor] = []
@@ -75,7 +77,7 @@ class GradientSync(Accumulating):
         """
         memory = contiguous_memory(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
         self.channel.keep(*memory)
-        added = [Sums(bucket, flat) for bucket, flat in zip(buckets, memory)]
+        added = [Sums(bucket, flat, self._arrivals.awaited()) for bucket, flat in zip(buckets, memory)]
         for sums in added:
             like = torch.empty(0, dtype=sums.bucket.grad_dtype, device=sums.bucket.flat.device)
             sums.comes_averaged = self.options.average and self.ranks.can_average(like)
@@ -90,12 +92,26 @@ class GradientSync(Accumulating):
         self._used_work: Any = None
         self._used_known: set[int] = set()
         self._used_sent = self.used.clone()
-        self._handles += [
-            announce_gradients(param, self._arrived, len(self.sums) - len(added) + number, place)
-            for number, sums in enumerate(added)
-            for place, param in enumerate(sums.bucket.params)
-            if param.is_floating_point()
-        ]
+        self._announce(len(self.sums) - len(added))
+
+    def _announce(self, first: int) -> None:
+        """Have gradients announced, of the buckets from one on."""
+        for number, sums in enumerate(self.sums[first:], first):
+            for place, param in enumerate(sums.bucket.params):
+                if param.is_floating_point():
+                    through = partial(sums.awaited.hook, place)
+                    self._handles.append(announce_gradients(param, self._arrived, number, place, through=through))
+
+    def _count_faster(self) -> None:
+        """Between rounds: count gradients in C++ if that has been built by now."""
+        arrivals = Arrivals(len(self.params), by_stream=self._in_order)
+        if not arrivals.is_native:
+            return
+        self.close()
+        self._arrivals, self._handles = arrivals, []
+        for sums in self.sums:
+            sums.awaited = arrivals.awaited()
+        self._announce(0)
 
     @property
     def is_idle(self) -> bool:
@@ -103,16 +119,15 @@ class GradientSync(Accumulating):
         return not self._open and not self._used_here and not self._was_given()
 
     def _arrived(self, number: int, place: int, param: torch.Tensor) -> None:
-        # Called for every parameter in every backward.
+        # Called for every parameter in every backward, unless C++ has counted it.
         sums = self.sums[number]
         current = backward_pass()
         if not self._open or current != self._pass:
             self._note_pass(current)
         if self._in_order:
-            self.channel.note_stream()
-        missing = sums.missing
-        missing.discard(place)
-        if not missing:
+            self.channel.note_writer()
+            self._arrivals.know_stream(param)
+        if sums.awaited.come(place):
             self._completed(sums)
 
     @torch.no_grad()
@@ -121,7 +136,7 @@ class GradientSync(Accumulating):
             self._begin_another_round()
         if self._following() is not sums:
             sums.collect()
-        while (following := self._following()) is not None and not following.missing:
+        while (following := self._following()) is not None and following.awaited.is_done:
             self._reduce_next()
 
     def _following(self) -> Sums | None:
@@ -139,7 +154,7 @@ class GradientSync(Accumulating):
             if not known:
                 self._passes.add(current)
                 after_backward(partial(self._end_of_pass, within=True))
-            self._pass = current
+            self._follow(current)
             return
         if self._open and self._reducing:
             # The pass before was broken off by an error, after more or fewer buckets on every rank.
@@ -153,9 +168,15 @@ class GradientSync(Accumulating):
                 sums.note_trains()
         for sums in self.sums:
             sums.await_all()
-        self._pass, self._passes = current, {current}
+        self._passes = {current}
+        self._follow(current)
         ends = after_backward(partial(self._end_of_pass, within=within))
         self._reducing = ends and not within and self.syncing and self.options.overlap_grad_sync
+
+    def _follow(self, current: int | None) -> None:
+        """Take the gradients that come for those of this pass; None where each has to be looked at."""
+        self._pass = current
+        self._arrivals.follow(current)
 
     @torch.no_grad()
     def _end_of_pass(self, *, within: bool) -> None:
@@ -181,7 +202,8 @@ class GradientSync(Accumulating):
         self._begin_round()
         for sums in self.sums:
             sums.await_all()
-        self._pass, self._passes, self._reducing = current, passes, True
+        self._passes, self._reducing = passes, True
+        self._follow(current)
 
     def _reduce_next(self) -> None:
         sums = self.sums[self._next]
@@ -225,7 +247,9 @@ class GradientSync(Accumulating):
             self._used_work = self.ranks.begin_to_add(self.used)
             if self.channel.in_order:
                 self._finish_used()
-        self._open, self._reducing, self._pass, self._passes = False, False, None, set()
+        self.channel.forget_writers()
+        self._open, self._reducing, self._passes = False, False, set()
+        self._follow(None)
         self._rounds += 1
         self.summed_in_graph = is_capturing()
 
@@ -312,7 +336,10 @@ class GradientSync(Accumulating):
             sums.forget()
         self._used_here.clear()
         self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
+        self._follow(None)
         self.summed_in_graph = False
+        if not self._arrivals.is_native:
+            self._count_faster()
 
     def close(self) -> None:
         """Stop looking at gradients."""

@@ -43,7 +43,7 @@ class Channel:
         # What it has to do is little and awaited: it goes before the next blocks of a large kernel.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._index = 0 if self._stream is None else self._stream.device_index
-        self._compute: dict[int, torch.cuda.Stream] = {}
+        self._writers: dict[int, torch.cuda.Stream] = {}
         self._marks = 0
         self._reached: dict[int, int] = {}
         """The last mark that each stream has waited for, by the stream's number: what came before it has come too."""
@@ -53,13 +53,17 @@ class Channel:
         """Whether what is asked for here runs in that order by itself, without the host waiting."""
         return self._stream is not None
 
-    def note_stream(self) -> None:
-        """Remember the current stream as one that has written what is going to be sent."""
+    def note_writer(self) -> None:
+        """Remember the current stream as one that writes what is going to be sent, until `forget_writers`."""
         if self._stream is None:
             return
         number = current_stream_number(self._index)
-        if number not in self._compute:
-            self._compute[number] = torch.cuda.current_stream(self._device)
+        if number not in self._writers:
+            self._writers[number] = torch.cuda.current_stream(self._device)
+
+    def forget_writers(self) -> None:
+        """What the streams of `note_writer` have written is sent."""
+        self._writers.clear()
 
     def keep(self, *tensors: torch.Tensor | None) -> None:
         """Keep the memory of tensors, when they are let go, until the communication of that time has run."""
@@ -78,10 +82,11 @@ class Channel:
         if self._stream is None:
             yield
             return
-        self.note_stream()
-        for stream in self._compute.values():
+        number = current_stream_number(self._index)
+        if number not in self._writers:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for stream in self._writers.values():
             self._stream.wait_stream(stream)
-        self._compute.clear()
         self.keep(*tensors)
         with torch.cuda.stream(self._stream):
             yield

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ..compat import copy_all, zero_all
+from ..tensor_watch import which_train
+from .arrivals import Awaited
 from .buckets import Bucket, view_of
 
 __all__ = ["Sums", "contiguous_memory"]
@@ -21,18 +23,18 @@ class Sums:
     Args:
         bucket: whose gradients they are.
         memory: flat memory for all of them that is always there, or None to take some for each round.
+        awaited: which of them have to come before the bucket is reduced.
     """
 
-    def __init__(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
+    def __init__(self, bucket: Bucket, memory: torch.Tensor | None, awaited: Awaited) -> None:
         self.bucket = bucket
+        self.awaited = awaited
         self._memory = memory
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.filled: set[int] = set()
         """Places of parameters whose gradient of this rank is in the bucket."""
-        self.missing: set[int] = set()
-        """Places of parameters whose gradient is awaited before the bucket is reduced."""
-        self._trains: set[int] = set()
+        self._trains = b""
         self.section: torch.Tensor | None = None
         """This rank's section of the summed gradients, once they are there."""
         self.carried: torch.Tensor | None = None
@@ -63,11 +65,11 @@ class Sums:
 
     def note_trains(self) -> None:
         """Note which parameters train, of which gradients are awaited."""
-        self._trains = {place for place, param in enumerate(self.bucket.params) if param.requires_grad}
+        self._trains = which_train(self.bucket.params)
 
     def await_all(self) -> None:
         """Begin to wait for the gradients of a backward pass."""
-        self.missing = self._trains.copy()
+        self.awaited.begin(self._trains)
 
     def collect(self, *, ends: bool = False) -> None:
         """Bring gradients into the bucket; backward adds further ones to them there.

@@ -1,0 +1,175 @@
+// Gradients as backward announces them, counted in C++: a call for each in Python takes longer than all else that is done.
+//
+// A hook goes to Python for what has to be done there: at the first gradient of a backward pass, at the last one that a
+// bucket waits for, and for whatever comes unexpectedly or from another stream.
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// The backward pass whose gradients can be counted, -1 for none, and the streams that Python knows to have written some.
+struct Pass {
+  int64_t number = -1;
+  bool by_stream = false;
+  std::vector<std::pair<c10::Device, c10::StreamId>> streams;
+};
+
+struct Awaited {
+  PyObject* pass_capsule;
+  Pass* pass;
+  std::vector<char> places;
+  size_t left = 0;
+};
+
+// What a hook holds: its bucket, its place there, and the Python function that it stands for.
+struct Hook {
+  PyObject* awaited_capsule;
+  Awaited* awaited;
+  size_t place;
+  PyObject* function;
+};
+
+template <typename Held>
+Held* held_by(PyObject* capsule, const char* name) {
+  return static_cast<Held*>(PyCapsule_GetPointer(capsule, name));
+}
+
+constexpr char PASS[] = "tilestep.Pass", AWAITED[] = "tilestep.Awaited", HOOK[] = "tilestep.Hook";
+
+// new_pass(by_stream) -> a pass; by_stream says whether Python has to know which streams write gradients
+PyObject* new_pass(PyObject*, PyObject* by_stream) {
+  auto* pass = new Pass;
+  pass->by_stream = PyObject_IsTrue(by_stream) == 1;
+  return PyCapsule_New(pass, PASS, [](PyObject* capsule) { delete held_by<Pass>(capsule, PASS); });
+}
+
+// follow(pass, number): from now on count the gradients of this backward pass, -1 for those of none
+PyObject* follow(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  long long number;
+  if (!PyArg_ParseTuple(args, "OL", &capsule, &number)) return nullptr;
+  Pass* pass = held_by<Pass>(capsule, PASS);
+  if (pass == nullptr) return nullptr;
+  pass->number = number;
+  pass->streams.clear();
+  Py_RETURN_NONE;
+}
+
+std::pair<c10::Device, c10::StreamId> stream_of(const c10::Device& device) {
+  return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device).id()};
+}
+
+// know_stream(pass, tensor): Python knows that the current stream of the tensor's device writes gradients
+PyObject* know_stream(PyObject*, PyObject* args) {
+  PyObject *capsule, *object;
+  if (!PyArg_ParseTuple(args, "OO", &capsule, &object)) return nullptr;
+  Pass* pass = held_by<Pass>(capsule, PASS);
+  if (pass == nullptr) return nullptr;
+  if (!THPVariable_Check(object)) return PyErr_Format(PyExc_TypeError, "know_stream() takes a tensor");
+  const auto stream = stream_of(THPVariable_Unpack(object).device());
+  if (std::find(pass->streams.begin(), pass->streams.end(), stream) == pass->streams.end()) pass->streams.push_back(stream);
+  Py_RETURN_NONE;
+}
+
+// new_awaited(pass) -> what a bucket waits for, nothing so far
+PyObject* new_awaited(PyObject*, PyObject* pass_capsule) {
+  Pass* pass = held_by<Pass>(pass_capsule, PASS);
+  if (pass == nullptr) return nullptr;
+  Py_INCREF(pass_capsule);
+  return PyCapsule_New(new Awaited{pass_capsule, pass}, AWAITED, [](PyObject* capsule) {
+    auto* awaited = held_by<Awaited>(capsule, AWAITED);
+    Py_DECREF(awaited->pass_capsule);
+    delete awaited;
+  });
+}
+
+// await_places(awaited, bytes): wait for the places that have a one
+PyObject* await_places(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  const char* bytes;
+  Py_ssize_t count;
+  if (!PyArg_ParseTuple(args, "Oy#", &capsule, &bytes, &count)) return nullptr;
+  auto* awaited = held_by<Awaited>(capsule, AWAITED);
+  if (awaited == nullptr) return nullptr;
+  awaited->places.assign(bytes, bytes + count);
+  awaited->left = std::count(bytes, bytes + count, 1);
+  Py_RETURN_NONE;
+}
+
+bool waits_for(const Awaited& awaited, size_t place) { return place < awaited.places.size() && awaited.places[place]; }
+
+// come(awaited, place) -> how many are still awaited when this one has come
+PyObject* come(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  Py_ssize_t place;
+  if (!PyArg_ParseTuple(args, "On", &capsule, &place)) return nullptr;
+  auto* awaited = held_by<Awaited>(capsule, AWAITED);
+  if (awaited == nullptr) return nullptr;
+  if (waits_for(*awaited, place)) {
+    awaited->places[place] = 0;
+    --awaited->left;
+  }
+  return PyLong_FromSize_t(awaited->left);
+}
+
+// left(awaited) -> how many are awaited
+PyObject* left(PyObject*, PyObject* capsule) {
+  auto* awaited = held_by<Awaited>(capsule, AWAITED);
+  return awaited == nullptr ? nullptr : PyLong_FromSize_t(awaited->left);
+}
+
+bool is_counted(const Awaited& awaited, size_t place, const at::Tensor& tensor) {
+  const Pass& pass = *awaited.pass;
+  if (pass.number == -1 || pass.number != torch::autograd::get_current_graph_task_id()) return false;
+  if (awaited.left < 2 || !waits_for(awaited, place)) return false;
+  if (!pass.by_stream) return true;
+  const auto stream = stream_of(tensor.device());
+  return std::find(pass.streams.begin(), pass.streams.end(), stream) != pass.streams.end();
+}
+
+PyObject* announced(PyObject* capsule, PyObject* object) {
+  auto* hook = held_by<Hook>(capsule, HOOK);
+  if (hook == nullptr) return nullptr;
+  if (THPVariable_Check(object) && is_counted(*hook->awaited, hook->place, THPVariable_Unpack(object))) {
+    hook->awaited->places[hook->place] = 0;
+    --hook->awaited->left;
+    Py_RETURN_NONE;
+  }
+  return PyObject_CallOneArg(hook->function, object);
+}
+
+PyMethodDef announced_method = {"announced", announced, METH_O, nullptr};
+
+// new_hook(awaited, place, function) -> what to call with a tensor when its gradient has come: counts it, or calls function
+PyObject* new_hook(PyObject*, PyObject* args) {
+  PyObject *awaited_capsule, *function;
+  Py_ssize_t place;
+  if (!PyArg_ParseTuple(args, "OnO", &awaited_capsule, &place, &function)) return nullptr;
+  auto* awaited = held_by<Awaited>(awaited_capsule, AWAITED);
+  if (awaited == nullptr) return nullptr;
+  Py_INCREF(awaited_capsule);
+  Py_INCREF(function);
+  auto* hook = new Hook{awaited_capsule, awaited, static_cast<size_t>(place), function};
+  PyObject* capsule = PyCapsule_New(hook, HOOK, [](PyObject* own) {
+    auto* known = held_by<Hook>(own, HOOK);
+    Py_DECREF(known->awaited_capsule);
+    Py_DECREF(known->function);
+    delete known;
+  });
+  PyObject* made = PyCFunction_New(&announced_method, capsule);
+  Py_DECREF(capsule);
+  return made;
+}
+
+}  // namespace
