@@ -158,6 +158,22 @@ def test_masters_follow_what_others_write() -> None:
     assert torch.equal(master[[0, 2, 3]], kept[[0, 2, 3]])
 
 
+def test_masters_follow_parameters_that_get_other_memory() -> None:
+    params = make_params([(4,), (3,)], torch.bfloat16)
+    optimizer = tilestep.SGD(params, lr=2**-10, master_weights=True)
+    train([(optimizer, params)], range(3))
+    kept = [optimizer.state[param]["master_param"].clone() for param in params]
+    params[0].data = params[0].data * torch.tensor([1.0, 2.0, 1.0, 1.0], dtype=torch.bfloat16)
+    params[1].data = params[1].data.clone()
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    doubled, same = (optimizer.state[param]["master_param"] for param in params)
+    assert doubled[1] == 2 * kept[0][1].bfloat16() == params[0][1]
+    # What has the old value in its new place keeps what only the master knows.
+    assert torch.equal(doubled[[0, 2, 3]], kept[0][[0, 2, 3]]) and torch.equal(same, kept[1])
+
+
 def test_a_model_loaded_after_the_optimizer_was_made_is_what_trains() -> None:
     torch.manual_seed(0)
     model, start = torch.nn.Linear(6, 5).bfloat16(), torch.nn.Linear(6, 5).bfloat16()

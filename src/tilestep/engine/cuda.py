@@ -274,8 +274,9 @@ class CudaSegment(Segment):
             launcher(*arguments)
 
 
-Deciders = dict[tuple[object, ...], tuple[Launcher, torch.Tensor]]
-"""Launchers of decisions that are made from the same kinds of numbers, with the limits they compare with."""
+Deciders = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]
+"""Launchers of decisions that are made from the same kinds of numbers, with the limits they compare with, and what
+stands for a number that is not there."""
 
 
 def decide_on_device(
@@ -316,9 +317,9 @@ def decision_launch(control: torch.Tensor, decision: Decision, known: Deciders) 
 
         table = torch.tensor([*limits, 1.0], dtype=torch.float64, device=control.device)
         constants = {**dict(zip(_DECIDE_FLAGS, flags, strict=True)), "BLOCK": _DECIDE_BLOCK}
-        known[key] = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1), table
-    launcher, table = known[key]
-    absent = table.view(torch.float32)
+        launcher = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1)
+        known[key] = launcher, table, table.view(torch.float32)
+    launcher, table, absent = known[key]
     arguments = (
         control,
         *(decision.partials or (control if decision.power_sum is None else decision.power_sum, table)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,9 @@ def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = (
         shared: for each device with tensors that are sharded, what combines the reductions over one tensor.
     """
     on_host = all(engine.device.type == "cpu" for engine in engines)
-    with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
+    kinds = {engine.device.type for engine in engines}
+    undisturbed = without_autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else nullcontext()
+    with marked(HOST_UPDATE if on_host else UPDATE), undisturbed:
         _run([segment for engine in engines for segment in engine.segments], shared)
 
 

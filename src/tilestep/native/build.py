@@ -133,7 +133,8 @@ def _compile(target: Path) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _loaded() -> ModuleType | None:
-    path = find_cached(_file_name() or "")
+    name = _file_name()
+    path = None if name is None else find_cached(name)
     if path is None:
         return None
     try:

@@ -73,6 +73,14 @@ class Scan:
                 self._taken[place] = gradients.uploads
         return True
 
+    def is_current(self, tables: Tables) -> bool:
+        """Whether kernels read the addresses of the last look.
+
+        Args:
+            tables: the tables this scan was made of.
+        """
+        return all(taken == engine.gradients.uploads for taken, engine in zip(self._taken, tables.engines))
+
     def same_params(self, left: list[Any], right: list[Any]) -> bool:
         """Whether two lists hold the same objects."""
         return self._module.same_list(left, right)

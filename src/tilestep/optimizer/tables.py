@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..compat import local_parts
-from ..engine import DeviceEngine, run_passes
+from ..engine import DeviceEngine, Stale, run_passes
 from ..placements import Agreement, LocalGradients, SharedSums
 from .homes import StateHome
 from .masters import Masters
@@ -42,6 +42,7 @@ class Tables:
         scan: the quick look at all tensors, once there is one.
         places: for each part, see `Optimizer._part_of`, the places of its engines.
         home: where the state lives.
+        moved: how often parameters had moved when masters last followed them: no version tells of `param.data = ...`.
     """
 
     engines: list[DeviceEngine]
@@ -58,6 +59,7 @@ class Tables:
     scan: Scan | None = None
     places: dict[Any, list[int]] = field(default_factory=dict)
     home: StateHome = field(default_factory=StateHome)
+    moved: int = 0
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
@@ -77,6 +79,23 @@ class Tables:
             return False
         for engine in self.engines:
             engine.prepare_scanned(norm=norm and len(self.engines) == 1)
+        return True
+
+    def repeats(self, optimizer: torch.optim.Optimizer) -> bool:
+        """As `scanned` but without a look, for parameters and gradients that are known to be where they were.
+
+        Args:
+            optimizer: the optimizer, which decides its steps with other ranks.
+        """
+        at_home = type(self.home) is StateHome and all(engine.can_scan for engine in self.engines)
+        if self.scan is None or not at_home or not self.scan.is_current(self) or not self.same_groups(optimizer):
+            return False
+        try:
+            for engine in self.engines:
+                engine.prepare_scanned(norm=False)
+        except Stale:
+            # Whoever looks at everything finds out what has changed.
+            return False
         return True
 
     def fit(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -172,7 +191,8 @@ class Tables:
     def follow_parameters(self) -> None:
         """Take over into the masters what somebody else has written to their parameters since the last step."""
         self.home.follow_parameters()
-        if not self.same_versions():
+        moved, self.moved = self.moved, sum(engine.times_moved for engine in self.engines)
+        if moved != self.moved or not self.same_versions():
             self.home.wait()
             self.masters.follow()
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..engine.capturing import PREPARE, is_capturing, require
+from ..gradientless import gradientless
 from ..norm import NormTable
 from ..optimizer import Optimizer
 from ..tensor_watch import survey
@@ -141,6 +142,8 @@ class Sharding:
         self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel)
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
         self._known: _Known | None = None
+        self._stepped: _Known | None = None
+        """What was known at the last step, if nobody has written to the pieces since."""
         self.captures_alone = False
         """Whether a step is being captured without the backward before it."""
 
@@ -222,7 +225,7 @@ class Sharding:
         members = [self.member_of[param] for param in params]
         return [(member.name, member.piece) for member in members if member.piece is not None]
 
-    @torch.no_grad()
+    @gradientless
     def follow_parameters(self, versions: int | None = None) -> None:
         """Have every parameter here, and take over what somebody else has written to them.
 
@@ -232,9 +235,14 @@ class Sharding:
         self.parameters.wait_all()
         written = [self.member_of[param].piece for param in self.parameters.written(versions)]
         if written:
+            self.look_again()
             torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
 
-    @torch.no_grad()
+    def look_again(self) -> None:
+        """At the next step: take nothing for granted of the pieces, which somebody else has written to."""
+        self._stepped = None
+
+    @gradientless
     def ready(self) -> None:
         """Have every piece hold its summed gradient, and the pieces be what the parameters are."""
         seen = survey(self.gradients.params)
@@ -276,10 +284,13 @@ class Sharding:
                 setattr(self.inner, name, getattr(optimizer, name))
         self.inner._check_overflow = optimizer._check_overflow
         self.inner._gradients_scaled = optimizer._gradients_scaled
+        self.inner.pieces_are_known = not captures and self._known is self._stepped
+        self._stepped = None
         self.inner._step()
+        self._stepped = self._known
         if not captures or self.gradients.summed_in_graph:
             self.gradients.forget()
-        self.parameters.gather()
+        self.parameters.gather(None if self._known is None else self._known.trains)
 
     def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:
         """Before a capture or a replay: bring everything that a graph takes for granted to where it looks for it.

@@ -11,6 +11,7 @@ import torch
 from ..accumulating import Accumulating, announce_gradients
 from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
+from ..gradientless import gradientless
 from ..tensor_watch import Survey, any_gradient, which_train
 from .arrivals import Arrivals
 from .buckets import Bucket, Options
@@ -130,7 +131,7 @@ class GradientSync(Accumulating):
         if sums.awaited.come(place):
             self._completed(sums)
 
-    @torch.no_grad()
+    @gradientless
     def _completed(self, sums: Sums) -> None:
         if sums.section is not None:
             self._begin_another_round()
@@ -178,7 +179,7 @@ class GradientSync(Accumulating):
         self._pass = current
         self._arrivals.follow(current)
 
-    @torch.no_grad()
+    @gradientless
     def _end_of_pass(self, *, within: bool) -> None:
         if self._open and self._reducing and not within:
             self._end_round()
@@ -188,7 +189,7 @@ class GradientSync(Accumulating):
                 if not sums.accumulates_in_place:
                     sums.collect()
 
-    @torch.no_grad()
+    @gradientless
     def _begin_round(self) -> None:
         self._await_all()
         for sums in self.sums:
@@ -235,7 +236,7 @@ class GradientSync(Accumulating):
             section.add_(sums.carried)
             sums.carried = None
 
-    @torch.no_grad()
+    @gradientless
     def _end_round(self) -> None:
         while self._next < len(self.sums):
             self._reduce_next()
@@ -280,7 +281,7 @@ class GradientSync(Accumulating):
         self._finish_used()
         self.channel.await_communication()
 
-    @torch.no_grad()
+    @gradientless
     def finish(self, seen: Survey | None = None) -> None:
         """Have the summed gradients of every bucket; those of one that does not train are None.
 
@@ -315,7 +316,7 @@ class GradientSync(Accumulating):
                 found[place] = counts[place] > 0
         return tuple(found)
 
-    @torch.no_grad()
+    @gradientless
     def reset(self) -> None:
         """Drop the gradients of every parameter, those on their way too."""
         if self._open and self._reducing:

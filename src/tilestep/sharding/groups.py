@@ -34,14 +34,15 @@ class Awaited:
     """
 
     def __init__(self, works: Sequence[Any], roll_call: RollCall) -> None:
-        self._works, self._roll_call = works, roll_call
+        self._works, self._roll_call = [work for work in works if work is not None], roll_call
 
     def wait(self) -> None:
         """Let the host, or the current stream of a GPU, wait for it."""
+        if not self._works:
+            return
         with self._roll_call:
             for work in self._works:
-                if work is not None:
-                    work.wait()
+                work.wait()
 
 
 class Ranks:

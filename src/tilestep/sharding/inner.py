@@ -9,6 +9,7 @@ import torch
 
 from ..errors import RuleError
 from ..optimizer import Optimizer
+from ..optimizer.decide import decide
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
 from ..optimizer.tables import Tables
@@ -68,6 +69,19 @@ class PieceOptimizer(Optimizer):
 
     def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._wholes.get(param)
+
+    pieces_are_known = False
+    """Whether pieces and their gradients are where they were at the last step, and what that has made of them: who cuts
+    the pieces knows, since nobody else has them. Not in a capture, which looks at everything."""
+
+    def _step(self) -> None:
+        tables = self._tables
+        if tables is None or not self.pieces_are_known or not tables.repeats(self):
+            super()._step()
+            return
+        # The pieces' versions are not counted: nobody would ask for them before the next look.
+        decide(self, tables.engines)
+        tables.run([[] for _ in tables.engines], range(len(tables.engines)), counts_versions=False)
 
     def _build(self) -> Tables:
         tables = super()._build()

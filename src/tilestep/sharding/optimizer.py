@@ -293,6 +293,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             StateError: for other shapes or another rule; ValueError for other groups. Nothing is changed then.
         """
+        self._sharding.look_again()
         load_into_pieces(self._sharding, self, state_dict)
         self._show_states()
 
@@ -345,6 +346,7 @@ class ShardedOptimizer(Optimizer):
         """Let the pieces hold the weights that train or those to evaluate, and send them to the other ranks."""
         # What is on its way is read until it has arrived.
         self._sharding.follow_parameters()
+        self._sharding.look_again()
         self._sharding.inner.train(training)
         self._evaluating = self._sharding.inner._evaluating
         self._sharding.parameters.gather()

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..compat import is_compiled
 from ..engine.capturing import is_capturing
+from ..gradientless import gradientless
 from ..guards import guard_model, guard_sharers
 from ..tensor_watch import TensorWatch, sum_of_versions
 from .buckets import Bucket, Options
@@ -28,6 +29,7 @@ class _Wave:
 
     def __init__(self, buckets: Sequence[Bucket], channel: Channel) -> None:
         self.buckets = list(buckets)
+        self._trained: list[Bucket] = []
         self.is_pending = False
         self._channel = channel
         self._work: Any = None
@@ -35,16 +37,16 @@ class _Wave:
         self.mark: Mark | None = None
         """After it in the line of communication, where that is a stream."""
 
-    @property
-    def trains(self) -> bool:
-        """Whether a parameter of it does; the same on every rank."""
-        return any(bucket.trains for bucket in self.buckets)
+    def note_trains(self) -> bool:
+        """Note which buckets are gathered, those that train; whether there are any, which is the same on every rank."""
+        self._trained = [bucket for bucket in self.buckets if bucket.trains]
+        return bool(self._trained)
 
     def launch(self) -> None:
         """Begin, in the stream of communication."""
         self._travel.clear()
-        pairs = [self._sent(bucket) for bucket in self.buckets if bucket.trains]
-        self._work = self.buckets[0].ranks.all_gather([whole for whole, _ in pairs], [own for _, own in pairs])
+        wholes, sections = zip(*map(self._sent, self._trained))
+        self._work = self.buckets[0].ranks.all_gather(wholes, sections)
         if self._channel.in_order:
             self._arrive()
         self.mark = self._channel.mark()
@@ -144,6 +146,9 @@ class ParameterSync:
         self._of: dict[int, _Wave] = {}
         self.is_pending = False
         """Whether a bucket may still be on its way."""
+        self._trains: bytes | None = None
+        self._trained: list[Bucket] = []
+        self._trained_waves: list[_Wave] = []
         self._handles: list[Any] = []
         self.compiled = any(map(is_compiled, model.modules()))
         """Whether compiled code uses the model: it takes parameters without looking them up."""
@@ -166,6 +171,7 @@ class ParameterSync:
         self.params += [param for bucket in buckets for param in bucket.params]
         self._buckets += buckets
         self._waves += waves
+        self._trains = None
         self._of.update(own)
         self._watch = TensorWatch(self.params)
         self._updates.update((id(bucket), 0) for bucket in buckets)
@@ -221,14 +227,25 @@ class ParameterSync:
                 wave.wait_on_host()
         self.is_pending = False
 
-    def gather(self) -> None:
-        """After a step: let every rank have the parameters that the others have updated."""
+    def _note_trains(self, trains: bytes | None) -> None:
+        """Note which buckets train, and so are gathered."""
+        if trains is None or trains != self._trains:
+            self._trains = trains
+            self._trained = [bucket for bucket in self._buckets if bucket.trains]
+            self._trained_waves = [wave for wave in self._waves if wave.note_trains()]
+
+    def gather(self, trains: bytes | None = None) -> None:
+        """After a step: let every rank have the parameters that the others have updated.
+
+        Args:
+            trains: says which parameters train, in whatever way; None to look at each of them.
+        """
+        self._note_trains(trains)
         self.is_pending = True
         with self._channel.after_compute():
-            for wave in self._waves:
-                if wave.trains:
-                    wave.launch()
-        self.note_update()
+            for wave in self._trained_waves:
+                wave.launch()
+        self._count_update()
         if is_capturing():
             self._join_graph()
         elif self.compiled or not self._overlaps:
@@ -236,14 +253,17 @@ class ParameterSync:
 
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
-        trained = [bucket for bucket in self._buckets if bucket.trains]
-        for bucket in trained:
+        self._note_trains(None)
+        self._count_update()
+
+    def _count_update(self) -> None:
+        for bucket in self._trained:
             self._updates[id(bucket)] += 1
-        if len(trained) == len(self._buckets):
+        if len(self._trained) == len(self._buckets):
             self._watch.count_writes(self.params)
             self._versions += len(self.params)
         else:
-            written = [param for bucket in trained for param in bucket.params]
+            written = [param for bucket in self._trained for param in bucket.params]
             torch.autograd.graph.increment_version(written)
             self._versions += len(written)
 
@@ -270,7 +290,7 @@ class ParameterSync:
         self._versions = sum_of_versions(self.params)
         self._others = self._written_by_others()
 
-    @torch.no_grad()
+    @gradientless
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
         """The parameters that somebody else has written to since the last call; their values are taken over.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,24 +71,21 @@ class Channel:
                 if tensor is not None:
                     tensor.record_stream(self._stream)
 
-    @contextmanager
-    def after_compute(self, *tensors: torch.Tensor | None) -> Iterator[None]:
-        """A block of communication that begins when the computation so far has ended.
+    def after_compute(self, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
+        """A block of communication that begins when the computation so far has ended: that until this call.
 
         Args:
             tensors: what it works on and nobody keeps; their memory is kept until it has run.
         """
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         number = current_stream_number(self._index)
         if number not in self._writers:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for stream in self._writers.values():
             self._stream.wait_stream(stream)
         self.keep(*tensors)
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def settle(self) -> None:
         """Before a CUDA graph: let the current stream wait for all there is, so that nothing in the graph has to."""
