@@ -66,17 +66,10 @@ def _trace(during: str, options: str = "") -> Part:
 
 
 PARTS = [
-    _tests(
-        "new",
-        1,
-        60,
-        "tests/gpu/test_engine_gpu.py tests/gpu/test_tools_gpu.py "
-        "-k 'remainder or scaled_states or launches_and_copies or SOAP'",
-    ),
     _trace("neither"),
     _trace("forward"),
     _trace("backward", "--clip 0"),
-    Part("compile", 1, 170, "-m tilestep.cli bench compile --rules all --out {out}"),
+    Part("compile", 1, 130, "-m tilestep.cli bench compile --rules all --out {out}"),
     Part("offload", 1, 110, "benchmarks/offload_figures.py --output {out}"),
     _tests("engine", 1, 250, "tests/gpu/test_engine_gpu.py"),
     _tests("tools", 1, 90, "tests/gpu/test_tools_gpu.py"),
@@ -89,8 +82,8 @@ PARTS = [
     _tests("torch", 1, 145, "tests/gpu/test_torch_gpu.py"),
     _tests("overlap", 1, 90, "tests/gpu/test_overlap_gpu.py tests/gpu/test_kept_gradients_gpu.py -k 'not two'"),
     Part("e2e", 1, 480, "-m tilestep.cli bench e2e --mode both --compiled --seconds 460 --out {out}"),
-    Part("shard-2", 2, 95, "benchmarks/shard_figures.py --ranks 2 --output {out}/shard-2.json"),
-    Part("overlap-2", 2, 160, "benchmarks/overlap_figures.py --ranks 2 --limit 150 --output {out}"),
+    Part("shard-2", 2, 150, "benchmarks/shard_figures.py --ranks 2 --output {out}/shard-2.json"),
+    Part("overlap-2", 2, 240, "benchmarks/overlap_figures.py --ranks 2 --limit 230 --output {out}"),
     _tests("shard-2", 2, 120, "tests/gpu/test_shard_gpu.py -k two"),
     _tests(
         "two",
@@ -99,8 +92,8 @@ PARTS = [
         "tests/gpu/test_overlap_gpu.py tests/gpu/test_scaler_gpu.py tests/gpu/test_kept_gradients_gpu.py -k two",
     ),
     _tests("dtensor", 2, 60, "tests/gpu/test_dtensor_gpu.py"),
-    Part("shard-4", 4, 95, "benchmarks/shard_figures.py --ranks 4 --output {out}/shard-4.json"),
-    Part("overlap-4", 4, 160, "benchmarks/overlap_figures.py --ranks 4 --limit 150 --output {out}"),
+    Part("shard-4", 4, 150, "benchmarks/shard_figures.py --ranks 4 --output {out}/shard-4.json"),
+    Part("overlap-4", 4, 240, "benchmarks/overlap_figures.py --ranks 4 --limit 230 --output {out}"),
     _tests("shard-4", 4, 90, "tests/gpu/test_shard_gpu.py -k four"),
 ]
 

@@ -6,10 +6,11 @@ takes three minutes on GPUs, prints what it found and writes it to benchmarks/re
 the shapes of `tilestep bench step`'s language model, 1.2 B parameters in float32, and computes in bfloat16; under FSDP2
 every block, the embedding and the head are sharded by themselves. docs/overlap.md says what the schedules are.
 
-iterations: contenders take turns, each with a model of its own; those that clip, then those that do not. memory: peaks
-with short sequences, where gradients and not activations are at the peak; "dropped" lets every gradient go at once and
-updates nothing, and no schedule needs less (benchmarks/overlap_floor.py says of what that is made). losses: a hundred
-steps of each schedule in torch's deterministic mode. auto: what during="auto" chooses.
+iterations: contenders take turns, each with a model of its own; those that clip, then those that do not. What a step
+exposes is the difference from "no step" in the same round, since machines drift. memory: peaks with short sequences,
+where gradients and not activations are at the peak; "dropped" lets every gradient go at once and updates nothing, and
+no schedule needs less (benchmarks/overlap_floor.py says of what that is made). losses: a hundred steps of each
+schedule in torch's deterministic mode. auto: what during="auto" chooses.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Settings:
     small: bool
     limit: float
     output: str
+    add: bool
 
 
 class Bench:
@@ -79,6 +81,8 @@ class Bench:
         self.shape = TINY if settings.small else Shape()
         kind = "" if settings.wrap == "fsdp" else f"{settings.wrap}-"
         self.result = Result(f"overlap-{kind}{settings.ranks}", environment(device))
+        stored = Path(settings.output) / f"{self.result.section}.json"
+        self._known = Result.load(stored) if settings.add and stored.exists() else None
         self._generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def parts(self) -> list[tuple[str, Any]]:
@@ -114,6 +118,23 @@ class Bench:
             for each in contenders[shift:] + contenders[:shift]:
                 each.measure(batches, self.device, keep=kept >= 0)
         self._report(contenders, f"batch {size}, {clip}", {"batch": str(size), "clip": clip})
+        base = next((each for each in contenders if each.name == "no step" and each.failure is None), None)
+        for each in contenders:
+            if base is not None and each is not base and each.failure is None:
+                self._expose(each, base, f"batch {size}, {clip}")
+
+    def _expose(self, each: Training, base: Training, work: str) -> None:
+        """Report what of a contender's step nothing hides, from round to round."""
+        found = spread([own - alone for own, alone in zip(each.wall, base.wall)])
+        share = found.median / spread(base.wall).median
+        for name, value in (("ms", found.median), ("ms, low", found.low), ("ms, high", found.high), ("share", share)):
+            what, _, quartile = name.partition(", ")
+            key = f"exposed {what}, {work}, {each.name}" + (f", {quartile}" if quartile else "")
+            self.result.summary[key] = round(value, 4)
+        self.say(
+            f"{work:20} {each.name:12} exposes {found.median:7.2f} ms ({found.low:.2f} to {found.high:.2f}), "
+            f"{100 * share:.1f}% of what there is without a step"
+        )
 
     def _report(self, contenders: list[Training], work: str, tags: dict[str, str]) -> None:
         rows = [
@@ -123,21 +144,13 @@ class Bench:
             for each in contenders
         ]
         self.result.groups.append(Group(f"iteration, {work}", rows, tags=tags))
-        base = next((row.wall.median for row in rows if row.contender == "no step" and row.wall), None)
         for row in rows:
             if row.wall is None:
                 self.say(f"{work:20} {row.contender:12} {row.failure}")
                 continue
-            exposed = row.wall.median - base if base else float("nan")
-            if base and row.contender not in ("no step", "dropped"):
-                self.result.summary[f"exposed ms, {work}, {row.contender}"] = round(exposed, 3)
-                self.result.summary[f"exposed share, {work}, {row.contender}"] = round(exposed / base, 4)
             peak = f"peak {row.peak_bytes / 2**30:7.2f} GiB" if row.peak_bytes else ""
             quartiles = f"{row.wall.low:9.2f} to {row.wall.high:9.2f}"
-            self.say(
-                f"{work:20} {row.contender:12} {row.wall.median:9.2f} ms ({quartiles}, {row.wall.count})  "
-                f"exposed {exposed:7.2f} ms  {peak}"
-            )
+            self.say(f"{work:20} {row.contender:12} {row.wall.median:9.2f} ms ({quartiles}, {row.wall.count})  {peak}")
 
     def memory(self) -> None:
         """What an iteration needs at its peak above parameters and state, with sequences that are short."""
@@ -219,7 +232,24 @@ class Bench:
     def save(self) -> None:
         """Write what is there so far, on rank 0."""
         if dist.get_rank() == 0 and (self.gpu or self.settings.output != str(RESULTS)):
-            self.result.save(Path(self.settings.output))
+            self._with_known().save(Path(self.settings.output))
+
+    def _with_known(self) -> Result:
+        """What was found, with what an earlier run has found and this one has not."""
+        if self._known is None:
+            return self.result
+        measured = {group.title for group in self.result.groups}
+        kept = [group for group in self._known.groups if group.title not in measured]
+        whole = dataclasses.replace(self.result, groups=[], notes=list(self.result.notes))
+        whole.take_over(dataclasses.replace(self._known, groups=kept), ("device", "torch"))
+        whole.groups = [*self.result.groups, *whole.groups]
+        # A group's figures go with it.
+        works = [group.title.removeprefix("iteration, ") for group in self.result.groups]
+        old = {
+            key: value for key, value in self._known.summary.items() if not any(f", {work}," in key for work in works)
+        }
+        whole.summary = {**old, **self.result.summary}
+        return whole
 
 
 CLIPS = ("clip", "no clip")
@@ -283,19 +313,20 @@ def _require_all(store: dist.Store, key: str, outcome: str, rank: int, ranks: in
 def main(
     ranks: Annotated[int, typer.Option(help="How many GPUs, or processes without one.")] = 1,
     batch: Annotated[list[int], typer.Option(help="Sequences a rank.")] = [1, 4],  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="Figures of each contender.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Figures of each contender.")] = 20,
     wrap: Annotated[str, typer.Option(help=f"What the model is in: {', '.join(WRAPS)}.")] = "fsdp",
     parts: Annotated[str, typer.Option(help="Only these, with commas.")] = "iterations,memory,losses,auto",
     limit: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 180,
     small: Annotated[bool, typer.Option(help="A small model: checks this script, measures nothing.")] = False,
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
+    add: Annotated[bool, typer.Option(help="Keep what is there of what is not measured now.")] = False,
 ) -> None:
     """Measure, print, write."""
     if wrap not in WRAPS:
         raise SystemExit(f"--wrap is one of {', '.join(WRAPS)}")
     begin = time.time()
     names = [name.strip() for name in parts.split(",")]
-    settings = Settings(ranks, list(batch), rounds, wrap, names, small, limit, str(output))
+    settings = Settings(ranks, list(batch), rounds, wrap, names, small, limit, str(output), add)
     with tempfile.TemporaryDirectory() as folder:
         context: Any = multiprocessing.start_processes(
             _rank, (settings, folder, begin), nprocs=ranks, join=False, start_method="spawn"

@@ -34,7 +34,7 @@ from tilestep.bench.environment import environment
 from tilestep.planning import Constants, default_constants
 
 RESULTS = Path(__file__).parent / "results"
-PART_SECONDS, ALL_SECONDS = 90.0, 160.0
+PART_SECONDS, ALL_SECONDS = 120.0, 220.0
 SETTLE_SECONDS = 10.0
 """How long ranks wait for each other at the end of a part, and how long before its time is over it should end."""
 

@@ -65,7 +65,7 @@ def sharded(bench: Bench) -> dict[str, Any]:
         trained.step()
     found = {"memory": _memory(bench, trained, before, construction)}
     bench.note(found)
-    count = 3 if bench.quick else 15
+    count = 3 if bench.quick else 25
     found["host"] = {"step": bench.host(trained.step, lambda: bench.backward(trained, 1), count)}
     bench.note(found)
     found["parts of a step"] = _parts_of_a_step(bench, trained)

@@ -39,7 +39,7 @@ def test_every_file_of_a_part_is_there(script: Any, tmp_path: Path) -> None:
 def test_parts_are_chosen_by_name_and_by_the_number_of_gpus(script: Any) -> None:
     assert [part.name for part in script.chosen("shard-2, compile", 2)] == ["shard-2", "compile"]
     assert {part.gpus for part in script.chosen("", 3)} == {2}
-    with pytest.raises(typer.BadParameter, match="no part is called 'shard'; there are: tests-new, "):
+    with pytest.raises(typer.BadParameter, match="no part is called 'shard'; there are: trace-neither, "):
         script.chosen("shard", 4)
     with pytest.raises(typer.BadParameter, match="shard-4 needs 4 GPUs, here are 2"):
         script.chosen("shard-4", 2)

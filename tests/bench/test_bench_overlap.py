@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from module_files import load
 
 import tilestep
-from tilestep.bench.results import Result
+from tilestep.bench.results import Group, Result, Row
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -46,6 +47,47 @@ def test_iterations_memory_and_losses(tmp_path: Path) -> None:
     assert equal == [10.0] * 4
     first, last = (found.summary[f"{which} loss, clip"] for which in ("first", "last"))
     assert first != last
+
+
+def test_what_is_not_measured_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    figures = load(BENCHMARKS / "overlap_figures.py")
+    here = {"device": "one", "torch": "2", "commit": "new", "date": "today"}
+    titles = [f"iteration, batch 1, {clip}" for clip in ("clip", "no clip")]
+    bench = figures.Bench.__new__(figures.Bench)
+    bench.result = Result("overlap-2", here, [Group(titles[0], [])], summary={"exposed ms, batch 1, clip, serial": 1.0})
+    bench._known = Result(
+        "overlap-2",
+        {**here, "commit": "old", "date": "before"},
+        [Group(title, [Row("serial")]) for title in titles],
+        summary={
+            "exposed ms, batch 1, clip, serial": 2.0,
+            "exposed ms, batch 1, clip, gone": 2.0,
+            "exposed ms, batch 1, no clip, serial": 3.0,
+        },
+    )
+    found = bench._with_known()
+    assert [(group.title, len(group.rows)) for group in found.groups] == [(titles[0], 0), (titles[1], 1)]
+    assert found.summary == {
+        "exposed ms, batch 1, clip, serial": 1.0,
+        "exposed ms, batch 1, no clip, serial": 3.0,
+    }
+    assert found.notes == ["groups kept: 1 from a run at commit old, before"]
+    assert found.environment == here and len(bench.result.groups) == 1
+
+
+def test_what_is_exposed_is_told_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    figures = load(BENCHMARKS / "overlap_figures.py")
+    bench = figures.Bench.__new__(figures.Bench)
+    bench.result = Result("overlap-2", {})
+    monkeypatch.setattr(bench, "say", lambda line: None)
+    base, own = figures.Training("no step", None, None), figures.Training("serial", None, None)
+    # The machine becomes slower from round to round by more than the step takes.
+    base.wall, own.wall = [100.0, 120.0, 140.0], [103.0, 122.0, 141.0]
+    bench._expose(own, base, "batch 1, clip")
+    assert bench.result.summary["exposed ms, batch 1, clip, serial"] == 2
+    assert bench.result.summary["exposed share, batch 1, clip, serial"] == round(2 / 120, 4)
 
 
 def test_backward_needs_what_any_schedule_needs(tmp_path: Path) -> None:
