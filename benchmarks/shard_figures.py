@@ -194,6 +194,24 @@ def goals(found: dict[str, Any], ranks: int) -> dict[str, bool | None]:
     return reached
 
 
+def _slug(device: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in device.lower())
+
+
+def _kept(known: dict[str, Any], here: dict[str, str], names: list[str]) -> dict[str, Any]:
+    """Parts of an earlier run that this one does not take; each says where it is from.
+
+    Raises:
+        SystemExit: for figures of another device or torch.
+    """
+    before = known.get("environment", here)
+    if any(before[key] != here[key] for key in ("device", "torch")):
+        raise SystemExit(f"figures of {before['device']}, torch {before['torch']}, cannot be added to here")
+    parts = {name: known[name] for name in PARTS if name in known and name not in names}
+    parts = {name: part for name, part in parts.items() if "failure" not in part}
+    return {name: {"environment": before, **part} for name, part in parts.items()}
+
+
 def constants_of(found: dict[str, Any], source: str, device: torch.device) -> Constants:
     """The default constants, with those that were measured in their places."""
     known = default_constants()
@@ -243,6 +261,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
     constants: Annotated[Path | None, typer.Option(help="Write constants for `tilestep plan` there.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
+    add: Annotated[bool, typer.Option(help="Keep the parts that --output has and this run does not take.")] = False,
 ) -> None:
     """Measure, print, write."""
     start = time.monotonic()
@@ -259,13 +278,14 @@ def main(
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     described = environment(device)
     found = run(names, ranks, quick, start + seconds)
+    path = output or RESULTS / f"shard-figures-{_slug(described['device'])}-x{ranks}.json"
+    known = json.loads(path.read_text()) if add and path.exists() else {}
+    found = {**_kept(known, described, names), **found}
     result: dict[str, Any] = {"environment": described, "ranks": ranks, "quick": quick, **found}
     result["length"] = Bench(device, quick).shape.length
     result["goals"] = reached = {} if quick else goals(result, ranks)
     result["seconds"] = round(time.monotonic() - start, 1)
     print(json.dumps(result, indent=1))
-    slug = "".join(letter if letter.isalnum() else "-" for letter in described["device"].lower())
-    path = output or RESULTS / f"shard-figures-{slug}-x{ranks}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written to {path}")

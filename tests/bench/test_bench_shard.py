@@ -52,6 +52,23 @@ def test_every_part_reports(found: tuple[dict[str, Any], Path]) -> None:
     assert set(figures["host_of_many"]["20"]) >= {"step", "backward", "backward of plain tensors", "buckets"}
 
 
+def test_parts_that_are_not_taken_again_are_kept(found: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    figures, _ = found
+    path = tmp_path / "figures.json"
+    earlier = {**figures, "environment": {**figures["environment"], "commit": "earlier"}}
+    path.write_text(json.dumps({**earlier, "zero_redundancy": {"failure": "too late"}}))
+    options = ["--quick", "--parts", "collectives", "--add", "--output", str(path)]
+    done = python(str(BENCHMARKS / "shard_figures.py"), "--ranks", "2", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    now = json.loads(path.read_text())
+    assert now["iterations"] == {"environment": earlier["environment"], **figures["iterations"]}
+    assert now["environment"]["commit"] != "earlier" and "environment" not in now["collectives"]
+    assert "zero_redundancy" not in now
+    path.write_text(json.dumps({**earlier, "environment": {**figures["environment"], "torch": "1.0"}}))
+    done = python(str(BENCHMARKS / "shard_figures.py"), "--ranks", "2", *options)
+    assert done.returncode == 1 and "torch 1.0, cannot be added to" in done.stderr
+
+
 def test_constants_are_for_plans(found: tuple[dict[str, Any], Path]) -> None:
     constants = Constants.load(found[1])
     assert "launch_latency" not in constants.assumed and "network_bandwidth" in constants.assumed

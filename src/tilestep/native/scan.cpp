@@ -369,11 +369,27 @@ PyObject* survey(PyObject*, PyObject* list) {
   unsigned long long versions = 0;
   bool has_gradient = false;
   std::vector<char> trains(PyList_GET_SIZE(list));
+  // A model has run since the last look, and nothing of these is in a cache any more: fetched one after the other they
+  // would take longer than all else, so each stage asks for what the next one reads.
+  std::vector<const c10::TensorImpl*> found(trains.size());
+  for (size_t index = 0; index < trains.size(); ++index) __builtin_prefetch(PyList_GET_ITEM(list, index));
   for (size_t index = 0; index < trains.size(); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
-    if (!THPVariable_Check(object) || THPVariable_Unpack(object).is_inference())
+    if (!THPVariable_Check(object)) return PyErr_Format(PyExc_TypeError, "survey() takes tensors");
+    found[index] = THPVariable_Unpack(object).unsafeGetTensorImpl();
+    __builtin_prefetch(found[index]);
+    __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 64);
+    __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 128);
+  }
+  for (const auto* each : found) {
+    __builtin_prefetch(each->autograd_meta());
+    // A counter is a pointer to the number.
+    __builtin_prefetch(*reinterpret_cast<void* const*>(&each->version_counter()));
+  }
+  for (size_t index = 0; index < trains.size(); ++index) {
+    const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list, index));
+    if (tensor.is_inference())
       return PyErr_Format(PyExc_TypeError, "survey() takes tensors that count their versions");
-    const at::Tensor& tensor = THPVariable_Unpack(object);
     versions += tensor.unsafeGetTensorImpl()->version_counter().current_version();
     has_gradient |= tensor.grad().defined();
     trains[index] = tensor.requires_grad();

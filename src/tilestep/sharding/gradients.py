@@ -221,9 +221,7 @@ class GradientSync(Accumulating):
         sums.let_go()
 
     def _finish(self, sums: Sums) -> None:
-        """What remains once the sums over the ranks that split the state are there."""
-        if sums.work is None:
-            return
+        """What remains once the sums over the ranks that split the state, which are on their way, are there."""
         sums.work.wait()
         sums.work = None
         section = sums.section
@@ -277,7 +275,8 @@ class GradientSync(Accumulating):
     def _await_all(self) -> None:
         # In this order on every rank: copies exchange sections here.
         for sums in self.sums:
-            self._finish(sums)
+            if sums.work is not None:
+                self._finish(sums)
         self._finish_used()
         self.channel.await_communication()
 

@@ -30,6 +30,8 @@ class _Wave:
     def __init__(self, buckets: Sequence[Bucket], channel: Channel) -> None:
         self.buckets = list(buckets)
         self._trained: list[Bucket] = []
+        self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
+        """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
         self.is_pending = False
         self._channel = channel
         self._work: Any = None
@@ -40,17 +42,23 @@ class _Wave:
     def note_trains(self) -> bool:
         """Note which buckets are gathered, those that train; whether there are any, which is the same on every rank."""
         self._trained = [bucket for bucket in self.buckets if bucket.trains]
+        plain = bool(self._trained) and all(bucket.sync_dtype == bucket.dtype for bucket in self._trained)
+        self._as_they_are = self._all_sent() if plain else None
         return bool(self._trained)
 
     def launch(self) -> None:
         """Begin, in the stream of communication."""
-        self._travel.clear()
-        wholes, sections = zip(*map(self._sent, self._trained))
+        wholes, sections = self._as_they_are or self._all_sent()
         self._work = self.buckets[0].ranks.all_gather(wholes, sections)
         if self._channel.in_order:
             self._arrive()
         self.mark = self._channel.mark()
         self.is_pending = True
+
+    def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        self._travel.clear()
+        wholes, sections = zip(*map(self._sent, self._trained))
+        return wholes, sections
 
     def _sent(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """What travels for a bucket, all of it and this rank's section."""
