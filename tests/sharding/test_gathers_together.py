@@ -184,7 +184,7 @@ class LateChannel:
     def after_compute(self, *_: Any) -> Iterator[None]:
         yield
 
-    def mark(self) -> Mark:
+    def mark(self, before: Mark | None = None) -> Mark:
         self.marks += 1
         return Mark(LateEvent(), self.marks)  # type: ignore[arg-type]
 

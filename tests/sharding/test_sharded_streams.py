@@ -37,7 +37,7 @@ class Streams:
         """Events that were asked whether they have happened."""
         self.done: set[int] = set()
 
-    def record_event(self) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:
         self.made += 1
         return Event(self.done, self.made, self.asked)
 

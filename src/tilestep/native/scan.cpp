@@ -368,10 +368,15 @@ PyObject* survey(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "survey() takes a list");
   unsigned long long versions = 0;
   bool has_gradient = false;
-  std::vector<char> trains(PyList_GET_SIZE(list));
+  // Kept, and used by whoever holds the interpreter: what is allocated after a backward has the allocator tidy up what
+  // that has freed, and takes longer than all else that is done here.
+  static std::vector<char> trains;
+  static std::vector<const c10::TensorImpl*> found;
+  static PyObject* each = nullptr;
+  trains.resize(PyList_GET_SIZE(list));
+  found.resize(trains.size());
   // A model has run since the last look, and nothing of these is in a cache any more: fetched one after the other they
   // would take longer than all else, so each stage asks for what the next one reads.
-  std::vector<const c10::TensorImpl*> found(trains.size());
   for (size_t index = 0; index < trains.size(); ++index) __builtin_prefetch(PyList_GET_ITEM(list, index));
   for (size_t index = 0; index < trains.size(); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
@@ -381,10 +386,10 @@ PyObject* survey(PyObject*, PyObject* list) {
     __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 64);
     __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 128);
   }
-  for (const auto* each : found) {
-    __builtin_prefetch(each->autograd_meta());
+  for (const auto* tensor : found) {
+    __builtin_prefetch(tensor->autograd_meta());
     // A counter is a pointer to the number.
-    __builtin_prefetch(*reinterpret_cast<void* const*>(&each->version_counter()));
+    __builtin_prefetch(*reinterpret_cast<void* const*>(&tensor->version_counter()));
   }
   for (size_t index = 0; index < trains.size(); ++index) {
     const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list, index));
@@ -394,8 +399,10 @@ PyObject* survey(PyObject*, PyObject* list) {
     has_gradient |= tensor.grad().defined();
     trains[index] = tensor.requires_grad();
   }
-  PyObject* each = PyBytes_FromStringAndSize(trains.data(), static_cast<Py_ssize_t>(trains.size()));
-  return Py_BuildValue("KNN", versions, PyBool_FromLong(has_gradient), each);
+  const auto count = static_cast<Py_ssize_t>(trains.size());
+  if (each == nullptr || PyBytes_GET_SIZE(each) != count || !std::equal(trains.begin(), trains.end(), PyBytes_AS_STRING(each)))
+    Py_XSETREF(each, PyBytes_FromStringAndSize(trains.data(), count));
+  return each == nullptr ? nullptr : Py_BuildValue("KNO", versions, PyBool_FromLong(has_gradient), each);
 }
 
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},

@@ -54,7 +54,8 @@ class GradientSync(Accumulating):
         self._places: list[list[int]] = []
         self.params: list[torch.Tensor] = []
         """All parameters by place."""
-        self._used_here: set[int] = set()
+        self._used_here = bytearray()
+        """For each parameter a one if this rank has had a gradient of it since the last step, else a zero."""
         self._handles: list[Any] = []
         self._open = False
         self._next = 0
@@ -88,10 +89,12 @@ class GradientSync(Accumulating):
         self.params += [known[place] for place in sorted(known)]
         # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
         self._all_have = (True,) * len(self.params)
+        self._none_used, self._all_used = bytearray(len(self.params)), bytearray(b"\1" * len(self.params))
+        self._used_here = bytearray(self._none_used)
         self.used = torch.zeros(len(self.params), dtype=torch.float32, device=buckets[0].flat.device)
         """For each parameter how many ranks had a gradient of it since the last step."""
         self._used_work: Any = None
-        self._used_known: set[int] = set()
+        self._used_known = bytes(self._none_used)
         self._used_sent = self.used.clone()
         self._announce(len(self.sums) - len(added))
 
@@ -117,7 +120,7 @@ class GradientSync(Accumulating):
     @property
     def is_idle(self) -> bool:
         """Whether there are no gradients: after a step, or when they were dropped."""
-        return not self._open and not self._used_here and not self._was_given()
+        return not self._open and 1 not in self._used_here and not self._was_given()
 
     def _arrived(self, number: int, place: int, param: torch.Tensor) -> None:
         # Called for every parameter in every backward, unless C++ has counted it.
@@ -238,8 +241,12 @@ class GradientSync(Accumulating):
     def _end_round(self) -> None:
         while self._next < len(self.sums):
             self._reduce_next()
-        for sums, places in zip(self.sums, self._places):
-            self._used_here.update(places if len(sums.filled) == len(places) else (places[at] for at in sums.filled))
+        if not any(0 in sums.filled for sums in self.sums):
+            self._used_here[:] = self._all_used
+        else:
+            for sums, places in zip(self.sums, self._places):
+                for place, is_there in zip(places, sums.filled):
+                    self._used_here[place] |= is_there
         self._send_used()
         with self.channel.after_compute(self.used, self._used_sent):
             self.used.copy_(self._used_sent)
@@ -263,11 +270,9 @@ class GradientSync(Accumulating):
 
     def _send_used(self) -> None:
         """Bring what this rank has used to the device if it is not what it has used before."""
-        count = len(self.params)
-        if not len(self._used_here) == len(self._used_known) == count and self._used_here != self._used_known:
-            self._used_known = set(self._used_here)
-            source = torch.zeros(len(self.params), device="cpu")
-            source[sorted(self._used_here)] = 1.0
+        if self._used_here != self._used_known:
+            self._used_known = bytes(self._used_here)
+            source = torch.tensor(list(self._used_known), dtype=torch.float32, device="cpu")
             if self.used.is_cuda:
                 source = source.pin_memory()
             self._used_sent = source.to(self.used.device, non_blocking=True)
@@ -304,9 +309,9 @@ class GradientSync(Accumulating):
 
         The host looks at the device only if this rank had none for a parameter that trains.
         """
-        if len(self._used_here) == len(self.params):
+        if 0 not in self._used_here:
             return self._all_have
-        found = [place in self._used_here for place in range(len(self.params))]
+        found = list(map(bool, self._used_here))
         unsure = [place for place, known in enumerate(found) if not known and self.params[place].requires_grad]
         if unsure and self.ranks.count > 1:
             require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
@@ -334,7 +339,7 @@ class GradientSync(Accumulating):
         """After a step: the gradients are used up."""
         for sums in self.sums:
             sums.forget()
-        self._used_here.clear()
+        self._used_here[:] = self._none_used
         self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
         self._follow(None)
         self.summed_in_graph = False

@@ -52,7 +52,7 @@ class _Wave:
         self._work = self.buckets[0].ranks.all_gather(wholes, sections)
         if self._channel.in_order:
             self._arrive()
-        self.mark = self._channel.mark()
+        self.mark = self._channel.mark(self.mark)
         self.is_pending = True
 
     def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

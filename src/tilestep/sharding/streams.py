@@ -123,9 +123,13 @@ class Channel:
             self._current(number).wait_event(mark.event)
             self._reached[number] = mark.place
 
-    def mark(self) -> Mark | None:
-        """A mark after all communication so far; None on a CPU."""
+    def mark(self, before: Mark | None = None) -> Mark | None:
+        """A mark after all communication so far; None on a CPU.
+
+        Args:
+            before: an earlier one that is not needed any more, of which the new one takes the event.
+        """
         if self._stream is None:
             return None
         self._marks += 1
-        return Mark(self._stream.record_event(), self._marks)
+        return Mark(self._stream.record_event(None if before is None else before.event), self._marks)

@@ -32,8 +32,11 @@ class Sums:
         self._memory = memory
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
-        self.filled: set[int] = set()
-        """Places of parameters whose gradient of this rank is in the bucket."""
+        # Of fixed size, and so are their values: what is allocated after a backward has the allocator tidy up what that
+        # has freed. Of bytes a copy would be made.
+        self.filled = bytearray(len(bucket.params))
+        """A one for each parameter whose gradient of this rank is in the bucket, else a zero."""
+        self._none, self._all = bytearray(len(self.filled)), bytearray(b"\1" * len(self.filled))
         self._trains = b""
         self.section: torch.Tensor | None = None
         """This rank's section of the summed gradients, once they are there."""
@@ -61,7 +64,7 @@ class Sums:
             # The section lies where new gradients are going to be written, unless the memory was given back.
             self.carried = self.section.clone() if self._memory is not None else self.section
             self.section = None
-        self.filled.clear()
+        self.filled[:] = self._none
 
     def note_trains(self) -> None:
         """Note which parameters train, of which gradients are awaited."""
@@ -79,7 +82,7 @@ class Sums:
         Args:
             ends: whether there are going to be none, so that parameters keep no gradient.
         """
-        if self.filled or not self._collect_all(ends):
+        if 1 in self.filled or not self._collect_all(ends):
             self._collect_some(ends)
 
     def _collect_all(self, ends: bool) -> bool:
@@ -96,7 +99,7 @@ class Sums:
         else:
             for param in params:
                 param.grad = None
-        self.filled.update(range(len(params)))
+        self.filled[:] = self._all
         return True
 
     def _collect_some(self, ends: bool) -> None:
@@ -108,7 +111,7 @@ class Sums:
             if gradient is None:
                 if self.accumulates_in_place:
                     # There was none, or somebody has taken it away.
-                    self.filled.discard(place)
+                    self.filled[place] = 0
                 continue
             if not views:
                 views = self._memory_views()
@@ -117,14 +120,14 @@ class Sums:
                 if ends:
                     param.grad = None
                 continue
-            if place in self.filled and not self.accumulates_in_place:
+            if self.filled[place] and not self.accumulates_in_place:
                 view.add_(gradient)
             else:
                 # One that is not the view was put there after it, by backward or by the user: it holds all there is.
                 targets.append(view)
                 sources.append(gradient)
             param.grad = view if self.accumulates_in_place and not ends else None
-            self.filled.add(place)
+            self.filled[place] = 1
         copy_all(targets, sources)
 
     def _memory_views(self) -> list[torch.Tensor]:
@@ -137,8 +140,8 @@ class Sums:
         """The bucket with the gradient of every parameter in it, zero for those that have none."""
         self.collect(ends=True)
         views = self._memory_views()
-        if len(self.filled) < len(views):
-            zero_all([view for place, view in enumerate(views) if place not in self.filled])
+        if 0 in self.filled:
+            zero_all([view for view, is_there in zip(views, self.filled) if not is_there])
         assert self.flat is not None
         return self.flat
 
@@ -164,7 +167,7 @@ class Sums:
     def forget(self) -> None:
         """Drop all gradients."""
         self.section = self.carried = None
-        self.filled.clear()
+        self.filled[:] = self._none
         self.let_go()
 
 
