@@ -288,9 +288,10 @@ class Sharding:
         self._stepped = None
         self.inner._step()
         self._stepped = self._known
+        updates = self.gradients.updates()
         if not captures or self.gradients.summed_in_graph:
             self.gradients.forget()
-        self.parameters.gather(None if self._known is None else self._known.trains)
+        self.parameters.gather(updates)
 
     def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:
         """Before a capture or a replay: bring everything that a graph takes for granted to where it looks for it.

@@ -216,6 +216,7 @@ class GradientSync(Accumulating):
             return
         flat = sums.complete()
         section = sums.section = sums.place_of_section()
+        sums.was_summed = True
         given_back = () if sums.keeps_memory else (flat, section)
         with self.channel.after_compute(*given_back, sums.carried):
             sums.work = self.ranks.reduce_scatter(section, flat, mean=sums.comes_averaged)
@@ -320,6 +321,13 @@ class GradientSync(Accumulating):
                 found[place] = counts[place] > 0
         return tuple(found)
 
+    def updates(self) -> bytes:
+        """For each bucket a one if a step now may update it, else a zero: the same on every rank.
+
+        One that was frozen after its gradients were summed up is updated, as torch does with whatever has a gradient.
+        """
+        return bytes(sums.was_summed or sums.bucket.trains for sums in self.sums)
+
     @gradientless
     def reset(self) -> None:
         """Drop the gradients of every parameter, those on their way too."""
@@ -327,11 +335,13 @@ class GradientSync(Accumulating):
             # A backward pass was broken off; other ranks may be further in this round.
             self._end_round()
         self._await_all()
-        rounds = self._rounds
+        rounds, summed = self._rounds, [sums.was_summed for sums in self.sums]
         self.forget()
-        # A rank that drops its gradients alone must not begin a round that the others have behind them.
+        # A rank that drops its gradients alone must not begin a round that the others have behind them, and takes part
+        # where they gather.
         self._rounds = rounds
-        for sums in self.sums:
+        for sums, was_summed in zip(self.sums, summed):
+            sums.was_summed = was_summed
             for param in sums.bucket.params:
                 param.grad = None
 
@@ -339,6 +349,7 @@ class GradientSync(Accumulating):
         """After a step: the gradients are used up."""
         for sums in self.sums:
             sums.forget()
+            sums.was_summed = False
         self._used_here[:] = self._none_used
         self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
         self._follow(None)

@@ -349,6 +349,7 @@ class ShardedOptimizer(Optimizer):
         self._sharding.look_again()
         self._sharding.inner.train(training)
         self._evaluating = self._sharding.inner._evaluating
+        # Of all: what is frozen now may have been averaged before.
         self._sharding.parameters.gather()
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:

@@ -23,13 +23,13 @@ class _Wave:
     """Buckets that are gathered together, since calls for each would take the host longer than the network.
 
     Args:
-        buckets: of one dtype; those that train are gathered.
+        buckets: of one dtype; those that are chosen are gathered.
         channel: where communication runs.
     """
 
     def __init__(self, buckets: Sequence[Bucket], channel: Channel) -> None:
         self.buckets = list(buckets)
-        self._trained: list[Bucket] = []
+        self._chosen: list[Bucket] = []
         self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
         self.is_pending = False
@@ -39,12 +39,16 @@ class _Wave:
         self.mark: Mark | None = None
         """After it in the line of communication, where that is a stream."""
 
-    def note_trains(self) -> bool:
-        """Note which buckets are gathered, those that train; whether there are any, which is the same on every rank."""
-        self._trained = [bucket for bucket in self.buckets if bucket.trains]
-        plain = bool(self._trained) and all(bucket.sync_dtype == bucket.dtype for bucket in self._trained)
+    def choose(self, updated: Sequence[Bucket]) -> bool:
+        """Note which buckets are gathered; whether there are any, which is the same on every rank.
+
+        Args:
+            updated: they, and those of other waves.
+        """
+        self._chosen = [bucket for bucket in self.buckets if bucket in updated]
+        plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.dtype for bucket in self._chosen)
         self._as_they_are = self._all_sent() if plain else None
-        return bool(self._trained)
+        return bool(self._chosen)
 
     def launch(self) -> None:
         """Begin, in the stream of communication."""
@@ -57,7 +61,7 @@ class _Wave:
 
     def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         self._travel.clear()
-        wholes, sections = zip(*map(self._sent, self._trained))
+        wholes, sections = zip(*map(self._sent, self._chosen))
         return wholes, sections
 
     def _sent(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,9 +158,10 @@ class ParameterSync:
         self._of: dict[int, _Wave] = {}
         self.is_pending = False
         """Whether a bucket may still be on its way."""
-        self._trains: bytes | None = None
-        self._trained: list[Bucket] = []
-        self._trained_waves: list[_Wave] = []
+        self._which = b""
+        """For each bucket a one if it was updated the last time, else a zero."""
+        self._updated: list[Bucket] = []
+        self._updated_waves: list[_Wave] = []
         self._handles: list[Any] = []
         self.compiled = any(map(is_compiled, model.modules()))
         """Whether compiled code uses the model: it takes parameters without looking them up."""
@@ -179,7 +184,7 @@ class ParameterSync:
         self.params += [param for bucket in buckets for param in bucket.params]
         self._buckets += buckets
         self._waves += waves
-        self._trains = None
+        self._which = b""
         self._of.update(own)
         self._watch = TensorWatch(self.params)
         self._updates.update((id(bucket), 0) for bucket in buckets)
@@ -235,23 +240,22 @@ class ParameterSync:
                 wave.wait_on_host()
         self.is_pending = False
 
-    def _note_trains(self, trains: bytes | None) -> None:
-        """Note which buckets train, and so are gathered."""
-        if trains is None or trains != self._trains:
-            self._trains = trains
-            self._trained = [bucket for bucket in self._buckets if bucket.trains]
-            self._trained_waves = [wave for wave in self._waves if wave.note_trains()]
+    def _note_updated(self, which: bytes) -> None:
+        if which != self._which:
+            self._which = which
+            self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
+            self._updated_waves = [wave for wave in self._waves if wave.choose(self._updated)]
 
-    def gather(self, trains: bytes | None = None) -> None:
+    def gather(self, which: bytes | None = None) -> None:
         """After a step: let every rank have the parameters that the others have updated.
 
         Args:
-            trains: says which parameters train, in whatever way; None to look at each of them.
+            which: for each bucket a one if it was updated, else a zero; None for all of them.
         """
-        self._note_trains(trains)
+        self._note_updated(b"\1" * len(self._buckets) if which is None else which)
         self.is_pending = True
         with self._channel.after_compute():
-            for wave in self._trained_waves:
+            for wave in self._updated_waves:
                 wave.launch()
         self._count_update()
         if is_capturing():
@@ -261,17 +265,17 @@ class ParameterSync:
 
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
-        self._note_trains(None)
+        self._note_updated(bytes(bucket.trains for bucket in self._buckets))
         self._count_update()
 
     def _count_update(self) -> None:
-        for bucket in self._trained:
+        for bucket in self._updated:
             self._updates[id(bucket)] += 1
-        if len(self._trained) == len(self._buckets):
+        if len(self._updated) == len(self._buckets):
             self._watch.count_writes(self.params)
             self._versions += len(self.params)
         else:
-            written = [param for bucket in self._trained for param in bucket.params]
+            written = [param for bucket in self._updated for param in bucket.params]
             torch.autograd.graph.increment_version(written)
             self._versions += len(written)
 

@@ -40,6 +40,8 @@ class Sums:
         self._trains = b""
         self.section: torch.Tensor | None = None
         """This rank's section of the summed gradients, once they are there."""
+        self.was_summed = False
+        """Whether there was such a section since the last step, which somebody may have dropped."""
         self.carried: torch.Tensor | None = None
         """That of earlier rounds since the last step, to be added to the next one."""
         self.work: Any = None

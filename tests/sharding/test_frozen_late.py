@@ -1,0 +1,98 @@
+"""Parameters that are frozen where others would not expect it: ranks that have updated them still send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rank_processes import each_passes
+from sharded_twins import TINY, Pair, inputs, sgd
+from torch import nn
+
+import tilestep
+from tilestep.rules.compose import ema
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+def averaged_sgd(params: Any) -> tilestep.Optimizer:
+    return tilestep.Optimizer(params, ema(tilestep.registry["SGD"], 0.5), lr=0.125)
+
+
+def backward(pair: Pair) -> None:
+    data = inputs(3, 4)
+    pair.backward(lambda model: model(data).square().sum())
+
+
+def train(pair: Pair, steps: int = 1) -> None:
+    for _ in range(steps):
+        backward(pair)
+        pair.step()
+
+
+def freeze(pair: Pair, *, frozen: bool = True) -> None:
+    for model in (pair.model, pair.twin):
+        model[1].requires_grad_(not frozen)
+
+
+def between_backward_and_step() -> None:
+    for buffer in ("contiguous", "bucket"):
+        pair = Pair(layers(), sgd, bucket_cap_mb=TINY, grad_buffer=buffer)
+        train(pair, 3)
+        before = pair.twin[1].weight.clone()
+        backward(pair)
+        freeze(pair)
+        pair.step()
+        assert not torch.equal(before, pair.twin[1].weight)
+        pair.compare(rtol=1e-5, atol=1e-6)
+        # Without gradients it stays as it is, whether others go on or not.
+        train(pair, 2)
+        freeze(pair, frozen=False)
+        train(pair, 2)
+        pair.compare(rtol=1e-5, atol=1e-6)
+
+
+def while_gradients_are_dropped_here_alone() -> None:
+    pair = Pair(layers(), sgd, bucket_cap_mb=TINY)
+    train(pair, 2)
+    backward(pair)
+    freeze(pair)
+    # Whoever drops its gradients has nothing to update, and is sent what the others have updated.
+    if torch.distributed.get_rank() == 0:
+        pair.optimizer.zero_grad()
+    pair.optimizer.step()
+    pair.optimizer.wait()
+    for param in pair.model.parameters():
+        first = param.detach().clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(first, param)
+
+
+def compare_weights_to_evaluate(pair: Pair, *, training: bool) -> None:
+    for optimizer in (pair.optimizer, pair.twin_optimizer):
+        optimizer.train(training)
+    pair.compare(rtol=1e-5, atol=1e-6)
+
+
+def around_weights_to_evaluate() -> None:
+    pair = Pair(layers(), averaged_sgd, bucket_cap_mb=TINY)
+    train(pair, 3)
+    freeze(pair)
+    train(pair)
+    compare_weights_to_evaluate(pair, training=False)
+    compare_weights_to_evaluate(pair, training=True)
+    freeze(pair, frozen=False)
+    train(pair)
+    compare_weights_to_evaluate(pair, training=False)
+    freeze(pair)
+    compare_weights_to_evaluate(pair, training=True)
+    freeze(pair, frozen=False)
+    train(pair, 2)
+    pair.compare(rtol=1e-5, atol=1e-6)
+
+
+test_two_ranks = each_passes(
+    [between_backward_and_step, while_gradients_are_dropped_here_alone, around_weights_to_evaluate], 2
+)
