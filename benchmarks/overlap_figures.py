@@ -246,7 +246,9 @@ class Bench:
         # A group's figures go with it.
         works = [group.title.removeprefix("iteration, ") for group in self.result.groups]
         old = {
-            key: value for key, value in self._known.summary.items() if not any(f", {work}," in key for work in works)
+            key: value
+            for key, value in self._known.summary.items()
+            if key.startswith("auto, ") or not any(f", {work}," in key for work in works)
         }
         whole.summary = {**old, **self.result.summary}
         return whole

@@ -64,6 +64,7 @@ def test_what_is_not_measured_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
             "exposed ms, batch 1, clip, serial": 2.0,
             "exposed ms, batch 1, clip, gone": 2.0,
             "exposed ms, batch 1, no clip, serial": 3.0,
+            "auto, batch 1, clip, serial ms": 4.0,
         },
     )
     found = bench._with_known()
@@ -71,6 +72,7 @@ def test_what_is_not_measured_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.summary == {
         "exposed ms, batch 1, clip, serial": 1.0,
         "exposed ms, batch 1, no clip, serial": 3.0,
+        "auto, batch 1, clip, serial ms": 4.0,
     }
     assert found.notes == ["groups kept: 1 from a run at commit old, before"]
     assert found.environment == here and len(bench.result.groups) == 1

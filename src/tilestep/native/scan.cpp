@@ -402,7 +402,9 @@ PyObject* survey(PyObject*, PyObject* list) {
   const auto count = static_cast<Py_ssize_t>(trains.size());
   if (each == nullptr || PyBytes_GET_SIZE(each) != count || !std::equal(trains.begin(), trains.end(), PyBytes_AS_STRING(each)))
     Py_XSETREF(each, PyBytes_FromStringAndSize(trains.data(), count));
-  return each == nullptr ? nullptr : Py_BuildValue("KNO", versions, PyBool_FromLong(has_gradient), each);
+  // Its own before the tuple is made, which may collect garbage and with it come here again.
+  Py_XINCREF(each);
+  return each == nullptr ? nullptr : Py_BuildValue("KNN", versions, PyBool_FromLong(has_gradient), each);
 }
 
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
