@@ -204,7 +204,8 @@ template <class T> inline T minimum(T left, T right) {{ return select((left < ri
   initializer(omp_priv = -INFINITY)
 #pragma omp declare reduction(minimum_of_all : float, double : omp_out = minimum(omp_out, omp_in)) \\
   initializer(omp_priv = INFINITY)
-template <class T> inline T sign_of(T value) {{ return T(value > 0) - T(value < 0); }}
+// By choice, as what remains of a loop after its vectors would branch for a difference, and fuse products otherwise.
+template <class T> inline T sign_of(T value) {{ return select(value > 0, T(1), select(value < 0, T(-1), T(0))); }}
 template <class T> inline T remainder_of(T left, T right) {{
   const T rest = std::fmod(left, right);
   return (rest != 0 && ((rest < 0) != (right < 0))) ? rest + right : rest;
