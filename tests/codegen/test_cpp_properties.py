@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -36,8 +35,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def _no_contraction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fused multiply-add every IEEE operation has one result, which eager torch has too."""
-    exact = functools.partial(cpu.load_library, extra_flags=("-ffp-contract=off",))
-    monkeypatch.setattr(cpu, "load_library", exact)
+    flags = cpu._flags
+    monkeypatch.setattr(cpu, "_flags", lambda spec: (*flags(spec), "-ffp-contract=off"))
 
 
 def step(rule: Rule, param: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor], **hyper: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..codegen import cpp
-from ..codegen.compile_cpp import load_library
+from ..codegen.compile_cpp import load_library, wide_vectors
 from ..codegen.cpp_support import Launch
 from ..codegen.spec import KernelSpec
 from ..threads import thread_count
@@ -26,8 +26,13 @@ _libraries: dict[int, ctypes.CDLL] = {}
 
 def _library(spec: KernelSpec) -> ctypes.CDLL:
     if id(spec) not in _libraries:
-        _libraries[id(spec)] = load_library(spec.name, cpp.source(spec))
+        _libraries[id(spec)] = load_library(spec.name, cpp.source(spec), _flags(spec))
     return _libraries[id(spec)]
+
+
+def _flags(spec: KernelSpec) -> tuple[str, ...]:
+    # A vector's lanes are parts of a sum: programs with sums keep as many as they have without wider vectors.
+    return () if spec.reduction_count or spec.program.slices.views else wide_vectors()
 
 
 class CpuSegment(Segment):
