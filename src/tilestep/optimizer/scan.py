@@ -36,6 +36,8 @@ class Scan:
         self._module = module
         self._scanners = scanners
         self._hosts = [np.zeros(len(engine.entries), dtype=np.int64) for engine in tables.engines]
+        # numpy makes an object for each such question, which takes a seventh of what the look itself does.
+        self._addresses = [host.ctypes.data for host in self._hosts]
         self._taken = [-1] * len(scanners)
         self._threads = [engine.looking_threads for engine in tables.engines]
 
@@ -59,8 +61,8 @@ class Scan:
         """
         answers = []
         self._threads = [engine.looking_threads for engine in tables.engines]
-        for scanner, host, threads, engine in zip(self._scanners, self._hosts, self._threads, tables.engines):
-            seen = self._module.scan(scanner, host.ctypes.data, threads) if engine.can_scan else _CHANGED
+        for scanner, address, threads, engine in zip(self._scanners, self._addresses, self._threads, tables.engines):
+            seen = self._module.scan(scanner, address, threads) if engine.can_scan else _CHANGED
             answers.append(seen)
         if _CHANGED in answers:
             for engine in tables.engines:
