@@ -208,6 +208,8 @@ class GradientSync(Accumulating):
             sums.await_all()
         self._passes, self._reducing = passes, True
         self._follow(current)
+        # The stream of the gradient that is in the new round already.
+        self.channel.note_writer()
 
     def _reduce_next(self) -> None:
         sums = self.sums[self._next]
