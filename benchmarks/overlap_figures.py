@@ -127,10 +127,10 @@ class Bench:
         """Report what of a contender's step nothing hides, from round to round."""
         found = spread([own - alone for own, alone in zip(each.wall, base.wall)])
         share = found.median / spread(base.wall).median
-        for name, value in (("ms", found.median), ("ms, low", found.low), ("ms, high", found.high), ("share", share)):
-            what, _, quartile = name.partition(", ")
-            key = f"exposed {what}, {work}, {each.name}" + (f", {quartile}" if quartile else "")
-            self.result.summary[key] = round(value, 4)
+        key = f"{work}, {each.name}"
+        figures = {f"exposed ms, {key}": found.median, f"exposed share, {key}": share}
+        figures |= {f"exposed ms, {key}, low": found.low, f"exposed ms, {key}, high": found.high}
+        self.result.summary.update({name: round(value, 4) for name, value in figures.items()})
         self.say(
             f"{work:20} {each.name:12} exposes {found.median:7.2f} ms ({found.low:.2f} to {found.high:.2f}), "
             f"{100 * share:.1f}% of what there is without a step"

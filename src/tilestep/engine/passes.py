@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,23 +26,25 @@ def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = (
         shared: for each device with tensors that are sharded, what combines the reductions over one tensor.
     """
     on_host = all(engine.device.type == "cpu" for engine in engines)
-    kinds = {engine.device.type for engine in engines}
-    undisturbed = without_autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else nullcontext()
-    with marked(HOST_UPDATE if on_host else UPDATE), undisturbed:
+    with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
         _run([segment for engine in engines for segment in engine.segments], shared)
 
 
-@contextmanager
-def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
+def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
     """A block whose products are those of the tensors given: an update may run while a model does, under autocast.
 
     Args:
         kinds: of devices, "cpu" or "cuda".
     """
+    enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return _switched_off(enabled) if enabled else nullcontext()
+
+
+@contextmanager
+def _switched_off(kinds: Sequence[str]) -> Iterator[None]:
     with ExitStack() as blocks:
         for kind in kinds:
-            if torch.is_autocast_enabled(kind):
-                blocks.enter_context(torch.autocast(kind, enabled=False))
+            blocks.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -174,11 +174,12 @@ def _agree(decision: Decision, agreement: Agreement) -> None:
     device = known[0].device
     if len(known) == 1 and known[0].dtype is torch.float64 and known[0] is decision.power_sum:
         # Whoever computes it does so anew at every step, for the decision alone.
-        decision.power_sum = together = known[0] if known[0].dim() == 1 else known[0].reshape(1)
-    else:
-        together = torch.cat([_moved(number, device).to(torch.float64).reshape(1) for number in known])
+        decision.power_sum = known[0] if known[0].dim() == 1 else known[0].reshape(1)
+        agreement.add(decision.power_sum)
+        return
+    together = torch.cat([_moved(number, device).to(torch.float64).reshape(1) for number in known])
     agreement.add(together)
-    if decision.power_sum is not None and decision.power_sum is not together:
+    if decision.power_sum is not None:
         decision.power_sum = together[:1]
     if decision.found_inf is not None:
         decision.found_inf = together[-1].to(decision.found_inf.dtype)

@@ -9,10 +9,10 @@ import torch
 
 from .. import native
 
-__all__ = ["Arrivals", "Awaited"]
+__all__ = ["Arrivals", "AwaitedGradients"]
 
 
-class Awaited:
+class AwaitedGradients:
     """What one bucket waits for; made by `Arrivals.awaited`.
 
     Args:
@@ -75,9 +75,9 @@ class Arrivals:
         """Whether they are counted in C++."""
         return self._module is not None
 
-    def awaited(self) -> Awaited:
+    def awaited(self) -> AwaitedGradients:
         """For one bucket what it waits for; nothing so far."""
-        return Awaited(self._module, self._pass)
+        return AwaitedGradients(self._module, self._pass)
 
     def follow(self, number: int | None) -> None:
         """Count the gradients of another backward pass from now on.

@@ -351,7 +351,6 @@ class GradientSync(Accumulating):
         """After a step: the gradients are used up."""
         for sums in self.sums:
             sums.forget()
-            sums.was_summed = False
         self._used_here[:] = self._none_used
         self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
         self._follow(None)

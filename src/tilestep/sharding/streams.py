@@ -88,9 +88,7 @@ class Channel:
         if self._stream is None:
             return nullcontext()
         number = current_stream_number(self._index)
-        if number not in self._writers:
-            self._stream.wait_stream(self._current(number))
-        for stream in self._writers.values():
+        for stream in {**self._writers, number: self._current(number)}.values():
             self._stream.wait_stream(stream)
         self.keep(*tensors)
         return torch.cuda.stream(self._stream)

@@ -11,7 +11,7 @@ import torch
 
 from ..compat import copy_all, zero_all
 from ..tensor_watch import which_train
-from .arrivals import Awaited
+from .arrivals import AwaitedGradients
 from .buckets import Bucket, view_of
 
 __all__ = ["Sums", "contiguous_memory"]
@@ -26,7 +26,7 @@ class Sums:
         awaited: which of them have to come before the bucket is reduced.
     """
 
-    def __init__(self, bucket: Bucket, memory: torch.Tensor | None, awaited: Awaited) -> None:
+    def __init__(self, bucket: Bucket, memory: torch.Tensor | None, awaited: AwaitedGradients) -> None:
         self.bucket = bucket
         self.awaited = awaited
         self._memory = memory
@@ -169,6 +169,7 @@ class Sums:
     def forget(self) -> None:
         """Drop all gradients."""
         self.section = self.carried = None
+        self.was_summed = False
         self.filled[:] = self._none
         self.let_go()
 
