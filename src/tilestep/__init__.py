@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import lr_scheduler, swa_utils
 
-__version__ = "0.1.0"
-
 from . import schedule
+from ._version import __version__ as __version__
 from .amp import GradScaler
 from .counters import compile_count
 from .cuda_graphs import CapturedStep, capture

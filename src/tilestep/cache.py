@@ -14,7 +14,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 
-from . import __version__
+from ._version import __version__
 
 __all__ = ["cache_directory", "cached_file", "content_key", "find_cached", "forget_directory", "update_cached"]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import __version__
+from ._version import __version__
 from .cache import find_cached, update_cached
 
 if TYPE_CHECKING:

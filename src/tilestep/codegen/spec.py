@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from .. import __version__
+from .._version import __version__
 from ..graph import Program, TilePass, size_from_end
 from .storage import Array, Storage, dtype_name
 

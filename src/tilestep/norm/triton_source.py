@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import __version__
+from .._version import __version__
 from .orders import DTYPES, Order
 
 __all__ = ["FINISH_BLOCK", "norm_source", "scale_source", "tile_shape"]
