@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -149,7 +150,7 @@ class Loads:
             for name, value in values.items():
                 torch.testing.assert_close(mine[number][name], value, rtol=0, atol=0)
         training.step()
-        assert tilestep.save_checkpoint(training.state(), self.folder / "saved").name == "checkpoint-2"
+        assert tilestep.save_checkpoint(training.state(), self.folder / "saved", keep=1).name == "checkpoint-2"
         dist.barrier()
         assert [path.name for path in (self.folder / "saved").iterdir()] == ["checkpoint-2"]
 
@@ -264,3 +265,55 @@ def test_checkpoints_are_kept_in_number(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
     (tmp_path / "checkpoint-5.unfinished").mkdir()
     assert tilestep.load_checkpoint(state, tmp_path).name == "checkpoint-4" and state["weight"].tolist() == [4.0] * 3
+
+
+def foreign_checkpoint(path: Path, state: dict[str, Any] | None = None) -> Path:
+    """A folder of a trainer: with files of its own, or written by torch's distributed checkpoint."""
+    path.mkdir()
+    (path / "model.safetensors").write_text("weights of another trainer")
+    if state is not None:
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_folders_of_others_are_never_removed(keep: int | None, tmp_path: Path) -> None:
+    theirs = [foreign_checkpoint(tmp_path / f"checkpoint-{name}") for name in ("500", "1000", "7.unfinished")]
+    state = {"weight": torch.ones(3)}
+    names = [tilestep.save_checkpoint(state, tmp_path, keep=keep).name for _ in range(3)]
+    assert names == ["checkpoint-1001", "checkpoint-1002", "checkpoint-1003"]
+    assert all((path / "model.safetensors").read_text() == "weights of another trainer" for path in theirs)
+    own = {path.name for path in tmp_path.iterdir()} - {path.name for path in theirs}
+    assert own == (set(names) if keep is None else {names[-1]})
+
+
+def test_a_copy_and_a_link_to_a_checkpoint_are_not_removed(tmp_path: Path) -> None:
+    state, elsewhere = {"weight": torch.ones(3)}, tmp_path / "elsewhere"
+    first = tilestep.save_checkpoint(state, tmp_path)
+    copy = shutil.copytree(first, tmp_path / "checkpoint-2")
+    first.rename(elsewhere)
+    first.symlink_to(elsewhere)
+    for number in (3, 4):
+        assert tilestep.save_checkpoint(state, tmp_path, keep=1).name == f"checkpoint-{number}"
+    assert copy.is_dir() and elsewhere.is_dir() and first.is_symlink()
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_own_checkpoints_are_loaded_first_and_those_without_a_mark_all_the_same(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(3)}
+    foreign_checkpoint(tmp_path / "checkpoint-5", state)
+    foreign_checkpoint(tmp_path / "checkpoint-9")
+    assert tilestep.load_checkpoint(state, tmp_path).name == "checkpoint-5"  # as tilestep 0.1.0 wrote them
+    assert tilestep.save_checkpoint(state, tmp_path).name == "checkpoint-10"
+    foreign_checkpoint(tmp_path / "checkpoint-20", state)
+    assert tilestep.load_checkpoint(state, tmp_path).name == "checkpoint-10"
+
+
+def test_a_save_that_died_is_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"weight": torch.ones(3)}
+    with monkeypatch.context() as patch, pytest.raises(dcp.CheckpointException):
+        patch.setattr(dcp.FileSystemWriter, "write_data", lambda *_: 1 / 0)
+        tilestep.save_checkpoint(state, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1.unfinished"]
+    assert tilestep.save_checkpoint(state, tmp_path).name == "checkpoint-1"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]

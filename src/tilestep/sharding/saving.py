@@ -21,6 +21,9 @@ __all__ = ["LoadPlanner", "load_checkpoint", "save_checkpoint"]
 
 _WHOLE = re.compile(r"checkpoint-(\d+)")
 _BEGUN = ".unfinished"
+_MARK = ".tilestep-checkpoint"
+"""A file in every folder that `save_checkpoint` makes. It holds the checkpoint's name: a copy or a renamed folder is no
+longer its own. Folders without it are never removed."""
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -74,16 +77,21 @@ def _check_masters(keys: Iterable[str], known: Collection[str]) -> None:
             )
 
 
-def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
+def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
     """Save what `torch.distributed.checkpoint` can save, beside the checkpoints there are; all ranks must call it.
 
-    The files go to a folder that does not count as a checkpoint; when every rank has written its own and they are
-    known to be on disk, that folder is renamed, which happens at once or not at all. Only then older ones are removed.
+    The files go to a folder that does not count as a checkpoint. When every rank has written its own and they are
+    on disk, that folder is renamed, which happens at once or not at all. Its number follows the largest
+    `checkpoint-<number>` in the folder, whoever wrote that.
+
+    Every folder made by this function holds a mark. Nothing without one is ever removed, so that other checkpoints (a
+    trainer's `checkpoint-500`) may stand in the same folder. One training at a time saves to it.
 
     Args:
         state: what to save, as `torch.distributed.checkpoint.save` takes it.
         folder: where the checkpoints are, on a file system that all ranks share.
-        keep: how many checkpoints are to be left, the new one included.
+        keep: how many checkpoints of this function are to be left, the new one included; older ones are removed after
+            the new one is on disk. None removes none.
 
     Returns:
         The folder of the new checkpoint, which `torch.distributed.checkpoint.load` takes too.
@@ -104,7 +112,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
         ('checkpoint-1', [1.0, 1.0])
         >>> torch.distributed.destroy_process_group()
     """
-    if keep < 1:
+    if keep is not None and keep < 1:
         raise ValueError(f"Invalid keep: {keep}; at least the new checkpoint stays")
     root = Path(folder)
     with _Named():
@@ -117,6 +125,9 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
 
 def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
     """Load the newest checkpoint that `save_checkpoint` has finished, in place; all ranks must call it.
+
+    Folders that `save_checkpoint` did not make are passed over, unless there are no others: then the newest that
+    `torch.distributed.checkpoint` has finished is taken, as earlier versions of tilestep wrote theirs without a mark.
 
     Args:
         state: what to load, as `torch.distributed.checkpoint.load` takes it; on any number of ranks.
@@ -131,12 +142,11 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
     """
     root = Path(folder)
     with _Named():
-        numbers = _said_by_first(lambda: _numbers(root))
-        if not numbers:
+        newest = _said_by_first(lambda: _newest(root))
+        if newest is None:
             raise FileNotFoundError(f"there is no finished checkpoint in {root}")
-        found = root / f"checkpoint-{numbers[-1]}"
-        dcp.load(state, checkpoint_id=found, planner=LoadPlanner())
-    return found
+        dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())
+    return root / newest
 
 
 class _Named:
@@ -160,7 +170,7 @@ def _said_by_first(find: Any) -> Any:
     if dist.get_rank() == 0:
         try:
             said[0] = find()
-        except OSError as error:
+        except Exception as error:  # the others wait for an answer, whatever it is
             said[1] = error
     dist.broadcast_object_list(said)
     if said[1] is not None:
@@ -168,28 +178,66 @@ def _said_by_first(find: Any) -> Any:
     return said[0]
 
 
-def _numbers(root: Path) -> list[int]:
-    """Those of the finished checkpoints, ascending."""
-    names = [_WHOLE.fullmatch(path.name) for path in root.iterdir()] if root.is_dir() else []
-    return sorted(int(name[1]) for name in names if name is not None)
+def _is_own(path: Path) -> bool:
+    """Whether `save_checkpoint` made this folder under this name."""
+    try:
+        return (path / _MARK).read_text() == path.name.removesuffix(_BEGUN)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _finished(root: Path) -> list[Path]:
+    """What is named as a finished checkpoint, whoever wrote it, in the order of their numbers."""
+    numbers = {path: _WHOLE.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
+    return sorted((path for path in numbers if numbers[path]), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+def _newest(root: Path) -> str | None:
+    """The name of the checkpoint to be loaded."""
+    paths = _finished(root)
+    own = [path.name for path in paths if _is_own(path)]
+    written = own or [path.name for path in paths if (path / ".metadata").is_file()]
+    return written[-1] if written else None
 
 
 def _begin(root: Path) -> int:
-    """The number of the next checkpoint; what is left of saves that have died is removed."""
+    """The number of the next checkpoint, whose folder is made; what is left of saves that have died is removed."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.glob(f"checkpoint-*{_BEGUN}"):
-        shutil.rmtree(path)
-    numbers = _numbers(root)
-    return numbers[-1] + 1 if numbers else 1
+        if _is_own(path):
+            _remove(path)
+    paths = _finished(root)
+    number = _number(paths[-1]) + 1 if paths else 1
+    while (root / f"checkpoint-{number}{_BEGUN}").exists():
+        number += 1
+    begun = root / f"checkpoint-{number}{_BEGUN}"
+    begun.mkdir()
+    (begun / _MARK).write_text(f"checkpoint-{number}")
+    return number
 
 
-def _finish(begun: Path, whole: Path, keep: int) -> None:
+def _finish(begun: Path, whole: Path, keep: int | None) -> None:
+    for path in (begun / _MARK, begun):
+        _to_disk(path)
     os.rename(begun, whole)
-    # The name is on disk before anything else is removed.
-    handle = os.open(whole.parent, os.O_RDONLY)
+    _to_disk(whole.parent)  # the name is on disk before anything else is removed
+    if keep is not None:
+        for path in [path for path in _finished(whole.parent) if _is_own(path)][:-keep]:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if not path.is_symlink():
+        shutil.rmtree(path)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-    for number in _numbers(whole.parent)[:-keep]:
-        shutil.rmtree(whole.parent / f"checkpoint-{number}")
