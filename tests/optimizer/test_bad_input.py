@@ -262,7 +262,7 @@ def wrong_shape(params: list[torch.nn.Parameter]) -> dict[str, Any]:
 
 
 def other_rule_of_ours(params: list[torch.nn.Parameter]) -> dict[str, Any]:
-    return tilestep.Adam(twins(params)).state_dict()
+    return tilestep.Optimizer([{"params": twins(params), "rule": "Lion"}], "AdamW").state_dict()
 
 
 def fewer_parameters(params: list[torch.nn.Parameter]) -> dict[str, Any]:
@@ -286,7 +286,12 @@ CHECKPOINTS: dict[str, tuple[Callable[..., dict[str, Any]], type[Exception], str
         StateError,
         r"state 'exp_avg' of parameter 3 of group 0 \(p3\) has shape \(5,\) .*needs \(2, 3, 5\)",
     ),
-    "another rule": (other_rule_of_ours, StateError, "group 0 of the checkpoint is of rule Adam, this .* of AdamW"),
+    "another rule": (other_rule_of_ours, StateError, "group 0 of the checkpoint is of rule Lion, this .* of AdamW"),
+    "Adam": (
+        lambda params: tilestep.Adam(twins(params)).state_dict(),
+        StateError,
+        "group 0 .*decoupled_weight_decay=False, this .* of AdamW, .*load it into tilestep.Adam",
+    ),
     "Adagrad": (lambda params: checkpoint("Adagrad", params), StateError, r"has state 'sum' for parameter 0 .*\(p0\)"),
     "SGD": (lambda params: checkpoint("SGD", params, momentum=0.9), StateError, "has state 'momentum_buffer'"),
     "fewer parameters": (fewer_parameters, ValueError, "doesn't match the size"),
@@ -317,7 +322,6 @@ def test_a_checkpoint_without_a_buffer_that_the_rule_needs() -> None:
     params = make_params()
     optimizer = tilestep.AdamW(params)
     saved = tilestep.AdamW(twins(params)).state_dict()
-    saved["param_groups"][0].pop("rule")
     del saved["state"][2]["exp_avg_sq"]
     with pytest.raises(StateError, match="has no state 'exp_avg_sq' for parameter 2 of group 0"):
         optimizer.load_state_dict(saved)

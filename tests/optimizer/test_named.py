@@ -87,7 +87,8 @@ def test_groups_with_rules_of_their_own() -> None:
     assert (second["lr"], second["weight_decay"], second["dampening"]) == (0.1, 0.0, 0.0)
     assert (third["lr"], third["scale"]) == (0.25, 1.0)
     assert "betas" in first and "betas" not in second and "betas" not in third and "weight_decay" not in third
-    assert [group["rule"] for group in optimizer.param_groups] == ["AdamW", "SGD", "sign_descent"]
+    assert [group.get("rule") for group in optimizer.param_groups] == [None, "SGD", "sign_descent"]
+    assert [optimizer.rule_of(group).name for group in optimizer.param_groups] == ["AdamW", "SGD", "sign_descent"]
 
     theirs = twins(params)
     adam = torch.optim.AdamW(theirs[:2], lr=0.1, weight_decay=0.0)

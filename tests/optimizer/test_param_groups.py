@@ -37,7 +37,9 @@ def test_the_first_pattern_that_fits_takes_a_parameter() -> None:
     )
     assert names(groups) == [["embedding.weight"], ["layers.0.bias", "norm.weight", "norm.bias"], ["layers.0.weight"]]
     optimizer = tilestep.AdamW(groups, lr=1.0)
-    assert [(group["lr"], group["weight_decay"], group["rule"]) for group in optimizer.param_groups] == [
+    assert [
+        (group["lr"], group["weight_decay"], optimizer.rule_of(group).name) for group in optimizer.param_groups
+    ] == [
         (0.1, 0.01, "AdamW"),
         (1.0, 0.0, "AdamW"),
         (0.01, 0.0, "Lion"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class GroupWatch:
     Args:
         index: the group's index, for messages.
         group: the param group.
-        keys: what to watch: the rule's hyperparameters and the optimizer's own.
+        keys: what to watch: the rule's hyperparameters and the optimizer's own, None where the group does not have one.
 
     Example:
         >>> group = {"lr": 0.1, "nesterov": False}
@@ -36,10 +36,11 @@ class GroupWatch:
         self.index = index
         self.group = group
         self.keys = tuple(keys)
-        # One key would come back bare, not as a tuple.
-        self._get: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(self.keys[0], *self.keys)
         self._only_numbers_differ = False
         self.remember()
+
+    def _get(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(group.get, self.keys))
 
     def remember(self) -> None:
         """Take the values as they are now as the known ones."""
@@ -97,8 +98,7 @@ class GroupWatch:
                 raise ValueError(f"Invalid {name} of group {self.index}: nan")
 
     def _known_numbers(self) -> list[tuple[str, Any]]:
-        # The first key is asked for twice, so the first value stands there twice.
-        return self._seen if self._mutable else _numbers(dict(zip(self.keys, self._values[1:])))
+        return self._seen if self._mutable else _numbers(dict(zip(self.keys, self._values)))
 
     def same_statics(self) -> bool:
         """Whether flags, strings, None and the kinds of all values are the known ones."""
@@ -114,7 +114,7 @@ class GroupWatch:
 
     def chosen(self) -> dict[str, Any]:
         """The watched entries of the group as they are now."""
-        return {key: self.group[key] for key in self.keys}
+        return dict(zip(self.keys, self._get(self.group)))
 
 
 _NUMBERS = (float, int)

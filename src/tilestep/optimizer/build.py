@@ -27,6 +27,7 @@ from ..placements import (
 )
 from ..placements.local import local_part
 from ..rules import Rule
+from .hyperparameters import OWN_KEYS
 from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
 from .parameters import check_parameter, labelled
@@ -39,10 +40,7 @@ from .watched_state import WatchedState
 if TYPE_CHECKING:
     from .optimizer import Optimizer
 
-__all__ = ["OWN_KEYS", "build_tables"]
-
-OWN_KEYS = ("max_grad_norm", "master_weights", "rule")
-"""Keys of a param group that the optimizer reads itself, for any rule."""
+__all__ = ["build_tables"]
 
 
 @contextmanager

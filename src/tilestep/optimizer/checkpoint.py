@@ -13,7 +13,7 @@ from ..errors import StateError
 from ..placements.local import copy_into, distribute, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
-from .hyperparameters import about_group, check_group
+from .hyperparameters import about_group, check_group, without_defaults
 from .masters import MASTER_KEYS, MasterKind, master_kind, other_master
 from .parameters import labelled
 from .states import TRAINING, restart
@@ -77,15 +77,16 @@ def loading_into_buffers(optimizer: Optimizer, finish: Callable[[Mapping[str, An
     before, state = optimizer.param_groups, optimizer.state
 
     def take(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        check_rules(before, loaded["param_groups"])
+        check_rules(before, loaded["param_groups"], optimizer.rule_of)
         given.append(loaded)
         return {**loaded, "state": {}}
 
     def install(_: torch.optim.Optimizer) -> None:
         optimizer.state.update(state)
-        complete_groups(optimizer.param_groups, before, optimizer._rules)
+        complete_groups(optimizer.param_groups, before, optimizer.rule_of)
         for index, group in enumerate(optimizer.param_groups):
             about_group(index, partial(check_group, optimizer.rule_of(group), group))
+            without_defaults(group)
         _install_states(optimizer, given[-1])
         finish(given[-1])
 
@@ -101,25 +102,40 @@ def loading_into_buffers(optimizer: Optimizer, finish: Callable[[Mapping[str, An
             hook.remove()
 
 
-def check_rules(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+def check_rules(
+    groups: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    rule_of: Callable[[Mapping[str, Any]], Rule],
+) -> None:
     """Raise if a checkpoint says that a group has another rule.
 
     Args:
         groups: the optimizer's param groups.
-        saved: the checkpoint's; torch's optimizers do not say a rule.
+        saved: the checkpoint's; a group of the optimizer's own rule does not say it.
+        rule_of: the rule of a param group.
 
     Raises:
         StateError: naming the group and both rules.
     """
     for index, (group, other) in enumerate(zip(groups, saved)):
-        if other.get("rule", group["rule"]) != group["rule"]:
+        rule = rule_of(group)
+        if other.get("rule", rule.name) != rule.name:
             raise StateError(
-                f"group {index} of the checkpoint is of rule {other['rule']}, this optimizer's is of {group['rule']}"
+                f"group {index} of the checkpoint is of rule {other['rule']}, this optimizer's is of {rule.name}"
+            )
+        # What AdamW is, and Adam may be.
+        wanted = rule.options.get("decoupled_weight_decay")
+        if wanted is not None and bool(other.get("decoupled_weight_decay", wanted)) is not wanted:
+            raise StateError(
+                f"group {index} of the checkpoint has decoupled_weight_decay={not wanted}, this optimizer's is of "
+                f"{rule.name}, which has {wanted}: load it into tilestep.Adam"
             )
 
 
 def complete_groups(
-    groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]
+    groups: Sequence[dict[str, Any]],
+    before: Sequence[Mapping[str, Any]],
+    rule_of: Callable[[Mapping[str, Any]], Rule],
 ) -> None:
     """Give loaded param groups the keys that the checkpoint does not have.
 
@@ -129,16 +145,20 @@ def complete_groups(
     Args:
         groups: the loaded groups.
         before: the groups they replace.
-        rules: name to rule.
+        rule_of: the rule of a param group.
     """
     for group, old in zip(groups, before):
-        rule = rules[old["rule"]]
-        for key, value in {**rule.hyperparameters, **rule.options}.items():
-            group.setdefault(key, value)
+        rule = rule_of(old)
+        for key in (*rule.hyperparameters, *rule.options):
+            if key in old:
+                group.setdefault(key, old[key])
         for key in rule.hyperparameters:
             group[key] = _with_functions(old[key], group[key])
-        group.setdefault("max_grad_norm", old["max_grad_norm"])
-        group["rule"], group["master_weights"] = old["rule"], old["master_weights"]
+        group.setdefault("max_grad_norm", old.get("max_grad_norm"))
+        group["master_weights"] = old.get("master_weights", False)
+        group.pop("rule", None)
+        if "rule" in old:
+            group["rule"] = old["rule"]
 
 
 def _with_functions(old: Any, loaded: Any) -> Any:

@@ -187,7 +187,7 @@ def _agree(decision: Decision, agreement: Agreement) -> None:
 
 def needs_norm(optimizer: Optimizer) -> bool:
     """Whether a step asks for the norm of its gradients: for a clip, for a skip, or for a scaler's overflow check."""
-    clips = any(group["max_grad_norm"] is not None for group in optimizer.param_groups)
+    clips = any(group.get("max_grad_norm") is not None for group in optimizer.param_groups)
     return clips or optimizer._check_overflow or optimizer._skip.needs_norm
 
 

@@ -12,7 +12,27 @@ from ..errors import RuleError
 from ..rules import Rule, registry
 from .masters import check_choice
 
-__all__ = ["about_group", "check_group", "find_rule"]
+__all__ = ["GROUP_OPTIONS", "OWN_KEYS", "about_group", "check_group", "find_rule", "without_defaults"]
+
+GROUP_OPTIONS: Mapping[str, Any] = {"max_grad_norm": None, "master_weights": False}
+"""What a param group may say for any rule, and what a group means that does not say it."""
+
+OWN_KEYS = (*GROUP_OPTIONS, "rule")
+"""Keys of a param group that torch's optimizers do not have; a group has none of them at its default."""
+
+
+def without_defaults(group: dict[str, Any]) -> None:
+    """Take the options that are at their defaults out of a param group, which then has torch's keys.
+
+    Example:
+        >>> group = {"lr": 0.1, "max_grad_norm": None, "master_weights": "remainder"}
+        >>> without_defaults(group)
+        >>> group
+        {'lr': 0.1, 'master_weights': 'remainder'}
+    """
+    for key, default in GROUP_OPTIONS.items():
+        if group.get(key, default) is default:
+            group.pop(key, None)
 
 
 def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:

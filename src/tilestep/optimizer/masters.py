@@ -130,7 +130,7 @@ def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterKind | No
         >>> master_kind(torch.float32, {"master_weights": True}) is None
         True
     """
-    kind = _KINDS[group["master_weights"]]
+    kind = _KINDS[group.get("master_weights", False)]
     return kind if kind is not None and dtype in kind.dtypes else None
 
 
@@ -148,7 +148,7 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
     Example:
         >>> check_master("a parameter", torch.float32, {"master_weights": True})
     """
-    choice = group["master_weights"]
+    choice = group.get("master_weights", False)
     kind = _KINDS[choice]
     if kind is None or kind.takes_others or dtype in kind.dtypes:
         return

@@ -21,7 +21,7 @@ from .decide import SkipPolicy, TimesMean, decide, forget_scale, needs_norm, rem
 from .evaluation import hold_averages, hold_training_weights, holds_averages
 from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome, is_deferred
-from .hyperparameters import about_group, check_group, find_rule
+from .hyperparameters import about_group, check_group, find_rule, without_defaults
 from .masters import MasterWeights
 from .scan import Scan
 from .squares import keeping_squares
@@ -105,7 +105,8 @@ class Optimizer(torch.optim.Optimizer):
         unknown = self._given.difference(self._rule.hyperparameters, self._rule.options)
         self._rule.check({key: hyperparameters[key] for key in unknown})
         check_group(self._rule, given)
-        defaults = {**self._rule.hyperparameters, **self._rule.options, **given, "rule": self._rule.name}
+        defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
+        without_defaults(defaults)
         self._skip = SkipPolicy(skip_nonfinite, skip_above)
         self._known_control: torch.Tensor | None = None
         self._tables: Tables | None = None
@@ -139,20 +140,23 @@ class Optimizer(torch.optim.Optimizer):
         with unchanged_on_error(self):
             group = dict(param_group)
             rule = self._adopt(group.get("rule", self._rule))
-            group["rule"] = rule.name
-            for key, value in {**rule.hyperparameters, **rule.options}.items():
+            if "rule" in group:
+                group["rule"] = rule.name
+            own = {**rule.hyperparameters, **rule.options}
+            for key, value in own.items():
                 group.setdefault(key, self.defaults[key] if rule is self._rule or key in self._given else value)
             about_group(len(self.param_groups), lambda: check_group(rule, group))
             super().add_param_group(group)
-            for key in {*self._rule.hyperparameters, *self._rule.options}:
-                if key not in rule.hyperparameters and key not in rule.options and key not in param_group:
+            if rule is not self._rule:
+                for key in {*self._rule.hyperparameters, *self._rule.options}.difference(own, param_group):
                     del group[key]
+            without_defaults(group)
             if self._ready and not is_deferred():
                 self._build()
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a param group."""
-        return self._rules[group["rule"]]
+        return self._rules[group["rule"]] if "rule" in group else self._rule
 
     def _build(self) -> Tables:
         """Make state and tables for the parameters as they are now."""

@@ -15,6 +15,7 @@ from torch import nn
 from ..compat import uncompiled
 from ..graph import Graph, ancestors
 from ..optimizer import Optimizer
+from ..optimizer.hyperparameters import GROUP_OPTIONS
 from ..optimizer.specs import graph_of
 from ..placements import is_distributed
 from ..rules import Rule
@@ -169,10 +170,11 @@ def _described(
             described = f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
             yield f"beside the optimizer's parameters {described}"
     for index, group in enumerate(optimizer.param_groups):
-        for key in sorted(group, key=lambda key: (key != "rule", str(key))):
-            if key not in ("params", "param_names"):
-                yield f"group {index} {key}={_plain(group[key])}"
         rule = optimizer.rule_of(group)
+        yield f"group {index} rule={rule.name}"
+        for key in sorted({*group, *GROUP_OPTIONS}, key=str):
+            if key not in ("params", "param_names", "rule"):
+                yield f"group {index} {key}={_plain(group.get(key, GROUP_OPTIONS.get(key)))}"
         for graph in {id(each): each for each in _graphs(rule, group)}.values():
             yield from (f"in group {index} rule {rule.name} with {step}" for step in _steps(graph))
 

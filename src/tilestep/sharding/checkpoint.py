@@ -105,7 +105,7 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
         state_dict = state_dict if replaced is None else replaced
     groups = [dict(group) for group in copy.deepcopy(_without_state(state_dict))["param_groups"]]
     _check_groups(optimizer, groups)
-    complete_groups(groups, optimizer.param_groups, optimizer._rules)
+    complete_groups(groups, optimizer.param_groups, optimizer.rule_of)
     for index, group in enumerate(groups):
         rule = optimizer.rule_of(group)
         about_group(index, lambda group=group, rule=rule: check_group(rule, group))  # type: ignore[misc]
@@ -120,7 +120,11 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
         if saved is not None and member.piece is not None:
             rule = optimizer.rule_of(optimizer.param_groups[member.group])
             states[own[member.piece]] = {name: _local(member, rule, name, value) for name, value in saved.items()}
-    merged = [{**old, **_hyperparameters(new)} for old, new in zip(given["param_groups"], groups)]
+    kept = ("params", "param_names", "rule")
+    merged = [
+        {**{key: old[key] for key in kept if key in old}, **_hyperparameters(new)}
+        for old, new in zip(given["param_groups"], groups)
+    ]
     merged += [group for group in given["param_groups"] if ANCHOR in group]
     inner.load_state_dict({"state": states, "param_groups": merged})
     mirror([_hyperparameters(group) for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
@@ -133,7 +137,7 @@ def _without_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "rule")}
 
 
 def _check_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -145,7 +149,7 @@ def _check_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
-    check_rules(mine, groups)
+    check_rules(mine, groups, optimizer.rule_of)
 
 
 def _local(member: Member, rule: Rule, name: str, value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from ..errors import RuleError
 from ..optimizer import Optimizer
 from ..optimizer.decide import decide
+from ..optimizer.hyperparameters import GROUP_OPTIONS
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
 from ..optimizer.tables import Tables
@@ -149,8 +150,8 @@ def make_inner(
         ranks,
         deciders,
         wholes,
-        max_grad_norm=outer.defaults["max_grad_norm"],
-        master_weights=outer.defaults["master_weights"],
+        max_grad_norm=outer.defaults.get("max_grad_norm"),
+        master_weights=outer.defaults.get("master_weights", False),
         skip_nonfinite=outer._skip.nonfinite,
         skip_above=outer._skip.above,
         **given,
@@ -174,6 +175,9 @@ def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]
         target: the groups to change; further ones at the end stay as they are.
     """
     for theirs, own in zip(source, target):
+        for key in GROUP_OPTIONS:
+            if key not in theirs:
+                own.pop(key, None)
         for key, value in theirs.items():
-            if key not in ("params", "param_names"):
+            if key not in ("params", "param_names", "rule"):
                 own[key] = value

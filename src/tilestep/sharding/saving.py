@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ..errors import StateError
-from ..optimizer.build import OWN_KEYS
+from ..optimizer.hyperparameters import OWN_KEYS
 from ..optimizer.masters import MASTER_KEYS
 from .roll_call import roll_call
 
