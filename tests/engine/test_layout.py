@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import operator
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import tilestep
 from tilestep.codegen.compile_cpp import load_library
 from tilestep.codegen.cpp_support import PRELUDE
 from tilestep.codegen.spec import MAX_DIMS
-from tilestep.engine.layout import check_no_overlap, cut_tiles, is_dense, layout_record, same_walk
+from tilestep.engine.layout import check_no_overlap, cut_tiles, is_dense, layout_record, overlaps_itself, same_walk
 from tilestep.errors import GradientError
 
 LOCATE = (
@@ -155,7 +156,8 @@ def test_a_kernel_steps_behind_the_first_2_31_elements() -> None:
 
 def test_more_separate_dimensions_than_a_record_holds_are_refused() -> None:
     shape = (2,) * (MAX_DIMS + 1)
-    plain, backwards = torch.zeros(shape), torch.zeros(shape).permute(*reversed(range(MAX_DIMS + 1)))
+    plain = torch.empty(shape, device="meta")
+    backwards = plain.permute(*reversed(range(MAX_DIMS + 1)))
     assert layout_record([plain, plain])[0] == 1
     with pytest.raises(GradientError, match=f"more than {MAX_DIMS} separate dimensions"):
         layout_record([plain, backwards])
@@ -163,6 +165,17 @@ def test_more_separate_dimensions_than_a_record_holds_are_refused() -> None:
         check_no_overlap(torch.zeros(1).expand(3), "the weight")
     with pytest.raises(GradientError, match=r"the weight of shape \(3, 3\)"):
         check_no_overlap(torch.zeros(5).as_strided((3, 3), (1, 1)), "the weight")
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    strides=st.lists(st.integers(0, 12), min_size=4, max_size=4),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_tensor_overlaps_itself_if_two_indices_have_one_address(sizes: list[int], strides: list[int]) -> None:
+    tensor = torch.zeros(200).as_strided(sizes, strides[: len(sizes)])
+    places = [sum(map(operator.mul, index, tensor.stride())) for index in itertools.product(*map(range, sizes))]
+    assert overlaps_itself(tensor) is (len(set(places)) < len(places))
 
 
 @given(tensor=strided())

@@ -73,16 +73,6 @@ def test_a_bad_gradient_of_one_segment_stops_the_others() -> None:
     assert_unchanged(optimizer, before)
 
 
-def test_too_many_separate_dimensions_are_refused_every_time() -> None:
-    shape = (2,) * 10
-    params = [torch.nn.Parameter(torch.randn(shape))]
-    optimizer = tilestep.SGD(params)
-    params[0].grad = torch.ones(shape).permute(*reversed(range(10)))
-    for _ in range(2):
-        with pytest.raises(GradientError, match="separate dimensions"):
-            optimizer.step()
-
-
 def expanded() -> Any:
     return torch.nn.Parameter(torch.zeros(3).expand(2, 3))
 

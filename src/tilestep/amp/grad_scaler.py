@@ -124,7 +124,8 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _opaque_call("step", self, optimizer, *args, **kwargs)
-        if args or "closure" in kwargs:
+        closure = kwargs.pop("closure", None)
+        if closure is not None or any(value is not None for value in args):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._known.add(optimizer)
         if self._stage(optimizer) is OptState.READY and self._scale is not None:

@@ -13,7 +13,7 @@ from .storage import Array, Storage, dtype_name
 
 __all__ = ["KernelSpec", "MAX_DIMS"]
 
-MAX_DIMS = 8
+MAX_DIMS = 32
 """Dimensions a strided tensor may have after adjacent ones are merged."""
 
 

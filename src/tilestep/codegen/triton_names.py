@@ -12,7 +12,7 @@ __all__ = ["TritonNames"]
 
 _AROUND = """
 triton tl range float
-t tile row skip mask inside inverse_scale grad_address layout_row layout back dim size coordinate index
+t tile row skip mask inside inverse_scale grad_address layout_row layout back dims dim size coordinate index
 lane begin start stop whole aligned first part active next_step base
 tile_base extents part_starts starts spans tile_count row_parts column_parts
 matrices height width local rest column_tiles row_tiles column_tile row_tile matrix_tile matrix across column line

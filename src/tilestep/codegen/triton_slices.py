@@ -229,8 +229,9 @@ class _SliceKernel(TileMath):
         lines = [f"layout = layouts + layout_row * {width}", "index = corner + place"]
         lines += [f"at_{position} = index * 0" for position, _ in self.used()]
         lines += [
-            f"for back in range({MAX_DIMS}):",
-            f"    dim = {MAX_DIMS - 1} - back",
+            "dims = tl.load(layout)",
+            "for back in tl.range(0, loop_bound(dims)):",
+            "    dim = dims - 1 - back",
             "    size = tl.maximum(tl.load(layout + 1 + dim), 1)",
             "    coordinate = index % size",
             "    index = index // size",

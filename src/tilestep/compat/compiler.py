@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
 __all__ = ["opaque"]
 
 
-def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def opaque(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """A Python function as one call that compilers leave alone; compilers are not imported before it is called.
 
     Where torch has no such wrapper, they are imported at once.

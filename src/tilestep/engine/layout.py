@@ -11,7 +11,7 @@ import torch
 from ..codegen.spec import MAX_DIMS
 from ..errors import GradientError
 
-__all__ = ["Tiles", "check_no_overlap", "cut_tiles", "is_dense", "layout_record", "same_walk"]
+__all__ = ["Tiles", "check_no_overlap", "cut_tiles", "is_dense", "layout_record", "overlaps_itself", "same_walk"]
 
 
 @dataclass
@@ -98,16 +98,34 @@ def check_no_overlap(tensor: torch.Tensor, label: str) -> None:
     Raises:
         GradientError: for an expanded or self-overlapping tensor.
     """
+    if overlaps_itself(tensor):
+        raise GradientError(
+            f"{label} of shape {tuple(tensor.shape)} and strides {tensor.stride()} overlaps itself (expanded?); "
+            "make it a tensor of its own with .clone()"
+        )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of the tensor share memory.
+
+    Example:
+        >>> memory = torch.zeros(9)
+        >>> overlaps_itself(memory.as_strided((2, 3), (3, 2))), overlaps_itself(memory.as_strided((2, 3), (2, 2)))
+        (False, True)
+    """
     if tensor.is_contiguous() or tensor.numel() <= 1:
-        return
-    reach = 0
-    for dim in sorted((d for d in range(tensor.dim()) if tensor.size(d) > 1), key=tensor.stride):
-        if tensor.stride(dim) <= reach:
-            raise GradientError(
-                f"{label} of shape {tuple(tensor.shape)} and strides {tensor.stride()} overlaps itself (expanded?); "
-                "make it a tensor of its own with .clone()"
-            )
+        return False
+    dims = [dim for dim in range(tensor.dim()) if tensor.size(dim) > 1]
+    reach, nested = 0, True
+    for dim in sorted(dims, key=tensor.stride):
+        nested = nested and tensor.stride(dim) > reach
         reach += (tensor.size(dim) - 1) * tensor.stride(dim)
+    if nested or reach + 1 < tensor.numel():
+        return not nested
+    # Dimensions that interleave: the elements are counted in a map of the memory between the first and the last.
+    taken = np.zeros(reach + 1, dtype=bool)
+    np.lib.stride_tricks.as_strided(taken, tuple(tensor.shape), tensor.stride())[...] = True
+    return int(np.count_nonzero(taken)) < tensor.numel()
 
 
 def layout_record(tensors: Sequence[torch.Tensor]) -> np.ndarray:

@@ -13,6 +13,7 @@ from ..codegen.spec import KernelSpec
 from ..codegen.storage import Plain, Storage
 from ..graph import Graph, known_numbers, outcome, program, size_from_end, sizes_of, trace
 from ..rules import Rule
+from ..rules.scalars import as_python
 
 __all__ = ["Signature", "graph_for", "guards_hold", "kernel_spec", "statics_of"]
 
@@ -36,6 +37,7 @@ def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...
     """
 
     def kind(value: Any) -> Any:
+        value = as_python(value)
         if isinstance(value, (tuple, list)):
             return tuple(kind(entry) for entry in value)
         is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
@@ -84,6 +86,7 @@ def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: 
 
 def _on_host(value: Any) -> Any:
     """A tensor that the host can read as the number it holds; a rule may branch on that."""
+    value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(_on_host(entry) for entry in value)
     return float(value) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value

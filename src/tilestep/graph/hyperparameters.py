@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..rules.scalars import as_python
+
 __all__ = ["ScalarCalls", "flat_numbers", "known_numbers"]
 
 
@@ -20,6 +22,7 @@ def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """
     found: list[tuple[str, Any]] = []
     for key, value in hyperparameters.items():
+        value = as_python(value)
         entries = (
             [(f"{key}.{index}", entry) for index, entry in enumerate(value)]
             if isinstance(value, (tuple, list))

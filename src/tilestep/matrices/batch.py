@@ -30,7 +30,7 @@ class Batch:
     chunk: int
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     states: dict[str, torch.Tensor] = field(default_factory=dict)
-    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def of(self, members: Sequence[int]) -> Batch:
         """The same of some members; matrix states are kept by all members or none.

@@ -104,7 +104,7 @@ class CpuNorm:
 
 def clip_coefficient(norm: torch.Tensor, limit: torch.Tensor | float) -> float:
     """min(1, limit / (norm + 1e-6)); NaN stays NaN."""
-    coefficient = torch.as_tensor(limit, dtype=torch.float64) / (norm.double() + 1e-6)
+    coefficient = torch.as_tensor(limit, dtype=torch.float64, device=norm.device) / (norm.double() + 1e-6)
     return coefficient.clamp(max=1.0).item()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..codegen.spec import KernelSpec
 from ..engine import DeviceEngine, Entry, grad_dtype, kernel_spec
@@ -30,7 +31,7 @@ from ..rules import Rule
 from .hyperparameters import OWN_KEYS
 from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
-from .parameters import check_parameter, labelled
+from .parameters import check_parameter, further_rounds, labelled
 from .parts import build_engines
 from .specs import graph_of
 from .states import Later, begin_missing, compute_dtype, initial_state, storages
@@ -129,6 +130,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
         agreement=agreement,
         places=places,
         home=home,
+        further_rounds=further_rounds(optimizer),
     )
     if agreement is not None:
         tables.local_gradients = [
@@ -144,7 +146,11 @@ def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torc
     plans, exchanges = _Plans(optimizer), Exchanges()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
+    seen: set[int] = set()
     for label, group_index, group, param in labelled(optimizer):
+        if id(param) in seen:
+            continue
+        seen.add(id(param))
         if _is_dormant(param, optimizer.state):
             dormant.append(param)
             continue
@@ -238,4 +244,5 @@ def _makes_groups(rule: Rule, param: torch.Tensor) -> str:
 
 
 def _is_dormant(param: torch.Tensor, state: Any) -> bool:
-    return param.is_meta or (not param.requires_grad and param.grad is None and param not in state)
+    # A lazy module's parameter has no shape before the first forward.
+    return is_lazy(param) or param.is_meta or (not param.requires_grad and param.grad is None and param not in state)

@@ -16,7 +16,12 @@ from .states import TRAINING, compute_dtype, slice_overs
 if TYPE_CHECKING:
     from .optimizer import Optimizer
 
-__all__ = ["hold_averages", "hold_training_weights", "holds_averages"]
+__all__ = ["hold_averages", "hold_training_weights", "holds_averages", "keeps_averages"]
+
+
+def keeps_averages(optimizer: Optimizer) -> bool:
+    """Whether a rule has weights to evaluate that are not those that train."""
+    return any(optimizer.rule_of(group).evaluation is not None for group in optimizer.param_groups)
 
 
 def holds_averages(optimizer: Optimizer) -> bool:

@@ -15,6 +15,7 @@ from ..engine.capturing import PREPARE, is_capturing, require
 from ..errors import CaptureError
 from ..matrices import MATRIX_OPERATIONS
 from .decide import build_decision, decide
+from .parameters import LISTED_TWICE
 from .specs import graph_of
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
     require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")
     tables.engines[0].require_kernels(alone=alone)
     require(tables.agreement is None, BY_RANKS)
+    require(not tables.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
     try:
         tables.prepare()
     except Stale:
@@ -167,6 +169,7 @@ def step_in_capture(optimizer: Optimizer) -> None:
         len(tables.engines) == 1, f"its parameters are on {len(tables.engines)} devices; a graph holds the steps of one"
     )
     require(tables.agreement is None, BY_RANKS)
+    require(not tables.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
     engine, gradients = tables.engines[0], tables.gradients()
     seen = engine.check_capture(gradients[0])
     require(tables.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")

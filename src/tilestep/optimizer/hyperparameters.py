@@ -10,6 +10,7 @@ import torch
 
 from ..errors import RuleError
 from ..rules import Rule, registry
+from ..rules.scalars import as_python
 from .masters import check_choice
 
 __all__ = ["GROUP_OPTIONS", "OWN_KEYS", "about_group", "check_group", "find_rule", "without_defaults"]
@@ -112,7 +113,8 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
 
 
 def _on_host(value: Any, key: str) -> Any:
-    """A value with every tensor that the host can read as the number it holds."""
+    """A value with every tensor that the host can read as the number it holds, and Python's numbers for numpy's."""
+    value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(_on_host(entry, key) for entry in value)
     if not isinstance(value, torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ..compat import opaque
 from ..rules import Rule, registry
 from .optimizer import Optimizer
 
@@ -48,6 +49,7 @@ def _class_for(rule: Rule) -> type[Optimizer]:
         given.pop("self")
         Optimizer.__init__(self, given.pop("params"), rule, **given)
 
+    __init__ = opaque(__init__)
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     text = f"{inspect.cleandoc(rule.__doc__ or rule.name)}\n\n{_ARGUMENTS}"
     body = {"__init__": __init__, "__doc__": text, "__module__": "tilestep", "__qualname__": rule.name}

@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 
-from ..compat import step_is_watched
+from ..compat import opaque, step_is_watched
 from ..engine import DeviceEngine, Stale
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
+from ..errors import GradientError
 from ..placements import Agreement
 from ..rules import Rule
 from .build import build_tables
 from .checkpoint import loading_into_buffers, save_numbers, unchanged_on_error
 from .decide import SkipPolicy, TimesMean, decide, forget_scale, needs_norm, remember, restore_mean, save_mean
-from .evaluation import hold_averages, hold_training_weights, holds_averages
+from .evaluation import hold_averages, hold_training_weights, holds_averages, keeps_averages
 from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome, is_deferred
 from .hyperparameters import about_group, check_group, find_rule, without_defaults
 from .masters import MasterWeights
+from .parameters import LISTED_TWICE
 from .scan import Scan
 from .squares import keeping_squares
 from .tables import Tables
@@ -87,6 +89,7 @@ class Optimizer(torch.optim.Optimizer):
     _gradients_scaled = False
     """Set by `GradScaler` from `scale` until the gradients are unscaled or used."""
 
+    @opaque
     def __init__(
         self,
         params: Any,
@@ -122,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         self._rules[found.name] = found
         return found
 
+    @opaque
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters as a group of their own.
 
@@ -184,13 +188,15 @@ class Optimizer(torch.optim.Optimizer):
         runs the step; else zero.
         """
         engines = self._current()
-        return engines[0].control[NORM].to(torch.float32) if engines else torch.zeros(())
+        return engines[0].control[NORM].to(torch.float32) if engines else torch.zeros((), device="cpu")
 
     @property
     def skipped_steps(self) -> torch.Tensor:
         """Steps that were skipped since the optimizer was made, an int64 scalar on the device, not yet read."""
         engines = self._current()
-        return engines[0].control[SKIPPED].to(torch.int64) if engines else torch.zeros((), dtype=torch.int64)
+        if not engines:
+            return torch.zeros((), dtype=torch.int64, device="cpu")
+        return engines[0].control[SKIPPED].to(torch.int64)
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
         """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
@@ -251,9 +257,13 @@ class Optimizer(torch.optim.Optimizer):
             step_in_capture(self)
             return
         tables, gradients = self._prepared()
+        if tables.further_rounds and getattr(self, "grad_scale", None) is not None:
+            raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
         tables.follow_parameters()
         decide(self, tables.engines)
         tables.run(gradients, range(len(tables.engines)), counts_versions=tables.scan is None)
+        if tables.further_rounds:
+            tables.run_further_rounds(gradients)
         if tables.scan is not None:
             tables.scan.mark_written()
         tables.note_versions()
@@ -307,6 +317,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         push(self)
 
+    @opaque
     def eval(self) -> None:
         """Let the parameters hold the weights to evaluate and save, for rules that keep an average of their own.
 
@@ -326,10 +337,13 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight.item()
             1.0
         """
+        if not keeps_averages(self):
+            return
         self._current()
         hold_averages(self)
         self._evaluating = holds_averages(self)
 
+    @opaque
     def train(self, mode: bool = True) -> None:
         """Let the parameters hold the weights that train again, bit for bit as they were before `eval()`.
 
@@ -338,6 +352,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not mode:
             self.eval()
+        if not mode or not self._evaluating:
             return
         hold_training_weights(self)
         self._evaluating = False
@@ -352,6 +367,7 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self.train(not was_evaluating)
 
+    @opaque
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with `skip_above=TimesMean(...)` the first group also has the running mean, unread.
 
@@ -363,6 +379,7 @@ class Optimizer(torch.optim.Optimizer):
         save_mean(self._known_control, self._skip, state_dict)
         return state_dict
 
+    @opaque
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the state of a checkpoint, written by this optimizer or by torch's of the same name.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from ..engine import check_no_overlap
 from ..errors import GradientError
 
-__all__ = ["check_parameter", "labelled", "param_states"]
+__all__ = ["LISTED_TWICE", "check_parameter", "further_rounds", "labelled", "param_states"]
+
+LISTED_TWICE = "a param group lists a parameter twice"
+"""What messages say where each parameter must be there once."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -42,6 +46,23 @@ def labelled(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict[
         for index, param in enumerate(group["params"]):
             label = f"parameter {index} of group {group_index}"
             yield (f"{label} ({names[index]})" if names else label), group_index, group, param
+
+
+def further_rounds(optimizer: torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
+    """For parameters that a group lists several times, which torch updates as often: those of each further round.
+
+    Args:
+        optimizer: the optimizer; torch has warned of such a group.
+
+    Returns:
+        The parameters by `id`, a set for each round; the first round has all of them and is left out.
+    """
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if len(set(ids)) == len(ids):
+        return ()
+    counts = Counter(ids)
+    rounds = range(1, max(counts.values()))
+    return tuple(frozenset(one for one, count in counts.items() if count > before) for before in rounds)
 
 
 def param_states(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:

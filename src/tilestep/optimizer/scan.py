@@ -45,7 +45,12 @@ class Scan:
     def of(cls, tables: Tables) -> Scan | None:
         """A scan of these tables, if the module is built and knows what there is to know about their tensors."""
         module = native.module(len(tables.params))
-        if module is None or tables.home.looks_at_gradients or not all(e.can_scan for e in tables.engines):
+        if (
+            module is None
+            or tables.further_rounds
+            or tables.home.looks_at_gradients
+            or not all(e.can_scan for e in tables.engines)
+        ):
             return None
         known = _PLAIN if tables.agreement is None else _known_types()
         if not all(type(param) in known for params in tables.members for param in params):

@@ -42,6 +42,7 @@ class Tables:
         scan: the quick look at all tensors, once there is one.
         places: for each part, see `Optimizer._part_of`, the places of its engines.
         home: where the state lives.
+        further_rounds: see `parameters.further_rounds`.
         moved: how often parameters had moved when masters last followed them: no version tells of `param.data = ...`.
     """
 
@@ -59,6 +60,7 @@ class Tables:
     scan: Scan | None = None
     places: dict[Any, list[int]] = field(default_factory=dict)
     home: StateHome = field(default_factory=StateHome)
+    further_rounds: tuple[frozenset[int], ...] = ()
     moved: int = 0
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
@@ -183,6 +185,20 @@ class Tables:
         for engine in engines:
             engine.finish(counts_versions=counts_versions)
             self.home.finish(engine)
+
+    def run_further_rounds(self, gradients: list[list[torch.Tensor | None]]) -> None:
+        """Update again the parameters that their group lists several times, as torch does one after the other.
+
+        Args:
+            gradients: for each engine the gradients of its entries, with which the first round ran.
+        """
+        for again in self.further_rounds:
+            own = [
+                [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
+                for params, of_engine in zip(self.members, gradients)
+            ]
+            self.prepare(own)
+            self.run(own, range(len(self.engines)), counts_versions=True)
 
     def same_versions(self) -> bool:
         """Whether nobody has written to a parameter that has a master since the last step."""

@@ -170,7 +170,7 @@ def slices_here(like: Any, over: Over) -> torch.Tensor:
         over: the dimensions that slices have not.
     """
     shape = _without(like.shape, over)
-    numbers = _replicated(torch.arange(shape.numel()).view(shape), like.device_mesh)
+    numbers = _replicated(torch.arange(shape.numel(), device="cpu").view(shape), like.device_mesh)
     return local_part(numbers.redistribute(placements=_placements(like, over))).reshape(-1)
 
 

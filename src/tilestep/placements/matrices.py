@@ -174,7 +174,7 @@ class MatrixExchange:
     ) -> Sequence[torch.Tensor]:
         """One message to each rank, and one from each."""
         if not like:
-            return [torch.zeros(0, dtype=torch.uint8)] * self._ranks
+            return [torch.zeros(0, dtype=torch.uint8, device="cpu")] * self._ranks
         received = torch.empty(sum(coming), dtype=torch.uint8, device=like[0][1].device)
         dist.all_to_all_single(
             received, torch.cat(list(leaving)), list(coming), [len(each) for each in leaving], group=self._group

@@ -177,11 +177,12 @@ def _slice_part(agreement: Agreement, segment: Segment, slot: int, reduction: Va
     for entry, start, stop in zip(segment.entries, starts, starts[1:]):
         if not spans_ranks(reduction, sharded_dims(entry.handle)):
             continue
-        places.append(torch.arange(start, stop))
+        places.append(torch.arange(start, stop, device="cpu"))
         targets.append(count + slices_here(entry.handle, reduction.over).cpu())
-        factors.append(torch.full((stop - start,), _factor(agreement, entry, reduction), dtype=torch.float64))
+        factor = _factor(agreement, entry, reduction)
+        factors.append(torch.full((stop - start,), factor, dtype=torch.float64, device="cpu"))
         count += math.prod(size for dim, size in enumerate(entry.handle.shape) if dim not in range(*reduction.over))
     if not count:
         return None
-    where, among, factor = (torch.cat(each).to(slots.device) for each in (places, targets, factors))
-    return _SlicePart(slots, where, among, count, factor, not _adds(reduction))
+    where, among, scale = (torch.cat(each).to(slots.device) for each in (places, targets, factors))
+    return _SlicePart(slots, where, among, count, scale, not _adds(reduction))

@@ -18,7 +18,7 @@ import torch
 from ..errors import RuleError
 from .declarations import check_names, check_range_names, check_start
 from .ranges import Interval, at_least, between
-from .scalars import scalar_globals
+from .scalars import as_python, scalar_globals
 
 __all__ = ["Interval", "Rule", "State", "at_least", "at_step", "between", "changes", "registry", "rule"]
 
@@ -132,6 +132,7 @@ class Rule:
         A function of the step is checked by what it gives at step 1.
         """
         for key, value in hyperparameters.items():
+            value = as_python(value)
             if key not in self.hyperparameters:
                 known = ", ".join(self.hyperparameters)
                 raise TypeError(f"{self.name} has no hyperparameter {key!r}; it has {known}")
@@ -257,6 +258,7 @@ def _by_reference(module: str, qualname: str) -> Any:
 
 def as_scalar(value: Any, device: torch.device | None = None) -> Any:
     """A number as a 0-dim float64 value, a tuple entry by entry; flags, strings, None and tensors as they are."""
+    value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(as_scalar(entry, device) for entry in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import RuleError
 
 __all__ = [
     "across_tensors",
+    "as_python",
     "machine_epsilon",
     "max_over_tensors",
     "precision_of",
@@ -31,6 +33,26 @@ precision_of: ContextVar[Callable[[Any], Any] | None] = ContextVar("precision_of
 """Who gives the machine epsilon of the type that a buffer is kept in; set where it is worked on in another."""
 
 _TORCH_NAMES = {"fabs": "abs", "pow": "pow", "copysign": "copysign"}
+
+
+def as_python(value: Any) -> Any:
+    """A numpy number, or array of one element, as Python's; a tuple or list entry by entry; anything else as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> as_python((np.float32(0.5), np.bool_(True), 1e-3))
+        (0.5, True, 0.001)
+    """
+    if type(value) in _PYTHON:
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(as_python, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
+        return value.item()
+    return value
+
+
+_PYTHON = (float, int, bool, type(None), str)
 
 
 def where(condition: Any, if_true: Any, if_false: Any) -> Any:

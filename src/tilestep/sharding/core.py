@@ -352,7 +352,7 @@ class Sharding:
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if gradients:
             table = NormTable(device, [each.numel() for each in gradients], [each.dtype for each in gradients])
-            addresses = torch.tensor([each.data_ptr() for each in gradients], dtype=torch.int64).to(device)
+            addresses = torch.tensor([each.data_ptr() for each in gradients], dtype=torch.int64, device=device)
             table.launch(addresses, total)
         Deciders(self.ranks, groups).add(total)
         return total.sqrt().to(torch.float32).reshape(())
