@@ -1,4 +1,4 @@
-"""`tilestep version`: what a bug report needs."""
+"""`tilestep version`: what a bug report needs, and what is wrong with this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def version() -> None:
-        """Print the versions of tilestep, torch and the compilers, and the device."""
+        """Print versions, compilers and the device, and say in sentences what is wrong with this machine."""
         from rich.console import Console
 
         from tilestep.bench.environment import environment
+        from tilestep.cli._machine import complaints, facts
 
-        console = Console()
-        for name, value in environment().items():
+        console = Console(soft_wrap=True)
+        for name, value in {**environment(), **facts()}.items():
             console.print(f"{name:<12} {value}", highlight=False, markup=False)
+        wrong = complaints()
+        console.print("\nnothing is wrong with this machine" if not wrong else "\nwhat is wrong with this machine:")
+        for sentence in wrong:
+            console.print(f"- {sentence}", highlight=False, markup=False)

@@ -1,0 +1,185 @@
+"""What is wrong with a machine, in sentences that end with the remedy: the second part of `tilestep version`."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from tilestep.cache import cache_directory, forget_directory
+from tilestep.codegen.compile_cpp import FLAGS, compiler, compiler_version
+from tilestep.native import module
+
+__all__ = ["complaints", "facts"]
+
+OLDEST_TORCH = (2, 11)
+_WITHOUT_COMPILER = "rules on the CPU run as eager PyTorch, which is slow"
+
+PROBE = """
+#include <cmath>
+#include <cstdint>
+extern "C" int64_t probe(int64_t n) {
+  int64_t sum = 0;
+#pragma omp parallel for reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += i;
+  return sum;
+}
+"""
+"""Needs what generated kernels need: the standard headers, and OpenMP."""
+
+
+def facts() -> dict[str, str]:
+    """The compiler that builds kernels, where they are kept, and whether the native extension is there."""
+    said = compiler_version().splitlines()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = str(cache_directory())
+    return {"compiler": said[0] if said else "none", "cache": folder, "extension": _extension()}
+
+
+def complaints() -> list[str]:
+    """What is wrong, a sentence or two each; nothing on a machine where every part of tilestep works."""
+    checks = (_system, _torch, _cache, _compiler, _headers, _native, _gpu, _triton)
+    return [sentence for check in checks if (sentence := check()) is not None]
+
+
+def _extension() -> str:
+    if os.environ.get("TILESTEP_NATIVE") == "0":
+        return "off (TILESTEP_NATIVE=0)"
+    if compiler() is None:
+        return "not built (no compiler)"
+    return "built" if module(0) is not None else "not built yet (the first step of 200 tensors begins it)"
+
+
+def _system() -> str | None:
+    if sys.platform == "linux":
+        return None
+    return f"tilestep is made and tested on Linux; this is {sys.platform}. Use Linux, a container or WSL."
+
+
+def _torch() -> str | None:
+    version = tuple(
+        int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
+    )
+    if version >= OLDEST_TORCH:
+        return None
+    least = ".".join(map(str, OLDEST_TORCH))
+    return f"torch {torch.__version__} is older than {least}. Install a newer one: pip install 'torch>={least}'."
+
+
+def _cache() -> str | None:
+    """Whether built code can be kept, and trusted."""
+    forget_directory()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        cache_directory()
+    if not said:
+        return None
+    reason = str(said[0].message).rpartition("each process: ")[2]
+    return (
+        f"the cache folder cannot be used, so kernels are built again in each process: {reason}. "
+        "Let TILESTEP_CACHE_DIR name a folder of yours that only you can write to."
+    )
+
+
+def _compiler() -> str | None:
+    """Whether the compiler builds, with OpenMP, what can be loaded."""
+    command = compiler()
+    if command is None:
+        if chosen := os.environ.get("CXX"):
+            return f"CXX={chosen} is not there, so {_WITHOUT_COMPILER}. Unset CXX, or let it name a compiler."
+        return f"there is no C++ compiler, so {_WITHOUT_COMPILER}. Install one (apt install g++), or let CXX name it."
+    name = " ".join(command)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = cache_directory()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="probe-") as temporary:
+        library = Path(temporary) / "probe.so"
+        whole = [*command, *FLAGS, "-x", "c++", "-", "-o", str(library)]
+        try:
+            done = subprocess.run(whole, input=PROBE, capture_output=True, encoding="utf-8", timeout=120)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"the C++ compiler {name} cannot be run ({error}). Install another, or let CXX name it."
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+            reason = lines[0].strip() if lines else f"exit code {done.returncode}"
+            return f"the C++ compiler {name} fails ({reason}). Install g++ with its OpenMP, or let CXX name another."
+        try:
+            loaded = ctypes.CDLL(str(library))
+        except OSError as error:
+            return (
+                f"what the C++ compiler builds cannot be loaded ({error}). Let TILESTEP_CACHE_DIR name a folder from "
+                "which code may be run."
+            )
+        if loaded.probe(ctypes.c_int64(10)) != 45:
+            return f"the C++ compiler {name} builds code that computes wrong sums. Install another, or let CXX name it."
+    return None
+
+
+def _headers() -> str | None:
+    """Python's own, for the native extension and for what Triton launches kernels with."""
+    include = Path(sysconfig.get_paths()["include"])
+    if (include / "Python.h").exists():
+        return None
+    needed = (
+        "the native extension, and what launches kernels on a GPU,"
+        if torch.cuda.is_available()
+        else "the native extension"
+    )
+    return (
+        f"Python's headers are missing ({include}/Python.h), so {needed} cannot be built. "
+        "Install them (apt install python3-dev)."
+    )
+
+
+def _native() -> str | None:
+    if os.environ.get("TILESTEP_NATIVE") != "0":
+        return None
+    return (
+        "TILESTEP_NATIVE=0 turns the native extension off, so steps of hundreds of tensors take the host longer. "
+        "Unset it."
+    )
+
+
+def _has_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def _gpu() -> str | None:
+    """Whether torch can use the GPU that is there."""
+    if torch.version.hip is not None:
+        return "this torch is built for AMD's GPUs, for which there are no kernels. Use NVIDIA GPUs, or the CPU."
+    if torch.cuda.is_available() or not _has_driver():
+        return None
+    if torch.version.cuda is None:
+        return (
+            f"there is an NVIDIA driver, but torch {torch.__version__} is built without CUDA, so the GPU is not used. "
+            "Install torch with CUDA: https://pytorch.org/get-started."
+        )
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every GPU. Unset it to use them."
+    try:
+        torch.cuda.init()
+        reason = "it sees no device"
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].strip().rstrip(".")
+    return (
+        f"there is an NVIDIA driver, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: "
+        f"{reason}. Update the driver, or install a torch for an older CUDA."
+    )
+
+
+def _triton() -> str | None:
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None:
+        return None
+    return (
+        "there is a GPU but no Triton, so nothing runs on the GPU as a kernel. Install it: pip install 'tilestep[gpu]'."
+    )
