@@ -10,7 +10,7 @@ TESTS ?=
 ARGS ?=
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test gpu-test bench lint format types clean
+.PHONY: help setup demo test gpu-test bench lint format types docs examples dist clean
 help:
 	@echo "make demo      train a small GPT twice, with torch's AdamW and with tilestep's, and compare (ARGS=...)"
 	@echo "make test      all tests and doctests (JOBS=2 TESTS=path)"
@@ -18,9 +18,17 @@ help:
 	@echo "make bench     all benchmarks on this machine (ARGS='step --out results')"
 	@echo "make lint      ruff: rules and formatting;   make format  applies both"
 	@echo "make types     mypy"
+	@echo "make docs      the documentation site in build/site; a warning or a broken link is an error"
+	@echo "make examples  every example in its full length; their pictures are those of the site"
+	@echo "make dist      wheel and sdist in dist, tested from the wheel in an environment of its own"
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh scripts/setup.sh "$(VENV)"
+	@touch $@
+
+# What only the site needs is installed by the first `make docs`.
+$(READY)-docs: $(READY)
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" EXTRAS=dev,docs sh scripts/setup.sh "$(VENV)"
 	@touch $@
 
 setup: $(READY)
@@ -48,6 +56,20 @@ format: $(READY)
 
 types: $(READY)
 	$(VENV)/bin/mypy
+
+docs: $(READY)-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(ARGS)
+
+EXAMPLES := language_model own_rule finetune_offloaded overlap capture
+examples: $(READY)
+	for name in $(EXAMPLES); do \
+		$(VENV)/bin/python examples/$$name.py --picture docs/images/$$name.png $(ARGS) || exit 1; done
+	$(VENV)/bin/torchrun --nproc-per-node 2 examples/data_parallel.py --picture docs/images/data_parallel.png $(ARGS)
+
+dist: $(READY)
+	rm -rf dist
+	$(VENV)/bin/python -m build --no-isolation --outdir dist .
+	$(VENV)/bin/python scripts/check_dist.py dist
 
 clean:
 	rm -rf "$(VENV)" build dist demo bench trace .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from module_files import load
 
 import tilestep
@@ -35,6 +37,39 @@ def test_the_code_for_rule_authors_runs(tmp_path: Path) -> None:
         optimizer.step()
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+PAGES = ["start.md", "moving.md", *(f"guide/{path.name}" for path in sorted((ROOT / "docs" / "guide").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_the_guide_runs(page: str, one_rank: None) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if "--8<--" not in block:  # an example's own text, which tests/test_examples.py runs
+            exec(compile(block, page, "exec"), names)
+    assert "optimizer" in names or "```python\n" not in text
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")}
+    assert pages == set(re.findall(r"[\w/-]+\.md", navigation)) - {"index.md", "changelog.md", "contributing.md"}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """But named optimizers, which the site lists from the registry, and torch's own modules."""
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    named = set(re.findall(r"^::: tilestep\.(\w+)", pages, re.MULTILINE))
+    assert set(tilestep.__all__) - named == {*tilestep.registry, "lr_scheduler", "swa_utils", "registry"}
+
+
 def test_the_generated_code_is_current(docs_code: ModuleType) -> None:
     text = docs_code.PAGE.read_text()
     assert len(docs_code.BLOCK.findall(text)) >= 4
@@ -60,7 +95,7 @@ def test_commands_that_documents_name_exist() -> None:
     from tilestep.cli import build_app
 
     known = {command.name or command.callback.__name__ for command in build_app().registered_commands}
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]:
         named = set(re.findall(r"(?:^    |`)tilestep ([a-z][a-z0-9]*)", document.read_text(), re.MULTILINE))
         assert named <= known, document.name
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import tilestep
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
 
 # Stands in for Python and pip: logs what it is asked, and makes a "virtual environment" of itself.
 FAKE_PYTHON = """#!/bin/sh
@@ -98,22 +101,53 @@ def planned(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "gpu-test", "bench", "lint", "types"])
+@pytest.mark.parametrize("target", ["demo", "test", "gpu-test", "bench", "lint", "types", "docs", "examples", "dist"])
 def test_every_target_sets_itself_up_once(target: str, tmp_path: Path) -> None:
     assert "scripts/setup.sh" in planned(target, f"VENV={tmp_path}")
     (tmp_path / ".ready").touch()
+    if target == "docs":  # what only the site needs comes with its first build
+        assert "EXTRAS=dev,docs sh scripts/setup.sh" in planned(target, f"VENV={tmp_path}")
+        (tmp_path / ".ready-docs").touch()
     assert "scripts/setup.sh" not in planned(target, f"VENV={tmp_path}")
 
 
-def test_ci_runs_tests_lint_and_types() -> None:
+def test_ci_runs_tests_lint_types_site_and_wheel() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
-    assert re.findall(r"^make (\w+)$", script.read_text(), re.MULTILINE) == ["test", "lint", "types"]
+    targets = re.findall(r"^make (\w+)$", script.read_text(), re.MULTILINE)
+    assert targets == ["test", "lint", "types", "docs", "dist"]
 
 
-def test_the_version_is_the_same_everywhere() -> None:
-    assert f'version = "{tilestep.__version__}"' in (ROOT / "pyproject.toml").read_text()
+def test_the_version_comes_from_one_place() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and 'path = "src/tilestep/_version.py"' in project
+    written = [
+        path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*.py") if "__version__ =" in path.read_text()
+    ]
+    assert written == [Path("tilestep/_version.py")]
+    assert importlib.metadata.version("tilestep") == tilestep.__version__
+
+
+def test_the_newest_changes_are_those_of_this_version() -> None:
+    newest, *older = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.match(rf"{re.escape(tilestep.__version__)}(, not released yet| \(\d{{4}}-\d\d-\d\d\))$", newest)
+    assert all(re.match(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)$", heading) for heading in older)
+
+
+def test_the_stated_versions_are_those_of_the_pins() -> None:
+    """The table of supported versions names what CI installs, and the least that the package asks for."""
+    page = (ROOT / "docs" / "guide" / "optimizers.md").read_text()
+    table = page[page.index("## Supported versions") :]
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    least = re.search(r'"torch>=(\d+\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert pinned and f"torch {pinned[1]}" in table
+    assert least and f"torch {least[1]}" in table and f"torch >= {least[1]}" in (ROOT / "README.md").read_text()
+
+
+def test_an_issue_is_asked_for_the_output_of_tilestep_version() -> None:
+    templates = list((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md"))
+    assert templates and all("tilestep version" in template.read_text() for template in templates)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -123,19 +157,59 @@ def test_links_inside_the_project_lead_somewhere(document: Path) -> None:
     assert missing == []
 
 
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    """About 300 words of prose, one table, one picture, two commands, five links."""
+    prose = re.sub(r"^```[\s\S]*?^```$|^\|.*$|\]\([^)]*\)", "", readme(), flags=re.MULTILINE)
+    assert 200 <= len(prose.split()) <= 340
+    assert len(re.findall(r"^\|[-|]+\|$", readme(), re.MULTILINE)) == 1
+    assert len(re.findall(r"!\[", readme())) == 1
+    assert re.findall(r"^    (make \w+)", readme(), re.MULTILINE) == ["make demo", "make test"]
+    assert len(re.findall(r"(?<!!)\[[^]]+\]\(", readme())) == 5
+
+
+def measured(section: str, title: str, contender: str) -> float:
+    """Median wall milliseconds in a committed result of the H200."""
+    groups = json.loads((ROOT / "benchmarks" / "results" / "h200" / f"{section}.json").read_text())["groups"]
+    (rows,) = [group["rows"] for group in groups if re.fullmatch(title, group["title"])]
+    (row,) = [row for row in rows if row["contender"] == contender]
+    return row["wall"]["median"]
+
+
+TITLES = {
+    "2,000 bf16 tensors, 131 M elements": r"clip \+ AdamW, random: .*",
+    "219 bf16 tensors, 1.19 B elements": r"clip \+ AdamW, llama: 219 bfloat16 .*",
+    "219 fp32 tensors, 1.19 B elements": r"clip \+ AdamW, llama: 219 float32 .*",
+    "5,000 bf16 tensors of 1,024": r"clip \+ AdamW, small: .*",
+}
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/measurements.md"])
+def test_the_step_times_are_those_of_the_committed_results(document: str) -> None:
+    rows = re.findall(r"^\| (?:clip \+ AdamW, )?(.*?) \| ([\d.]+) \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$",
+                      (ROOT / document).read_text(), re.MULTILINE)  # fmt: skip
+    assert len(rows) >= 3
+    for work, *figures in rows:
+        for contender, figure in zip(("torch foreach", "torch fused", "tilestep"), figures):
+            digits = len(figure.partition(".")[2])
+            assert f"{measured('step', TITLES[work], contender):.{digits}f}" == figure, (work, contender)
+
+
 def test_the_readme_s_code_runs() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
 
 
-def test_the_readme_names_every_rule() -> None:
-    words = (
-        (ROOT / "README.md")
-        .read_text()
-        .lower()
-        .replace("schedule-free sgd and adamw", "schedulefreesgd, schedulefreeadamw")
-    )
-    assert [name for name in tilestep.registry if not re.search(rf"\b{name.lower()}\b", words)] == []
+def test_the_list_of_optimizers_names_every_rule() -> None:
+    page = (ROOT / "docs" / "guide" / "optimizers.md").read_text()
+    listed = re.findall(r"[\w]+", page[page.index("## Which") : page.index("`tilestep show")])
+    assert sorted(set(tilestep.registry) & set(listed)) == sorted(tilestep.registry)
+    torchs = [name for name in tilestep.registry if hasattr(torch.optim, name)]
+    words = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
+    assert f"and {words[len(tilestep.registry) - len(torchs)]} others" in readme()
