@@ -1,22 +1,44 @@
-"""Where built kernels are kept: a directory only the user can write, files written whole or not at all."""
+"""Where built kernels are kept: files that only the user can write, verified each time that one is opened.
+
+Code from a folder that others may write to would run as the user. So the folder's owner and mode, those of the file,
+and for code a checksum are looked at each time, on descriptors: what was verified is what is read or loaded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import hashlib
+import itertools
 import os
+import shutil
+import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ._version import __version__
+from .errors import BuildError
 
-__all__ = ["cache_directory", "cached_file", "content_key", "find_cached", "forget_directory", "update_cached"]
+_SEALED = (".so", ".key")
+"""Suffixes of files that end with a checksum of their name and content; loaders of libraries ignore what follows one."""
+
+_SEAL = b"\n# tilestep sha256 "
+_SEAL_LENGTH = len(_SEAL) + 64
+
+_BUILDS = ".build-"
+_STALE = 3600.0
+"""Seconds after which a folder of a build is one that a killed process has left."""
+
+_WORD = 10.0
+"""Seconds of waiting for another process after which a warning says so."""
 
 
 def content_key(*parts: str) -> str:
@@ -37,6 +59,41 @@ def content_key(*parts: str) -> str:
     return digest.hexdigest()[:32]
 
 
+class CachedFile:
+    """A file of the cache, opened and verified; close it, or use it as a context manager.
+
+    Args:
+        path: where it lies; what is there later may be another file.
+        handle: its descriptor.
+        content: what was read from it, without its checksum.
+    """
+
+    _count = itertools.count()
+
+    def __init__(self, path: Path, handle: int, content: bytes) -> None:
+        self.path, self.content = path, content
+        self._handle = handle
+
+    def loadable(self) -> str:
+        """A path that leads to the very file that was verified, while it is open."""
+        if not os.path.exists(f"/proc/self/fd/{self._handle}"):
+            return str(self.path)
+        # The loader takes a path that it has seen for the library that it has loaded from there, and descriptors are
+        # used again. A number in dots makes each path another one.
+        dots = "".join("/." if bit == "1" else "/" for bit in f"{next(self._count):b}")
+        return f"/proc/self/fd{dots}/{self._handle}"
+
+    def close(self) -> None:
+        """Close the descriptor; what was loaded from it stays."""
+        os.close(self._handle)
+
+    def __enter__(self) -> CachedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def _chosen_directory() -> Path:
     return Path(os.environ.get("TILESTEP_CACHE_DIR") or platformdirs.user_cache_dir("tilestep"))
 
@@ -47,24 +104,24 @@ def cache_directory() -> Path:
     A directory that cannot be made or written to, or that others may write to, is replaced by a temporary one for this
     process, with one warning.
     """
-    # Remembered for what was chosen: a thread that looks while another one changes it must not leave the old one.
-    return _usable(_chosen_directory())
+    directory = _chosen_directory()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(directory):
+            _require_writable(directory)
+            return directory
+    except OSError as error:
+        _warn_once(
+            f"tilestep works without its cache, kernels are built again in each process: {directory}: {error}",
+            str(error),
+        )
+        return Path(_process_directory().name)
 
 
 @functools.lru_cache
-def _usable(directory: Path) -> Path:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_private(directory)
-        with tempfile.NamedTemporaryFile(dir=directory):
-            return directory
-    except OSError as error:
-        warnings.warn(
-            f"tilestep works without its cache, kernels are built again in each process: {directory}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return Path(_process_directory().name)
+def _require_writable(directory: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=directory):
+        pass
 
 
 @functools.lru_cache(maxsize=1)
@@ -72,86 +129,324 @@ def _process_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="tilestep-", ignore_cleanup_errors=True)
 
 
+_warned: set[str] = set()
+
+
+def _warn_once(message: str, subject: str) -> None:
+    if subject not in _warned:
+        _warned.add(subject)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
 def forget_directory() -> None:
-    """Try again, at the next build, whether the directory can be used."""
-    _usable.cache_clear()
+    """Try again, at the next build, whether the directory can be used, and say again if not."""
+    _require_writable.cache_clear()
+    _require_owned.cache_clear()
+    _warned.clear()
 
 
-def _require_private(directory: Path) -> None:
-    status = directory.stat()
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int | None]:
+    """The directory's descriptor, None where systems have none; raises PermissionError if others may write to it."""
     if not hasattr(os, "getuid"):
+        yield None
         return
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        why = _not_private(status)
+        if why:
+            remedy = "remove it, or name another one in TILESTEP_CACHE_DIR"
+            raise PermissionError(f"{why}; built code there cannot be trusted ({remedy})")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _not_private(status: os.stat_result) -> str:
+    """Why a file or folder may hold what another user has written, or nothing."""
+    if not hasattr(os, "getuid"):
+        return ""
     if status.st_uid not in (0, os.getuid()):
-        raise PermissionError(f"it belongs to user {status.st_uid}, not to you; built code there cannot be trusted")
-    if status.st_mode & 0o022:
-        raise PermissionError(
-            "others may write to it; built code there cannot be trusted (chmod go-w makes it private)"
-        )
+        return f"it belongs to user {status.st_uid}, not to you"
+    return "others may write to it" if status.st_mode & 0o022 else ""
 
 
-def find_cached(pattern: str) -> Path | None:
-    """The newest file of this name in the cache, or None; a cache that cannot be written to is read all the same.
+def _open_verified(directory: Path, name: str) -> CachedFile | None:
+    """The file of this name in a directory, if both are private and a checksum that the file must have is right."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    path = directory / name
+    with contextlib.suppress(OSError), _opened(directory) as folder:
+        handle = os.open(path if folder is None else name, flags | getattr(os, "O_BINARY", 0), dir_fd=folder)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, handle)
+            status = os.fstat(handle)
+            why = _not_private(status)
+            if why:
+                _warn_once(f"tilestep does not use {path}: {why}; remove it", str(path))
+                return None
+            content = _unsealed(name, _read(handle)) if stat.S_ISREG(status.st_mode) else None
+            if content is not None:
+                stack.pop_all()
+                return CachedFile(path, handle, content)
+    return None
+
+
+def _read(handle: int) -> bytes:
+    with open(handle, "rb", closefd=False) as file:
+        return file.read()
+
+
+def _unsealed(name: str, content: bytes) -> bytes | None:
+    """What a file holds before its checksum, None if that is not there or not right; other files hold all of it."""
+    if not name.endswith(_SEALED):
+        return content
+    return content[:-_SEAL_LENGTH] if content[-_SEAL_LENGTH:] == _seal(name, content[:-_SEAL_LENGTH]) else None
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    return _SEAL + hashlib.sha256(name.encode() + b"\0" + content).hexdigest().encode()
+
+
+def _places() -> Iterator[Path]:
+    """The chosen directory, which is read even where it cannot be written to, and the one that replaces it."""
+    chosen = _chosen_directory()
+    yield chosen
+    current = cache_directory()
+    if current != chosen:
+        yield current
+
+
+def open_cached(name: str) -> CachedFile | None:
+    """The verified file of this name, or None.
+
+    Args:
+        name: file name.
+    """
+    opened = (_open_verified(directory, name) for directory in _places())
+    return next((file for file in opened if file is not None), None)
+
+
+def cached_names(pattern: str) -> list[str]:
+    """Names in the cache, in their order; whether the files can be trusted is seen when they are opened.
 
     Args:
         pattern: a file name, in which `*` stands for anything.
     """
-    directory = _chosen_directory()
-    with contextlib.suppress(OSError):
-        _require_private(directory)
-        found = sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime)
-        if found:
-            return found[-1]
-    return next(iter(cache_directory().glob(pattern)), None)
+    names: set[str] = set()
+    for directory in _places():
+        with contextlib.suppress(OSError), _opened(directory) as folder:
+            names.update(fnmatch.filter(os.listdir(directory if folder is None else folder), pattern))
+    return sorted(names)
 
 
-def cached_file(name: str, build: Callable[[Path], None]) -> Path:
-    """The file of this name in the cache, built first if it is not there.
+def cached(
+    name: str, build: Callable[[Path], None], *, seconds: float = 60.0, by: str = "", anew: bool = False
+) -> CachedFile:
+    """The verified file of this name, built first if there is none.
 
     Args:
         name: file name, holding the key of its content.
-        build: writes the file at the path it is given; called by one process at a time.
+        build: writes the file at the path it is given, in a folder of its own that is removed afterwards; called by one
+            process at a time.
+        seconds: how long another process's build is waited for.
+        by: what builds it, for messages.
+        anew: build it even if it is there.
 
-    Returns:
-        The path of the whole file.
+    Raises:
+        BuildError: if another process holds the lock for too long.
     """
-    found = find_cached(name)
-    if found is not None:
-        return found
-    path = cache_directory() / name
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed since it was chosen
-    with FileLock(str(path) + ".lock"):
-        if not path.exists():
-            with _whole_or_nothing(path) as partial:
-                build(partial)
-    return path
+    file = None if anew else open_cached(name)
+    if file is not None:
+        return file
+    directory = _present(cache_directory())
+    with _locked(directory / name, seconds, by):
+        file = None if anew else _open_verified(directory, name)
+        if file is None:
+            _write_whole(directory, name, build)
+            file = _open_verified(directory, name)
+    if file is None:
+        raise BuildError(f"{directory / name} was changed while it was built")
+    return file
 
 
-def update_cached(name: str, change: Callable[[Path | None], str]) -> Path:
+def cached_file(name: str, build: Callable[[Path], None]) -> Path:
+    """As `cached`, for files that others read: the path of the file.
+
+    Args:
+        name: file name, holding the key of its content.
+        build: as for `cached`.
+    """
+    with cached(name, build) as file:
+        return file.path
+
+
+def find_cached(name: str) -> Path | None:
+    """The path of the verified file of this name, or None.
+
+    Args:
+        name: file name.
+    """
+    file = open_cached(name)
+    if file is None:
+        return None
+    with file:
+        return file.path
+
+
+def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
     """Write a text file of the cache anew, from what it says so far.
 
     Args:
         name: file name.
-        change: gives the new text from the file's path, None if there is none yet; called by one process at a time.
+        change: gives the new text from the text so far, None if there is none; called by one process at a time.
 
     Returns:
         The path of the file.
     """
-    path = cache_directory() / name
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with FileLock(str(path) + ".lock"):
-        text = change(path if path.exists() else None)
-        with _whole_or_nothing(path) as partial:
-            partial.write_text(text)
+    directory = _present(cache_directory())
+    with _locked(directory / name, 60.0, ""):
+        file = _open_verified(directory, name)
+        text = None
+        if file is not None:
+            with file:
+                text = file.content.decode(errors="replace")
+        changed = change(text)
+        if changed != text:
+            _write_whole(directory, name, lambda path: _write_text(path, changed))
+    return directory / name
+
+
+def publish(name: str, text: str) -> Path:
+    """Write a text for others to read, if it is not there yet.
+
+    Args:
+        name: file name.
+        text: all of it.
+
+    Returns:
+        The path of the file.
+    """
+    file = open_cached(name)
+    if file is not None:
+        with file:
+            if file.content == text.encode():
+                return file.path
+    return update_cached(name, lambda _: text)
+
+
+def private_folder(name: str) -> Path:
+    """A folder of the cache for files of another library, which checks none: nobody else can reach into it.
+
+    Args:
+        name: its name.
+    """
+    directory = _present(cache_directory())
+    try:
+        return _closed_folder(directory, name)
+    except OSError as error:
+        _warn_once(f"tilestep does not use {directory / name}: {error}; remove it", str(directory / name))
+        return _closed_folder(Path(_process_directory().name), name)
+
+
+def _closed_folder(directory: Path, name: str) -> Path:
+    path = directory / name
+    path.mkdir(mode=0o700, exist_ok=True)
+    if not hasattr(os, "getuid"):
+        return path
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with _opened(directory) as parent, contextlib.ExitStack() as stack:
+        handle = os.open(name, flags, dir_fd=parent)
+        stack.callback(os.close, handle)
+        status = os.fstat(handle)
+        if status.st_mode & 0o022 and os.fstat(parent or handle).st_mode & 0o011:
+            raise PermissionError("others could write to it")
+        if status.st_mode & 0o077:
+            os.fchmod(handle, 0o700)
+        _require_owned(path, status.st_ino)
     return path
 
 
+@functools.lru_cache
+def _require_owned(path: Path, number: int) -> None:
+    """Raise PermissionError if another user has put something there; looked for once in a process."""
+    for folder, _, files in os.walk(path):
+        for entry in (folder, *(os.path.join(folder, file) for file in files)):
+            owner = os.lstat(entry).st_uid
+            if owner not in (0, os.getuid()):
+                raise PermissionError(f"{entry} belongs to user {owner}, not to you")
+
+
+def _present(directory: Path) -> Path:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed since it was chosen
+    return directory
+
+
 @contextlib.contextmanager
-def _whole_or_nothing(path: Path) -> Iterator[Path]:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem + "-", suffix=path.suffix)
-    os.close(descriptor)
-    partial = Path(name)
+def _locked(path: Path, seconds: float, by: str) -> Iterator[None]:
+    """A block that one process at a time is in; what it waits for is said after a while, and not waited for forever."""
+    lock = FileLock(f"{path}.lock")
+    begin = time.monotonic()
+    what = f"{path.name} with {by}" if by else path.name
     try:
-        yield partial
-        os.replace(partial, path)
+        try:
+            lock.acquire(timeout=min(_WORD, seconds))
+        except Timeout:
+            left = seconds - (time.monotonic() - begin)
+            if left <= 0:
+                raise
+            _warn_once(
+                f"tilestep waits for another process, which builds {what} and holds {path}.lock: for {left:.0f} s more",
+                f"{path}.lock",
+            )
+            lock.acquire(timeout=left)
+    except Timeout as error:
+        raise BuildError(
+            f"another process has not finished building {what} in {seconds:.0f} s and holds {path}.lock: end it if it hangs"
+        ) from error
+    try:
+        yield
     finally:
-        partial.unlink(missing_ok=True)
+        lock.release()
+
+
+def _write_whole(directory: Path, name: str, build: Callable[[Path], None]) -> None:
+    """Write a file that is there whole, also after a crash of the machine, or not at all."""
+    _remove_stale(directory)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_BUILDS}{name}-", dir=directory))
+    try:
+        partial = folder / name
+        build(partial)
+        with open(partial, "r+b") as file:
+            if name.endswith(_SEALED):
+                file.write(_seal(name, file.read()))
+                file.flush()
+            os.chmod(partial, 0o644)  # what a linker has written may be writable by a group
+            os.fsync(file.fileno())
+        os.replace(partial, directory / name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.name == "posix":
+        with _opened(directory) as handle:
+            os.fsync(handle or 0)
+
+
+def _remove_stale(directory: Path) -> None:
+    """Remove what processes have left that were killed while they built."""
+    for path in directory.glob(f"{_BUILDS}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def text_builder(text: Callable[[], str]) -> Callable[[Path], Any]:
+    """What writes a text that is only made if it is needed, for `cached`.
+
+    Args:
+        text: makes it.
+    """
+    return lambda path: _write_text(path, text())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._version import __version__
-from .cache import find_cached, update_cached
+from .cache import open_cached, update_cached
 
 if TYPE_CHECKING:
     from .codegen.spec import KernelSpec
@@ -162,8 +162,11 @@ def known_table(device_name: str, device_type: str) -> Mapping[str, TileShape]:
         device_name: as `device_key` gives it.
         device_type: "cuda" or "cpu".
     """
-    path = find_cached(_file_name(device_name))
-    return _usable(_parsed(path), device_name, device_type) if path else {}
+    file = open_cached(_file_name(device_name))
+    if file is None:
+        return {}
+    with file:
+        return _usable(_parsed(file.content), device_name, device_type)
 
 
 def forget_tables() -> None:
@@ -171,10 +174,10 @@ def forget_tables() -> None:
     known_table.cache_clear()
 
 
-def _parsed(path: Path) -> Any:
+def _parsed(content: str | bytes) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        return json.loads(content)
+    except ValueError:
         return None
 
 
@@ -204,8 +207,8 @@ def save_shapes(device: torch.device, shapes: Mapping[str, TileShape]) -> Path:
     """
     name = device_key(device)
 
-    def merged(path: Path | None) -> str:
-        known = _usable(_parsed(path), name, device.type) if path else {}
+    def merged(text: str | None) -> str:
+        known = _usable(_parsed(text), name, device.type) if text else {}
         stored = {key: asdict(shape) for key, shape in sorted({**known, **shapes}.items())}
         return json.dumps({"device": name, "tilestep": __version__, "shapes": stored}, indent=1) + "\n"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import linecache
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
-from ..cache import cache_directory, cached_file, content_key
+from ..cache import content_key, private_folder, publish
 from ..errors import BuildError
 from .triton_key import keep_triton_key
 
@@ -23,7 +23,9 @@ def available() -> bool:
 
 
 def load_module(title: str, source: str) -> ModuleType:
-    """Write Triton source to the cache and import it; Triton reads its kernels' source from the file.
+    """Make a module of Triton source, and write it to the cache for debuggers, profilers and people to read.
+
+    What runs is the source itself, not what is found in the cache.
 
     Args:
         title: a word for the file's name.
@@ -34,24 +36,30 @@ def load_module(title: str, source: str) -> ModuleType:
     """
     if not available():
         raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
+    _keep_triton_files_private()
     import torch
     import triton
 
     keep_triton_key()
     key = content_key(source, triton.__version__, torch.__version__)
-    path = cached_file(f"{title}-{key}.py", lambda partial: _write(partial, source))
     name = f"tilestep_generated_{title}_{key}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise BuildError(f"cannot import {path}")
-    module = importlib.util.module_from_spec(spec)
+    path = str(publish(f"{title}-{key}.py", source))
+    # Triton reads a kernel's source where Python finds it for tracebacks; without a time it is not read from the file.
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    module = ModuleType(name)
+    module.__file__ = path
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
-def _write(path: Path, source: str) -> None:
-    path.write_text(source)
+def _keep_triton_files_private() -> None:
+    """Let Triton keep what it compiles in a folder of the cache, unless the user has named one."""
+    global _triton_folder
+    if os.environ.get("TRITON_CACHE_DIR") in (None, _triton_folder):
+        _triton_folder = os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
+
+
+_triton_folder: str | None = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ..cache import cached_file, content_key
+from ..cache import cached, content_key, text_builder
 from ..compat import replace_triton_hash, triton_hash
+from ..errors import BuildError
 
 __all__ = ["keep_triton_key"]
 
@@ -23,12 +22,8 @@ def keep_triton_key() -> None:
     try:
         files = [*root.glob("_C/libtriton.*"), *root.glob("*/*.py"), *root.glob("language/**/*.py")]
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
-        kept = cached_file(f"triton-{content_key(repr(states))}.txt", lambda path: _write(path, compute()))
-        key = kept.read_text()
-    except OSError:
+        with cached(f"triton-{content_key(repr(states))}.key", text_builder(compute)) as file:
+            key = file.content.decode()
+    except (OSError, BuildError):
         return
     replace_triton_hash(key)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)

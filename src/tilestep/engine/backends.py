@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..codegen import compile_triton
-from ..codegen.compile_cpp import compiler, warn_without_compiler
+from ..codegen.compile_cpp import warn_of_failure
 from ..errors import BuildError
 from .control import Decision, decide_on_host
 from .segment import Segment
@@ -54,17 +54,17 @@ def segment_class(device: torch.device) -> type[Segment]:
 
 
 def build_segment(device: torch.device, *args: object) -> Segment:
-    """A segment on a device, falling back to eager PyTorch without compiler and cached build."""
+    """A segment on a device; on the CPU one of eager PyTorch if its kernel can neither be built nor loaded."""
     chosen = segment_class(device)
     try:
         return chosen(*args)  # type: ignore[arg-type]
-    except BuildError:
-        if device.type == "cpu" and compiler() is None:
-            from .eager import EagerSegment
+    except BuildError as error:
+        if device.type != "cpu" or _interpreting:
+            raise
+        from .eager import EagerSegment
 
-            warn_without_compiler()
-            return EagerSegment(*args)  # type: ignore[arg-type]
-        raise
+        warn_of_failure(error)
+        return EagerSegment(*args)  # type: ignore[arg-type]
 
 
 def decide(control: torch.Tensor, decision: Decision, known: dict[Any, Any]) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
+import importlib.machinery
 import importlib.util
 import os
-import subprocess
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..cache import cached_file, content_key, find_cached
-from ..codegen.compile_cpp import compiler, compiler_version
-
-__all__ = ["module", "wait"]
+from ..cache import cached, content_key, find_cached, open_cached
+from ..codegen.compile_cpp import compile_source, compiler, compiler_version
+from ..errors import BuildError
 
 LEAST_TENSORS = 200
 """Fewer tensors than this are looked at in Python faster than anyone notices."""
@@ -27,8 +26,14 @@ LEAST_TENSORS = 200
 _FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]
 _lock = threading.Lock()
 _builder: threading.Thread | None = None
-_process: subprocess.Popen[str] | None = None
 _known_absent = False
+_first_asked: float | None = None
+
+_SECONDS = 600.0
+"""How long its compiler may take; only `wait` waits for it."""
+
+_START_SECONDS = 5.0
+"""A process that has not lived as long after its first step does not start a build that its end would cut short."""
 
 
 _FOLDER = Path(__file__).parent
@@ -49,30 +54,33 @@ def _file_name() -> str | None:
         return None
     interpreter = sysconfig.get_config_var("EXT_SUFFIX") or ""
     version = f"{torch.__version__} {torch.version.git_version}"
-    key = content_key(_sources(), " ".join(_FLAGS), compiler_version(), version, interpreter)
+    try:
+        key = content_key(_sources(), " ".join(_FLAGS), compiler_version(), version, interpreter)
+    except BuildError:
+        return None
     return f"scan-{key}.so"
 
 
 def module(tensors: int) -> Any:
-    """The scanner's module if it is built; otherwise a thread starts to build it, and the answer is None for now.
+    """The scanner's module if it is built; otherwise a thread builds it in time, and the answer is None for now.
 
     Args:
         tensors: how many there are to look at; for few it is not built.
     """
-    global _known_absent
+    global _known_absent, _first_asked
     if _loaded.cache_info().currsize:
         return _loaded()
     if _builder is not None:
         return None if _builder.is_alive() else _loaded()
-    name = None if _known_absent and tensors < LEAST_TENSORS else _file_name()
-    if name is None:
+    if _known_absent:  # looked for once: a step must not read directories
+        if tensors >= LEAST_TENSORS and _first_asked is not None and time.monotonic() - _first_asked > _START_SECONDS:
+            _start()
         return None
-    if find_cached(name) is not None:
+    name = _file_name()
+    if name is not None and find_cached(name) is not None:
         return _loaded()
-    # Looked for once: a step must not read directories.
     _known_absent = True
-    if tensors >= LEAST_TENSORS:
-        _start()
+    _first_asked = None if name is None else time.monotonic()
     return None
 
 
@@ -99,50 +107,46 @@ def _start() -> None:
 
 def _build() -> None:
     name = _file_name()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, BuildError):
         if name is not None:
-            cached_file(name, _compile)
+            cached(name, _compile, seconds=_SECONDS).close()
 
 
 def _compile(target: Path) -> None:
-    global _process
     root = Path(torch.__file__).parent
     include = [_FOLDER, root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    libraries = ["-L" + str(root / "lib"), "-ltorch_python", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+    libraries = ["-x", "none", "-L" + str(root / "lib"), "-ltorch_python", "-ltorch_cpu", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    command = [
-        *(compiler() or ("c++",)),
-        *_FLAGS,
-        abi,
-        *(f"-I{path}" for path in include),
-        "-x",
-        "c++",
-        "-",
-        "-x",
-        "none",
-    ]
-    command += ["-o", str(target), *libraries]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    _process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
-    atexit.register(_process.kill)
-    _process.communicate(_source())
-    atexit.unregister(_process.kill)
-    if _process.returncode:
-        raise subprocess.SubprocessError("the scanner did not compile")
+    command = [*(compiler() or ("c++",)), *_FLAGS, abi, *(f"-I{path}" for path in include), "-x", "c++", "-"]
+    compile_source(command, _source(), target, [*libraries, f"-Wl,-rpath,{root / 'lib'}"], _SECONDS)
 
 
 @functools.lru_cache(maxsize=1)
 def _loaded() -> ModuleType | None:
     name = _file_name()
-    path = None if name is None else find_cached(name)
-    if path is None:
+    file = None if name is None else open_cached(name)
+    if file is None:
         return None
-    try:
-        spec = importlib.util.spec_from_file_location("tilestep_scan", path)
-        if spec is None or spec.loader is None:
+    with file:
+        try:
+            spec = importlib.util.spec_from_file_location(
+                "tilestep_scan", loader=importlib.machinery.ExtensionFileLoader("tilestep_scan", file.loadable())
+            )
+            if spec is None or spec.loader is None:
+                return None
+            found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        except ImportError:
             return None
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
+        found.__file__ = str(file.path)
         return found
-    except ImportError:
-        return None
+
+
+def _after_fork() -> None:
+    """A forked process has no thread that builds, and a lock of its own."""
+    global _builder, _lock, _known_absent
+    _builder, _lock, _known_absent = None, threading.Lock(), False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

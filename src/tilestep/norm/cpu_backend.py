@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..codegen.compile_cpp import load_library, warn_without_compiler
+from ..codegen.compile_cpp import load_library, warn_of_failure
 from ..errors import BuildError
 from ..threads import thread_count
 from .cpp_source import SOURCE, TILE
@@ -26,12 +26,8 @@ PER_THREAD = 32768
 
 
 @functools.lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    try:
-        library = load_library("norm", SOURCE)
-    except BuildError:
-        warn_without_compiler()
-        return None
+def _library() -> ctypes.CDLL:
+    library = load_library("norm", SOURCE)
     tables: list[Any] = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     results: list[Any] = [ctypes.c_void_p, ctypes.c_void_p]
     library.tilestep_norm.argtypes = [*tables, ctypes.c_int, ctypes.c_double, ctypes.c_int, *results, ctypes.c_int]
@@ -42,8 +38,12 @@ def _library() -> ctypes.CDLL | None:
 
 def cpu_norm(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> CpuNorm | EagerNorm:
     """The backend that this machine can run."""
-    library, tiles = _library(), cut(numels, dtypes, TILE)
-    return EagerNorm(tiles) if library is None else CpuNorm(library, tiles)
+    tiles = cut(numels, dtypes, TILE)
+    try:
+        return CpuNorm(_library(), tiles)
+    except BuildError as error:
+        warn_of_failure(error)
+        return EagerNorm(tiles)
 
 
 class CpuNorm:

@@ -1,0 +1,303 @@
+"""Compilers: bounded, said, and gone with the process that started them, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+import tilestep
+from tilestep import cache
+from tilestep.codegen import compile_cpp
+from tilestep.codegen.compile_cpp import compile_source, load_library
+from tilestep.engine import cpu
+from tilestep.errors import BuildError
+from tilestep.native import build as native_build
+from tilestep.norm import cpu_backend
+
+ANSWER = 'extern "C" int answer() { return 42; }\n'
+MODULES = Path(compile_cpp.__file__).parents[2]
+
+
+def forget() -> None:
+    cache.forget_directory()
+    compile_cpp.compiler.cache_clear()
+    compile_cpp.compiler_version.cache_clear()
+    compile_cpp._failures.clear()
+    compile_cpp._told.clear()
+    cpu_backend._library.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if compile_cpp.compiler() is None:
+        pytest.skip("no C++ compiler")
+    chosen = tmp_path / "kernels"
+    monkeypatch.setenv("TILESTEP_CACHE_DIR", str(chosen))
+    monkeypatch.setattr(cpu, "_libraries", {})
+    native_build._file_name()  # is asked of the real compiler
+    forget()
+    yield chosen
+    monkeypatch.undo()
+    forget()
+
+
+def compiler_that(work: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that says its version and then does something else."""
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "compiler 1" && exit\n{work}\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    forget()
+    return path
+
+
+SLEEPS = 'touch "$TMPDIR/temporary"\nsh -c "sleep 321; true" tilestep-test-cc1plus'
+"""A driver whose real compiler is a process of its own."""
+
+
+def compilers_alive(folder: Path) -> list[int]:
+    """Processes that have a variable of a build in this folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"TMPDIR={folder}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def eventually(condition: object, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def left_over(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.suffix != ".lock"]
+
+
+ENDS = {
+    "returns": "threading.Thread(target=load, daemon=True).start(); wait()",
+    "raises": "threading.Thread(target=load, daemon=True).start(); wait(); raise SystemExit(3)",
+    "is terminated": "load()",
+    "is killed": "load()",
+    "is interrupted": "load()",
+}
+SIGNALS = {"is terminated": signal.SIGTERM, "is killed": signal.SIGKILL, "is interrupted": signal.SIGINT}
+
+# Without torch, which takes seconds to import: what builds needs none of it.
+PROGRAM = """
+import importlib, pathlib, sys, threading, time, types
+for name, folder in (("tilestep", "tilestep"), ("tilestep.codegen", "tilestep/codegen")):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = [{modules!r} + "/" + folder]
+build = importlib.import_module("tilestep.codegen.compile_cpp")
+def load():
+    build.load_library("answer", "")
+def wait():
+    while not list(pathlib.Path({directory!r}).glob(".build-*/temporary")):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("end", ENDS)
+def test_no_compiler_outlives_its_process(
+    end: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler_that(SLEEPS, tmp_path / "sleeps", monkeypatch)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    code = PROGRAM.format(modules=str(MODULES), directory=str(directory)) + ENDS[end]
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        if end in SIGNALS:
+            assert eventually(lambda: list(directory.glob(".build-*/temporary")), 60)
+            assert len(compilers_alive(directory)) >= 2
+            process.send_signal(SIGNALS[end])
+        process.wait(60)
+    finally:
+        process.kill()
+    assert eventually(lambda: not compilers_alive(directory)), "a compiler runs on"
+    assert eventually(lambda: not left_over(directory)), left_over(directory)
+    assert not list((tmp_path / "temporary").iterdir())
+    # A later process builds what this one has not.
+    monkeypatch.delenv("CXX")
+    forget()
+    assert load_library("answer", ANSWER).answer() == 42
+
+
+def test_a_compiler_that_hangs_is_ended_in_time(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = compiler_that(SLEEPS, tmp_path / "sleeps", monkeypatch)
+    monkeypatch.setenv("TILESTEP_BUILD_TIMEOUT", "1")
+    with pytest.raises(BuildError, match=rf"{compiler} has not finished answer-.* in 1 s"):
+        load_library("answer", ANSWER)
+    assert not compilers_alive(directory) and not left_over(directory)
+
+
+def test_a_compiler_that_does_not_say_its_version_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "silent"
+    path.write_text("#!/bin/sh\nsleep 321\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setattr(compile_cpp, "VERSION_SECONDS", 0.5)
+    forget()
+    begin = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(BuildError, match=f"{path} --version has not answered"):
+            load_library("answer", ANSWER)
+    assert time.monotonic() - begin < 10
+
+
+def adamw() -> list[float]:
+    weight = torch.nn.Parameter(torch.arange(5.0))
+    optimizer = tilestep.Optimizer([weight], "AdamW", lr=0.1)
+    weight.grad = torch.ones(5)
+    optimizer.step()
+    return weight.tolist()
+
+
+@pytest.mark.parametrize("work", [SLEEPS, "echo no such header >&2; exit 1", "kill -SEGV $$"])
+def test_without_a_kernel_a_rule_runs_eagerly_and_is_tried_again_later(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = adamw()
+    cpu._libraries.clear()
+    monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path / "others"))
+    monkeypatch.setenv("TILESTEP_BUILD_TIMEOUT", "1")
+    path = compiler_that(f'echo run >> "$0.runs"\n{work}', tmp_path / "broken", monkeypatch)
+    runs = Path(f"{path}.runs")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert adamw() == pytest.approx(expected)
+    assert len(caught) == 1 and str(path) in str(caught[0].message) and "eager" in str(caught[0].message)
+    assert len(runs.read_text().split()) == 1, "what has failed is not tried at each optimizer"
+    monkeypatch.setattr(compile_cpp, "_failures", {})  # later
+    monkeypatch.delenv("TILESTEP_BUILD_TIMEOUT")
+    path.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "compiler 1" && exit\nexec g++ "$@"\n')
+    assert adamw() == expected and len(cpu._libraries) == 1
+
+
+def test_a_build_that_has_failed_is_tried_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compiler_that('echo run >> "$0.runs"\nexit 1', tmp_path / "broken", monkeypatch)
+    for seconds, runs in ((300.0, 1), (0.0, 1), (300.0, 2)):
+        monkeypatch.setattr(compile_cpp, "RETRY_SECONDS", seconds)
+        if seconds == 0.0:
+            compile_cpp._failures.update({key: (0.0, text) for key, (_, text) in compile_cpp._failures.items()})
+            continue
+        with pytest.raises(BuildError, match="status 1"):
+            load_library("answer", ANSWER)
+        assert len(Path(f"{path}.runs").read_text().split()) == runs
+
+
+def test_another_process_that_holds_the_lock_is_not_waited_for_without_limit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library("answer", ANSWER)
+    [library] = directory.glob("answer-*.so")
+    library.unlink()
+    monkeypatch.setenv("TILESTEP_BUILD_TIMEOUT", "1")
+    monkeypatch.setattr(cache, "_WORD", 0.2)
+    compiler = compile_cpp.compiler()
+    assert compiler is not None
+    with FileLock(f"{library}.lock"):
+        begin = time.monotonic()
+        with pytest.warns(RuntimeWarning) as caught, pytest.raises(BuildError, match="has not finished building"):
+            load_library("answer", ANSWER)
+        assert 0.9 < time.monotonic() - begin < 20
+    [warning] = caught
+    assert f"{library}.lock" in str(warning.message) and compiler[0] in str(warning.message)
+    compile_cpp._failures.clear()
+    assert load_library("answer", ANSWER).answer() == 42
+
+
+def test_a_lock_that_is_let_go_in_time_is_only_waited_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_library("answer", ANSWER)
+    [library] = directory.glob("answer-*.so")
+    library.unlink()
+    lock = FileLock(f"{library}.lock", thread_local=False)
+    lock.acquire()
+    threading.Timer(0.5, lock.release).start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_library("answer", ANSWER).answer() == 42
+
+
+def test_what_a_killed_process_has_left_is_removed_in_time(directory: Path) -> None:
+    directory.mkdir(0o700)
+    for name, age in ((".build-old", 7200), (".build-new", 10)):
+        (directory / name).mkdir()
+        os.utime(directory / name, (time.time() - age,) * 2)
+    cache.cached_file("kernel.txt", lambda path: path.write_text("whole"))  # type: ignore[arg-type, return-value]
+    assert sorted(left_over(directory)) == [".build-new", "kernel.txt"]
+
+
+def test_a_full_disk_is_no_end_of_a_training(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        adamw()
+
+
+def test_a_fork_during_a_build_neither_waits_for_it_nor_ends_it(tmp_path: Path, directory: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    errors: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            compile_source(["sh", "-c", "sleep 2; echo made > $2", "compiler"], "", folder / "made", [], 60)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    assert eventually(lambda: compile_cpp._running)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        native = native_build._builder is None and not native_build._lock.locked()
+        os._exit(0 if native and not compile_cpp._running else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.join(60)
+    assert not errors and (folder / "made").read_text() == "made\n"
+
+
+def test_the_scanner_s_build_waits_until_a_process_has_lived_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(native_build, "_start", lambda: started.append(True))
+    monkeypatch.setattr(native_build, "_builder", None)
+    monkeypatch.setattr(native_build, "_known_absent", False)
+    monkeypatch.setattr(native_build, "_first_asked", None)
+    monkeypatch.setattr(native_build, "find_cached", lambda name: None)
+    monkeypatch.setattr(native_build, "_file_name", lambda: "scan-test.so")
+    native_build._loaded.cache_clear()
+    clock = [100.0]
+    monkeypatch.setattr(native_build.time, "monotonic", lambda: clock[0])
+    try:
+        for seconds, expected in ((0.0, 0), (4.0, 0), (5.5, 1)):
+            clock[0] = 100.0 + seconds
+            assert native_build.module(1000) is None and len(started) == expected
+    finally:
+        native_build._loaded.cache_clear()
