@@ -15,6 +15,7 @@ from ._version import __version__ as __version__
 from .amp import GradScaler
 from .counters import compile_count
 from .cuda_graphs import CapturedStep, capture
+from .engine.limits import Sigma, ZClip
 from .errors import (
     BuildError,
     CaptureError,
@@ -30,9 +31,10 @@ from .errors import (
 from .matrices import limit_workspace, orthogonalize
 from .norm import clip_grad_norm_, total_norm
 from .offloading import OffloadedOptimizer, offload
-from .optimizer import Optimizer, TimesMean, muon_groups, named_optimizers, param_groups
+from .optimizer import Optimizer, TimesMean, joint_norm, muon_groups, named_optimizers, param_groups
 from .overlapping import OverlappedOptimizer, overlap
 from .rules import Interval, Rule, State, at_least, between, registry, rule, where
+from .rules.adaptive_clip import AdaGC, adaptive_clip
 from .rules.compose import (
     cautious,
     centralize,
@@ -67,6 +69,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for known
 
 
 __all__ = [
+    "AdaGC",
     "BuildError",
     "CaptureError",
     "CapturedStep",
@@ -85,10 +88,13 @@ __all__ = [
     "Rule",
     "RuleError",
     "ShardedOptimizer",
+    "Sigma",
     "State",
     "StateError",
     "TilestepError",
     "TimesMean",
+    "ZClip",
+    "adaptive_clip",
     "at_least",
     "between",
     "capture",
@@ -100,6 +106,7 @@ __all__ = [
     "coupled_weight_decay",
     "decoupled_weight_decay",
     "ema",
+    "joint_norm",
     "limit_workspace",
     "load_checkpoint",
     "lookahead",

@@ -9,8 +9,10 @@ import warnings
 import torch
 from amp_runs import INF, NAN
 
-from tilestep.engine.control import CONTROL_SIZE, SKIP, Decision, decide_on_host
-from tilestep.engine.cuda import decide_on_device
+from tilestep.engine.backends import apply_limit
+from tilestep.engine.control import CLIP, CONTROL_SIZE, NORM, SKIP, SKIPPED, Decision, decide_on_host
+from tilestep.engine.cuda import decide_on_device, limit_on_device
+from tilestep.engine.limits import Sigma, ZClip
 from tilestep.errors import GradientError
 
 REMEMBERED = [(0.0, 0.0), (2.0, 3.0), (2.0, 4.0), (0.0, 9.0)]
@@ -60,7 +62,41 @@ def main() -> None:
         assert control[SKIP] == 1 and control[4] == 1 and control[6] == 0, scale
 
 
+ADAPTIVE = [
+    *(ZClip(warmup=4, option=option, factor=0.9, max_norm=None) for option in ("adaptive", "mean", "percentile")),
+    *(Sigma(3, window=window, warmup=4, both_sides=both) for window in (5, 8) for both in (False, True)),
+]
+
+
+def compare_limits() -> None:
+    """Thirty steps of every adaptive limit, with spikes, norms that are not finite, skipped steps and losses."""
+    generator = torch.Generator().manual_seed(0)
+    norms = (2 + 0.1 * torch.randn(30, generator=generator, dtype=torch.float64)).tolist()
+    norms[9], norms[12], norms[15], norms[20], norms[25] = 40.0, INF, NAN, 0.1, 9.0
+    for limit in ADAPTIVE:
+        memories = [torch.zeros(limit.size, dtype=torch.float64) for _ in range(2)]
+        outcomes, launchers = set(), {}
+        for step, norm in enumerate(norms):
+            controls = []
+            loss = torch.tensor([1.0 + step % 3 + 50 * (step == 17)], dtype=torch.float64) if step % 2 else None
+            for memory, on_device in zip(memories, (False, True)):
+                control = torch.zeros(CONTROL_SIZE, dtype=torch.float64)
+                control[NORM], control[SKIP], control[SKIPPED], control[CLIP] = norm, float(step == 22), 7.0, INF
+                if on_device:
+                    limit_on_device(control, limit, memory, loss, launchers)
+                else:
+                    apply_limit(control, limit, memory, loss, {})
+                controls.append(control)
+            torch.testing.assert_close(
+                controls[1], controls[0], rtol=1e-12, atol=0, equal_nan=True, msg=f"{limit} {step}"
+            )
+            torch.testing.assert_close(memories[1], memories[0], rtol=1e-12, atol=0, msg=f"{limit} {step}")
+            outcomes.add((float(controls[0][SKIP]), float(controls[0][CLIP]) < INF))
+        assert len(outcomes) > 1, limit
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main()
+    compare_limits()
     print("all equal")

@@ -13,6 +13,9 @@ GRADIENT_SCALE = """
 namespace {
 // What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm.
 inline double gradient_scale_of(const double* control, double max_grad_norm) {
+  if (max_grad_norm < 0) {  // an adaptive limit beside it
+    max_grad_norm = -max_grad_norm < control[CLIP] ? -max_grad_norm : control[CLIP];
+  }
   if (max_grad_norm == INFINITY) return control[INVERSE_SCALE];
   const double coefficient = max_grad_norm / (control[NORM] + 1e-6);
   return control[INVERSE_SCALE] * (coefficient > 1 ? 1.0 : coefficient);

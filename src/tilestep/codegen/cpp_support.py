@@ -103,7 +103,7 @@ struct Launch {{
   const int64_t* scalar_states;
 }};
 
-enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3 }};
+enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3, CLIP = 7 }};
 
 struct bfloat16 {{ uint16_t bits; }};
 struct float16 {{ uint16_t bits; }};

@@ -81,5 +81,6 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
         place = f"sizes + t * {len(spec.sizes)} + {spec.sizes.index(size_from_end(value.attribute))}"
         return f"tl.load({place}, mask=active, other=1).to(tl.float64)"
     if value.attribute == "gradient_scale":
-        return f"gradient_scale_of(tl.load(control + 0), tl.load(control + 2), {hyper('max_grad_norm')})"
+        numbers = ", ".join(f"tl.load(control + {place})" for place in (0, 2, 7))
+        return f"gradient_scale_of({numbers}, {hyper('max_grad_norm')})"
     return hyper(value.attribute)

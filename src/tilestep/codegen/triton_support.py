@@ -273,8 +273,13 @@ def split_remainder(value):
 
 
 @triton.jit
-def gradient_scale_of(norm, inverse_scale, max_grad_norm):
-    """What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm."""
+def gradient_scale_of(norm, inverse_scale, clip, max_grad_norm):
+    """What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm.
+
+    A negative max_grad_norm asks for the adaptive limit `clip` beside its own size.
+    """
+    adaptive = tl.where(-max_grad_norm < clip, -max_grad_norm, clip)
+    max_grad_norm = tl.where(max_grad_norm < 0, adaptive, max_grad_norm)
     coefficient = max_grad_norm / (norm + 1e-6)
     coefficient = tl.where(coefficient > 1, coefficient * 0 + 1, coefficient)
     return tl.where(max_grad_norm == float("inf"), inverse_scale, inverse_scale * coefficient)
@@ -377,3 +382,86 @@ def decide(
         tl.store(control + 6, tl.where(enters, count + one, count))
     if HAS_OVERFLOW_OUT:
         tl.store(overflow_out, tl.where(overflow, 1.0, 0.0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["control", "memory", "numbers", "loss"])
+def limit_by_z_score(control, memory, numbers, loss, HAS_LOSS: tl.constexpr, OPTION: tl.constexpr):
+    """`ZClip.on_host` of engine/limits.py.
+
+    memory: mean, variance, count. numbers: z, decay, warmup, factor, eps, one. OPTION: adaptive, mean, percentile.
+    """
+    infinity = float("inf")
+    largest_z, decay, warmup = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    one = tl.load(numbers + 5)
+    norm, mean, variance, count = tl.load(control), tl.load(memory), tl.load(memory + 1), tl.load(memory + 2)
+    enters = (tl.load(control + 1) == 0.0) & (norm < infinity)
+    warming = count < warmup
+    first_mean = mean + (norm - mean) / (count + one)
+    first_variance = variance + (norm - mean) * (norm - first_mean)
+    first_variance = tl.where(count + one == warmup, first_variance / warmup, first_variance)
+    deviation = tl.sqrt(variance)
+    z = (norm - mean) / (deviation + tl.load(numbers + 4))
+    outlier = z > largest_z
+    if OPTION == 0:
+        clip = (mean + largest_z * deviation / (z / largest_z)) * tl.load(numbers + 3)
+    elif OPTION == 1:
+        clip = mean
+    else:
+        clip = mean + largest_z * deviation
+        outlier = norm > clip
+    outlier = outlier & enters & (warming == 0)
+    taken = tl.where(outlier, clip, norm)
+    next_mean = decay * mean + (one - decay) * taken
+    next_variance = decay * variance + (one - decay) * (taken - next_mean) * (taken - next_mean)
+    tl.store(control + 7, tl.where(outlier, clip, infinity))
+    tl.store(memory, tl.where(enters, tl.where(warming, first_mean, next_mean), mean))
+    tl.store(memory + 1, tl.where(enters, tl.where(warming, first_variance, next_variance), variance))
+    tl.store(memory + 2, tl.where(enters & warming, count + one, count))
+
+
+@triton.jit
+def enter_window(memory, value, factor, seen, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BOTH_SIDES: tl.constexpr):
+    """`Sigma._enter` of engine/limits.py: a count, then a window of the last values."""
+    at = tl.arange(0, BLOCK)
+    count = tl.load(memory)
+    inside = (at < count) & (at < WINDOW)
+    before = tl.load(memory + 1 + at, mask=inside, other=0.0)
+    known = tl.sum(inside.to(tl.float64))
+    one = count * 0.0 + 1
+    several = tl.where(known > 1, known, one + one)
+    mean = tl.sum(before) / several
+    away = tl.where(inside, before - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(away * away) / (several - one))
+    distance = value - mean
+    if BOTH_SIDES:
+        distance = tl.abs(distance)
+    finite = tl.abs(value) < float("inf")
+    outlier = finite & (count + one >= seen) & (known > 1) & (distance > factor * deviation)
+    tl.debug_barrier()
+    # The count is a whole number of float64 far below 2^53.
+    place = (count.to(tl.int64) % WINDOW) + 1
+    tl.store(memory + place, tl.where(finite, value, tl.load(memory + place)))
+    tl.store(memory, tl.where(finite, count + one, count))
+    return outlier
+
+
+@triton.jit(do_not_specialize_on_alignment=["control", "memory", "numbers", "loss"])
+def limit_by_window(
+    control,
+    memory,
+    numbers,
+    loss,
+    HAS_LOSS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOTH_SIDES: tl.constexpr,
+):
+    """`Sigma.on_host` of engine/limits.py. numbers: factor, steps seen, one."""
+    factor, seen, one = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    outlier = enter_window(memory, tl.load(control), factor, seen, WINDOW, BLOCK, BOTH_SIDES)
+    if HAS_LOSS:
+        own = tl.load(loss).to(tl.float64)
+        outlier = outlier | enter_window(memory + 1 + WINDOW, own, factor, seen, WINDOW, BLOCK, BOTH_SIDES)
+    skips = outlier & (tl.load(control + 1) == 0.0)
+    tl.store(control + 4, tl.load(control + 4) + tl.where(skips, one, one * 0.0))
+    tl.store(control + 1, tl.where(skips, one, tl.load(control + 1)))

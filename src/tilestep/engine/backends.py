@@ -10,9 +10,18 @@ from ..codegen import compile_triton
 from ..codegen.compile_cpp import warn_of_failure
 from ..errors import BuildError
 from .control import Decision, decide_on_host
+from .limits import StepLimit
 from .segment import Segment
 
-__all__ = ["build_decider", "build_segment", "decide", "interpret_on_cpu", "is_interpreting", "segment_class"]
+__all__ = [
+    "apply_limit",
+    "build_decider",
+    "build_segment",
+    "decide",
+    "interpret_on_cpu",
+    "is_interpreting",
+    "segment_class",
+]
 
 _interpreting = False
 
@@ -81,6 +90,36 @@ def decide(control: torch.Tensor, decision: Decision, known: dict[Any, Any]) -> 
         decide_on_device(control, decision, known)
     else:
         decide_on_host(control, decision)
+
+
+def apply_limit(
+    control: torch.Tensor,
+    limit: StepLimit,
+    memory: torch.Tensor,
+    loss: torch.Tensor | None,
+    known: dict[Any, Any],
+    *,
+    build_only: bool = False,
+) -> None:
+    """Let a limit with a memory decide a step where its control numbers live.
+
+    Args:
+        control: float64[8], written by `decide`.
+        limit: the limit.
+        memory: float64[limit.size], beside them.
+        loss: the step's loss there, or None.
+        known: kernels of earlier steps of the same engine.
+        build_only: build the kernel without launching it.
+    """
+    if control.is_cuda:
+        from .cuda import limit_on_device
+
+        limit_on_device(control, limit, memory, loss, known, build_only=build_only)
+        return
+    decided, remembered = control.tolist(), memory.tolist()
+    limit.on_host(decided, remembered, None if loss is None else float(loss))
+    control.copy_(torch.tensor(decided, dtype=torch.float64, device="cpu"))
+    memory.copy_(torch.tensor(remembered, dtype=torch.float64, device="cpu"))
 
 
 def build_decider(control: torch.Tensor, decision: Decision, known: dict[Any, Any]) -> None:

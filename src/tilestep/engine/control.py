@@ -17,18 +17,26 @@ The formulas, the same on every device (inputs in the order of `Decision`; `nan`
         MEAN       += max(1 - mean_decay, 1 / (MEAN_COUNT + 1)) * (min(norm, limit) - MEAN)
         MEAN_COUNT += 1
     overflow out = overflow
+
+CLIP is what an adaptive limit clips to beside `max_grad_norm`, inf without one; limits with a memory of their own run
+after these formulas (engine/limits.py).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import GradientError
 
+if TYPE_CHECKING:
+    from .limits import StepHistory, StepLimit
+
 __all__ = [
+    "CLIP",
     "CONTROL_SIZE",
     "INVERSE_SCALE",
     "MEAN",
@@ -42,9 +50,9 @@ __all__ = [
     "fresh_control",
 ]
 
-NORM, SKIP, INVERSE_SCALE, UNSCALE, SKIPPED, MEAN, MEAN_COUNT = range(7)
+NORM, SKIP, INVERSE_SCALE, UNSCALE, SKIPPED, MEAN, MEAN_COUNT, CLIP = range(8)
 """Places in the control numbers. The first four are of one step (UNSCALE: tile passes write the unscaled gradients
-back); the others outlive it: skipped steps, running mean of the norm, norms that went into it."""
+back), as is CLIP; the others outlive it: skipped steps, running mean of the norm, norms that went into it."""
 
 CONTROL_SIZE = 8
 
@@ -67,6 +75,9 @@ class Decision:
         mean_decay: what a norm keeps of its weight in the mean from step to step.
         mean_warmup: norms that go into the mean before it is used.
         overflow: float32 scalar on the device that receives 1 for an overflow, else 0; or None.
+        limits: limits with a memory.
+        memory: what they remember.
+        loss: the step's loss for them, one float64 number on the device, or None.
     """
 
     power_sum: torch.Tensor | None = None
@@ -80,6 +91,9 @@ class Decision:
     mean_warmup: float = math.inf
     overflow: torch.Tensor | None = None
     partials: tuple[torch.Tensor, torch.Tensor] | None = None
+    limits: tuple[StepLimit, ...] = ()
+    memory: StepHistory | None = None
+    loss: torch.Tensor | None = None
 
     @property
     def is_trivial(self) -> bool:
@@ -91,7 +105,8 @@ class Decision:
         """Whether the step may be skipped, which is then known on the device alone."""
         limits = (self.skip_above, self.mean_factor)
         scaled = self.grad_scale is not None or self.found_inf is not None
-        return scaled or self.skip_nonfinite or self.check_overflow or any(limit < math.inf for limit in limits)
+        flags = scaled or self.skip_nonfinite or self.check_overflow
+        return flags or any(limit < math.inf for limit in limits) or any(limit.skips for limit in self.limits)
 
     @property
     def has_norm(self) -> bool:
@@ -103,6 +118,7 @@ def fresh_control(device: torch.device) -> torch.Tensor:
     """Control numbers of a step without clip, scale or skip, and nothing remembered: float64[8] on the device."""
     control = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=device)
     control[INVERSE_SCALE].fill_(1.0)
+    control[CLIP].fill_(math.inf)
     return control
 
 

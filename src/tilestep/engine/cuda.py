@@ -20,10 +20,11 @@ from .control import Decision
 from .cuda_slices import CudaSlices
 from .cuda_windows import window_tables
 from .gradients import copy_to
+from .limits import StepLimit
 from .segment import Entry, Segment
 from .windows import Window
 
-__all__ = ["CudaSegment", "decide_on_device", "decision_launch"]
+__all__ = ["CudaSegment", "decide_on_device", "decision_launch", "limit_on_device"]
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
@@ -329,3 +330,26 @@ def decision_launch(control: torch.Tensor, decision: Decision, known: Deciders) 
         absent if decision.overflow is None else decision.overflow,
     )
     return launcher, arguments
+
+
+def limit_on_device(
+    control: torch.Tensor,
+    limit: StepLimit,
+    memory: torch.Tensor,
+    loss: torch.Tensor | None,
+    known: Deciders,
+    *,
+    build_only: bool = False,
+) -> None:
+    """Let a limit decide a step of a GPU with one small launch; arguments as for `backends.apply_limit`."""
+    key = (limit, loss is not None)
+    if key not in known:
+        from ..codegen import triton_support
+
+        require(not is_capturing(), f"no step was decided with a limit like this before; {WARM_UP}")
+        table = torch.tensor(limit.numbers(), dtype=torch.float64, device=control.device)
+        constants = {"HAS_LOSS": loss is not None, **limit.constants()}
+        launcher = prepare(getattr(triton_support, limit.kernel), 1, control.device, constants, num_warps=1)
+        known[key] = launcher, table, table
+    launcher, table, absent = known[key]
+    (launcher.build if build_only else launcher)(control, memory, table, absent if loss is None else loss)

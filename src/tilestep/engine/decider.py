@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..norm import NormTable
-from .backends import build_decider, decide
+from .backends import apply_limit, build_decider, decide
 from .control import UNSCALE, Decision, fresh_control
 from .gradients import grad_dtype
 from .segment import Entry
@@ -50,11 +50,20 @@ class Decider:
             return
         self._was_trivial = decision.is_trivial
         decide(self.control, decision, self.kernels)
+        self._apply_limits(decision)
+
+    def _apply_limits(self, decision: Decision, *, build_only: bool = False) -> None:
+        for limit in decision.limits:
+            assert decision.memory is not None
+            memory = decision.memory.of(limit, self.control.device)
+            apply_limit(self.control, limit, memory, decision.loss, self.kernels, build_only=build_only)
 
     def build(self, decision: Decision) -> None:
         """Build the kernel that decides such steps."""
         if not decision.is_trivial:
             build_decider(self.control, decision, self.kernels)
+            if self.control.is_cuda:
+                self._apply_limits(decision, build_only=True)
 
 
 class JointNorm:

@@ -11,7 +11,7 @@ from ..codegen.spec import KernelSpec
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..matrices import MATRIX_OPERATIONS
-from .control import INVERSE_SCALE, NORM, SKIP, UNSCALE
+from .control import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
 from .segment import Entry, Segment
 
 __all__ = ["EagerSegment"]
@@ -177,6 +177,7 @@ class EagerSegment(Segment):
             return row[self.spec.hypers.index(name)]
         limit = row[self.spec.hypers.index("max_grad_norm")]
         inverse = float(self.control[INVERSE_SCALE])
+        limit = min(-limit, float(self.control[CLIP])) if limit < 0 else limit
         if limit == float("inf"):
             return inverse
         coefficient = limit / (float(self.control[NORM]) + 1e-6)

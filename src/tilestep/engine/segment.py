@@ -17,6 +17,7 @@ from ..errors import GradientError
 from ..matrices.batches import MatrixBatches
 from ..matrices.shared import Exchange
 from .layout import cut_tiles, layout_record, same_walk
+from .limits import ZClip, clip_code
 from .recipes import guards_hold
 from .windows import Mover, Window
 
@@ -70,7 +71,9 @@ def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
     row = []
     for name in names:
         value = group_value(group, name)
-        if value is None:
+        if isinstance(value, ZClip):
+            row.append(clip_code(value))
+        elif value is None:
             row.append(math.inf)
         elif isinstance(value, torch.Tensor):
             row.append(math.nan if value.is_cuda else float(value))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..engine import Decision, DeviceEngine, are_built_ahead, build_ahead
-from ..engine.control import MEAN, MEAN_COUNT, SKIPPED
+from ..engine.control import MEAN, MEAN_COUNT, NORM, SKIPPED
+from ..engine.limits import Sigma, StepLimit, ZClip
 from ..errors import GradientError
+from ..placements.local import local_part
 
 if TYPE_CHECKING:
+    from ..engine.decider import JointNorm
     from ..placements import Agreement
     from .optimizer import Optimizer
 
@@ -28,6 +31,9 @@ __all__ = [
     "restore_mean",
     "save_mean",
 ]
+
+LIMITS_KEY = "limits"
+"""Key of the first group of a state_dict for what adaptive limits remember."""
 
 _MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
 """Keys of the first group of a state_dict, and their places in the control numbers."""
@@ -73,22 +79,35 @@ class SkipPolicy:
 
     Args:
         nonfinite: those whose gradients are not finite.
-        above: those whose norm is above this number, or this multiple of its mean; implies `nonfinite`.
+        above: those whose norm is above this number, or this multiple of its mean, or so many standard deviations above
+            the mean of the last ones; implies `nonfinite`.
+        tracks_norm: whether steps find the norm out even if nothing needs it.
 
     Raises:
         ValueError: for a number that is not positive.
     """
 
     nonfinite: bool = False
-    above: float | TimesMean | None = None
+    above: float | TimesMean | Sigma | None = None
+    tracks_norm: bool = False
 
     def __post_init__(self) -> None:
-        if self.above is not None and not isinstance(self.above, TimesMean) and not self.above > 0:
-            raise ValueError(f"Invalid skip_above: {self.above}; it must be a positive norm, or TimesMean(factor)")
+        above = self.above
+        if above is None or isinstance(above, (TimesMean, Sigma)):
+            return
+        if isinstance(above, StepLimit) or not above > 0:
+            raise ValueError(
+                f"Invalid skip_above: {above}; it must be a positive norm, TimesMean(factor) or Sigma(factor)"
+            )
 
     @property
     def needs_norm(self) -> bool:
         """Whether steps need the norm of their gradients."""
+        return self.nonfinite or self.above is not None or self.tracks_norm
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps may be skipped."""
         return self.nonfinite or self.above is not None
 
     def decision(self) -> Decision:
@@ -101,8 +120,10 @@ class SkipPolicy:
                 mean_decay=float(mean.decay),
                 mean_warmup=float(mean.warmup),
             )
+        if isinstance(self.above, Sigma):
+            return Decision(skip_nonfinite=True, limits=(self.above,))
         above = math.inf if self.above is None else float(self.above)
-        return Decision(skip_nonfinite=self.needs_norm, skip_above=above)
+        return Decision(skip_nonfinite=self.skips, skip_above=above)
 
 
 def decide(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> None:
@@ -131,8 +152,16 @@ def decide(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> None:
         build_ahead(engines, expected, norm=needs_norm(optimizer), alone=agreement is None)
     decision = build_decision(optimizer, engines, alone=agreement is None)
     decision.grad_scale, decision.found_inf = scale, found_inf
+    optimizer._history.has_norm = decision.has_norm
+    if decision.limits:
+        decision.loss, optimizer._history.loss = optimizer._history.loss, None
+        if decision.loss is not None:
+            decision.loss = _moved(decision.loss, engines[0].device)
+    if optimizer._joint is not None:
+        scaled = scale is not None or found_inf is not None or decision.check_overflow
+        decision.skip_nonfinite |= scaled or optimizer._joint.skips
     if agreement is not None:
-        _agree(decision, agreement)
+        _agree(decision, agreement, has_whole_norm=optimizer._joint is not None)
     for engine in engines:
         engine.follow(decision)
     deciders = {engine.decider: engine for engine in engines}
@@ -151,24 +180,99 @@ def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alo
         alone: whether no other rank has to decide the same.
     """
     decision = _limits(optimizer)
-    if needs_norm(optimizer):
-        sources = list(dict.fromkeys(engine.norm_source for engine in engines))
-        decision.partials = sources[0].norm_partials() if alone and len(sources) == 1 else None
-        if decision.partials is None:
-            decision.power_sum = _total(optimizer._home.power_sums(sources))
+    if not needs_norm(optimizer):
+        return decision
+    if optimizer._joint is not None:
+        decision.power_sum = optimizer._joint.power_sum(optimizer)
+        return decision
+    sources = _norm_sources(engines)
+    decision.partials = sources[0].norm_partials() if alone and len(sources) == 1 else None
+    if decision.partials is None:
+        decision.power_sum = _total(optimizer._home.power_sums(sources))
     return decision
+
+
+def _norm_sources(engines: Sequence[DeviceEngine]) -> list[DeviceEngine | JointNorm]:
+    return list(dict.fromkeys(engine.norm_source for engine in engines))
+
+
+def total_power_sum(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> torch.Tensor | None:
+    """The sum of squares of an optimizer's gradients on all its devices and ranks, float64[1]; None without engines."""
+    if not engines:
+        return None
+    total = _total(optimizer._home.power_sums(_norm_sources(engines))).reshape(1)
+    if optimizer.agreement is not None:
+        total = total.clone()
+        optimizer.agreement.add(total)
+    return total
 
 
 def _limits(optimizer: Optimizer) -> Decision:
     """What the optimizer itself says of every step."""
     decision = optimizer._skip.decision()
     decision.check_overflow = optimizer._check_overflow
+    decision.limits += adaptive_clips(optimizer.param_groups)
+    decision.memory = optimizer._history
     return decision
 
 
-def _agree(decision: Decision, agreement: Agreement) -> None:
-    """Let all ranks know what each has found: the norm of all gradients, and whether one of them overflowed."""
-    known = [number for number in (decision.power_sum, decision.found_inf) if number is not None]
+def take_loss(optimizer: Optimizer, loss: Any) -> None:
+    """Let the next decision know the loss of its step.
+
+    Raises:
+        TypeError: for something that is no number.
+    """
+    if not any(isinstance(limit, Sigma) for limit in optimizer._skip.decision().limits):
+        return
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() != 1:
+            raise TypeError(f"Invalid loss: a tensor of shape {tuple(loss.shape)}; it must have one element")
+        optimizer._history.loss = local_part(loss.detach()).to(torch.float64).reshape(1)
+    elif isinstance(loss, (int, float)):
+        optimizer._history.loss = torch.tensor([float(loss)], dtype=torch.float64, device="cpu")
+    else:
+        raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
+
+
+def require_no_loss(optimizer: Optimizer) -> None:
+    """Raise if a loss was given for a step that had been decided before."""
+    loss, optimizer._history.loss = optimizer._history.loss, None
+    if loss is not None and optimizer.param_groups and optimizer._current():
+        raise RuntimeError(
+            "step(loss=...): the step was decided before it was called, in backward or without gradients, so its loss "
+            "was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"
+        )
+
+
+def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
+    """The adaptive clip of param groups, at most one.
+
+    Raises:
+        ValueError: for groups with different ones: there is one global norm.
+    """
+    clips = tuple(dict.fromkeys(g["max_grad_norm"] for g in groups if isinstance(g.get("max_grad_norm"), ZClip)))
+    if len(clips) > 1:
+        raise ValueError(
+            f"Invalid max_grad_norm: {clips[0]} in one param group and {clips[1]} in another; all groups are clipped "
+            "by one global norm, so give them the same limit, or None"
+        )
+    return clips
+
+
+def _agree(decision: Decision, agreement: Agreement, *, has_whole_norm: bool) -> None:
+    """Let all ranks know what each has found: the norm of all gradients, and whether one of them overflowed.
+
+    Args:
+        decision: of this rank; it becomes that of all.
+        agreement: the ranks.
+        has_whole_norm: whether its sum of squares is that of all ranks already.
+    """
+    if has_whole_norm:
+        whole, decision.power_sum = decision.power_sum, None
+        _agree(decision, agreement, has_whole_norm=False)
+        decision.power_sum = whole
+        return
+    known = [number for number in (decision.power_sum, decision.loss, decision.found_inf) if number is not None]
     if not known:
         return
     device = known[0].device
@@ -177,8 +281,15 @@ def _agree(decision: Decision, agreement: Agreement) -> None:
         decision.power_sum = known[0] if known[0].dim() == 1 else known[0].reshape(1)
         agreement.add(decision.power_sum)
         return
+    if decision.loss is not None:
+        # The ranks' losses are averaged.
+        known.append(torch.ones_like(decision.loss))
     together = torch.cat([_moved(number, device).to(torch.float64).reshape(1) for number in known])
     agreement.add(together)
+    if decision.loss is not None:
+        *together, ranks = together.split(1)
+        together = torch.cat(together)
+        decision.loss = together[int(decision.power_sum is not None) :][:1] / ranks
     if decision.power_sum is not None:
         decision.power_sum = together[:1]
     if decision.found_inf is not None:
@@ -188,7 +299,7 @@ def _agree(decision: Decision, agreement: Agreement) -> None:
 def needs_norm(optimizer: Optimizer) -> bool:
     """Whether a step asks for the norm of its gradients: for a clip, for a skip, or for a scaler's overflow check."""
     clips = any(group.get("max_grad_norm") is not None for group in optimizer.param_groups)
-    return clips or optimizer._check_overflow or optimizer._skip.needs_norm
+    return clips or optimizer._joint is not None or optimizer._check_overflow or optimizer._skip.needs_norm
 
 
 def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
@@ -216,7 +327,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _bring(decision: Decision, engine: DeviceEngine) -> None:
     """Let a decision be made on an engine's device."""
-    for name in ("power_sum", "grad_scale", "found_inf"):
+    for name in ("power_sum", "grad_scale", "found_inf", "loss"):
         number = getattr(decision, name)
         if number is not None and number.device != engine.device:
             setattr(decision, name, _moved(number, engine.device))
@@ -230,7 +341,7 @@ def forget_scale(optimizer: Optimizer) -> None:
 
 
 def remember(known: torch.Tensor | None, engines: Sequence[DeviceEngine]) -> torch.Tensor | None:
-    """Carry skipped steps and mean norm over to engines built anew.
+    """Carry the norm, skipped steps and mean norm over to engines built anew.
 
     Args:
         known: control numbers of an engine before, or None.
@@ -242,7 +353,43 @@ def remember(known: torch.Tensor | None, engines: Sequence[DeviceEngine]) -> tor
     if known is not None:
         for engine in engines:
             engine.control[SKIPPED:].copy_(known[SKIPPED:])
+            engine.control[NORM].copy_(known[NORM])
     return engines[0].control if engines else known
+
+
+def limits_of(optimizer: Optimizer) -> tuple[StepLimit, ...]:
+    """An optimizer's limits that remember something."""
+    return optimizer._skip.decision().limits + adaptive_clips(optimizer.param_groups)
+
+
+def save_limits(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put what adaptive limits remember into the first group of a state_dict, unread, and name them by plain values."""
+    saved = optimizer._history.save(limits_of(optimizer))
+    for place, group in enumerate(state_dict["param_groups"]):
+        own: dict[str, Any] = {LIMITS_KEY: saved} if saved and place == 0 else {}
+        clip = group.get("max_grad_norm")
+        if isinstance(clip, ZClip):
+            own["max_grad_norm"] = {"ZClip": asdict(clip)}
+        if own:
+            state_dict["param_groups"][place] = {**group, **own}
+
+
+def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state_dict with the limits that `save_limits` has named by plain values."""
+    groups = [
+        {**group, "max_grad_norm": ZClip(**group["max_grad_norm"]["ZClip"])}
+        if isinstance(group.get("max_grad_norm"), dict)
+        else group
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def restore_limits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Take what adaptive limits remember out of a loaded state_dict, whose first group is given."""
+    for group in optimizer.param_groups:
+        group.pop(LIMITS_KEY, None)
+    optimizer._history.load(limits_of(optimizer), saved.get(LIMITS_KEY, {}))
 
 
 def save_mean(control: torch.Tensor | None, policy: SkipPolicy, state_dict: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ..engine.limits import ZClip
 from ..errors import RuleError
 from ..rules import Rule, registry
+from ..rules.protocol import at_step
 from ..rules.scalars import as_python
 from .masters import check_choice
 
-__all__ = ["GROUP_OPTIONS", "OWN_KEYS", "about_group", "check_group", "find_rule", "without_defaults"]
+__all__ = ["GROUP_OPTIONS", "OWN_KEYS", "about_group", "check_group", "current_value", "find_rule", "without_defaults"]
 
 GROUP_OPTIONS: Mapping[str, Any] = {"max_grad_norm": None, "master_weights": False}
 """What a param group may say for any rule, and what a group means that does not say it."""
@@ -85,6 +87,8 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
             _check_kind(key, value, rule.hyperparameters[key])
     rule.check(given)
     limit = _on_host(group.get("max_grad_norm"), "max_grad_norm")
+    if isinstance(limit, ZClip):
+        limit = limit.max_norm
     if limit is not None:
         _check_kind("max_grad_norm", limit, 1.0)
     if limit is not None and not isinstance(limit, torch.Tensor) and not limit >= 0:
@@ -130,3 +134,33 @@ def about_group(index: int, check: Callable[[], None]) -> None:
         check()
     except (TypeError, ValueError) as error:
         raise type(error)(f"group {index}: {error}") from None
+
+
+def current_value(group: Mapping[str, Any], state: Mapping[Any, Any], name: str) -> torch.Tensor:
+    """A number of a param group as a float64 scalar on the device of its parameters, without a wait.
+
+    Args:
+        group: the param group.
+        state: the optimizer's state, which has the step counts that functions of the step are called with.
+        name: the key, with `[index]` for an entry of a tuple.
+
+    Raises:
+        KeyError: for a key that the group does not have.
+        TypeError: for a value that is no number.
+    """
+    key, _, index = name.partition("[")
+    if key not in group or key in ("params", "param_names"):
+        numbers = ", ".join(sorted(set(group) - {"params", "param_names"}))
+        raise KeyError(f"the param group has no {key!r}; it has {numbers}")
+    value = group[key][int(index.rstrip("]"))] if index else group[key]
+    device = next((param.device for param in group["params"]), torch.device("cpu"))
+    if callable(value):
+        steps = (state[param]["step"] for param in group["params"] if "step" in state.get(param, {}))
+        step = next(iter(steps), torch.zeros((), device=device))
+        step = step if isinstance(step, torch.Tensor) else torch.full((), float(step))
+        value = at_step(value, step.to(torch.float64).clamp(min=1), name)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().to(device, torch.float64, copy=True, non_blocking=device.type != "cpu").reshape(())
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, which is no number")
+    return torch.full((), float(value), dtype=torch.float64, device=device)

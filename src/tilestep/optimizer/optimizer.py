@@ -13,16 +13,34 @@ from ..compat import opaque, step_is_watched
 from ..engine import DeviceEngine, Stale
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
+from ..engine.limits import Sigma, StepHistory, ZClip
 from ..errors import GradientError
 from ..placements import Agreement
 from ..rules import Rule
+from ..rules.adaptive_clip import AdaGC
 from .build import build_tables
 from .checkpoint import loading_into_buffers, save_numbers, unchanged_on_error
-from .decide import SkipPolicy, TimesMean, decide, forget_scale, needs_norm, remember, restore_mean, save_mean
+from .decide import (
+    SkipPolicy,
+    TimesMean,
+    decide,
+    forget_scale,
+    needs_norm,
+    remember,
+    require_no_loss,
+    restore_limits,
+    restore_mean,
+    save_limits,
+    save_mean,
+    take_loss,
+    total_power_sum,
+    with_limits,
+)
 from .evaluation import hold_averages, hold_training_weights, holds_averages, keeps_averages
 from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome, is_deferred
-from .hyperparameters import about_group, check_group, find_rule, without_defaults
+from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
+from .joint import JointGradNorm
 from .masters import MasterWeights
 from .parameters import LISTED_TWICE
 from .scan import Scan
@@ -42,13 +60,16 @@ class Optimizer(torch.optim.Optimizer):
             tensors beside them: each rank updates its parts, and all ranks of the meshes decide every step alike.
         rule: the update rule, or the name of a registered one.
         max_grad_norm: if given, gradients are clipped inside the step so that their global 2-norm is at most this; the
-            gradients themselves stay as they are.
+            gradients themselves stay as they are. `tilestep.ZClip()` clips norms that are outliers,
+            `tilestep.AdaGC()` each tensor's by its own norms before.
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
             written in the same pass. With "remainder" the masters of bfloat16 parameters are 16 bits in the state, with
             the parameters as the other half.
         skip_nonfinite: leave parameters, state and step count as they are when a gradient is not finite.
         skip_above: the same when the global 2-norm of the unscaled gradients is above this, or above a multiple of its
-            running mean: `tilestep.TimesMean(3.0)`. Implies `skip_nonfinite`.
+            running mean: `tilestep.TimesMean(3.0)`, or so many standard deviations above the mean of the last norms and
+            losses: `tilestep.Sigma(6)`. Implies `skip_nonfinite`.
+        track_grad_norm: find out `grad_norm` at every step even if nothing else needs it.
         hyperparameters: the rule's own.
 
     Raises:
@@ -89,19 +110,28 @@ class Optimizer(torch.optim.Optimizer):
     _gradients_scaled = False
     """Set by `GradScaler` from `scale` until the gradients are unscaled or used."""
 
+    _joint: JointGradNorm | None = None
+    """What it shares its norm with."""
+
+    has_whole_gradients = True
+    """Whether all gradients are in the parameters' `grad` when it steps."""
+
     @opaque
     def __init__(
         self,
         params: Any,
         rule: Rule | str,
         *,
-        max_grad_norm: float | torch.Tensor | None = None,
+        max_grad_norm: float | torch.Tensor | ZClip | AdaGC | None = None,
         master_weights: MasterWeights = False,
         skip_nonfinite: bool = False,
-        skip_above: float | TimesMean | None = None,
+        skip_above: float | TimesMean | Sigma | None = None,
+        track_grad_norm: bool = False,
         **hyperparameters: Any,
     ) -> None:
         self._rules: dict[str, Rule] = {}
+        if isinstance(max_grad_norm, AdaGC):
+            rule, max_grad_norm = max_grad_norm.on(find_rule(rule, self._rules)), None
         self._rule = self._adopt(rule)
         self._given = frozenset(hyperparameters)
         given = {**hyperparameters, "max_grad_norm": max_grad_norm, "master_weights": master_weights}
@@ -110,7 +140,8 @@ class Optimizer(torch.optim.Optimizer):
         check_group(self._rule, given)
         defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
         without_defaults(defaults)
-        self._skip = SkipPolicy(skip_nonfinite, skip_above)
+        self._skip = SkipPolicy(skip_nonfinite, skip_above, track_grad_norm)
+        self._history = StepHistory()
         self._known_control: torch.Tensor | None = None
         self._tables: Tables | None = None
         self._graphs, self._home = Graphs(), StateHome()
@@ -143,7 +174,11 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         with unchanged_on_error(self):
             group = dict(param_group)
-            rule = self._adopt(group.get("rule", self._rule))
+            rule = group.get("rule", self._rule)
+            if isinstance(group.get("max_grad_norm"), AdaGC):
+                rule = group["max_grad_norm"].on(find_rule(rule, self._rules))
+                group["rule"], group["max_grad_norm"] = rule, None
+            rule = self._adopt(rule)
             if "rule" in group:
                 group["rule"] = rule.name
             own = {**rule.hyperparameters, **rule.options}
@@ -184,10 +219,18 @@ class Optimizer(torch.optim.Optimizer):
     def grad_norm(self) -> torch.Tensor:
         """The global 2-norm of the last step's (unscaled) gradients, a float32 scalar on the device, not yet read.
 
-        It is known when a group has `max_grad_norm`, the optimizer skips steps by itself, or `tilestep.GradScaler`
-        runs the step; else zero.
+        It is there when a group has `max_grad_norm`, the optimizer skips steps by itself, `tilestep.GradScaler` runs
+        the step, or the optimizer was made with `track_grad_norm=True`.
+
+        Raises:
+            RuntimeError: if the last step did not find it out, and before the first step.
         """
         engines = self._current()
+        if engines and not self._history.has_norm:
+            raise RuntimeError(
+                "grad_norm: no step has found out the norm of its gradients; make the optimizer with "
+                "track_grad_norm=True, or with max_grad_norm, and call step() first"
+            )
         return engines[0].control[NORM].to(torch.float32) if engines else torch.zeros((), device="cpu")
 
     @property
@@ -204,6 +247,46 @@ class Optimizer(torch.optim.Optimizer):
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return {}
         return {engines[0].device: engines[0].overflow}
+
+    def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
+        """The sum of squares of the gradients as they are, those of all ranks for DTensors, as a step works it out.
+
+        Args:
+            prepared: whether tables are up to date.
+
+        Returns:
+            float64[1] on a device, not waited for; None without parameters.
+        """
+        tables = self._tables if prepared and self._tables is not None else self._prepared()[0]
+        return total_power_sum(self, tables.engines)
+
+    def current(self, name: str, group: int = 0) -> torch.Tensor:
+        """A hyperparameter of a param group as a device scalar, without a wait: what the last step used.
+
+        Before the first step a function of the step gives what the first will use. A number is as it is now.
+
+        Args:
+            name: of the hyperparameter; `betas[0]` for an entry of a tuple.
+            group: index of the param group.
+
+        Returns:
+            A float64 scalar on the device of the group's parameters, a copy.
+
+        Raises:
+            KeyError: for a hyperparameter that the group does not have.
+            TypeError: for one that is no number.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = tilestep.SGD([weight], lr=lambda step: 0.5 / step)
+            >>> weight.grad = torch.ones(1)
+            >>> for _ in range(2):
+            ...     optimizer.step()
+            >>> optimizer.current("lr").item()
+            0.25
+        """
+        return current_value(self.param_groups[group], self.state, name)
 
     @property
     def agreement(self) -> Agreement | None:
@@ -226,11 +309,13 @@ class Optimizer(torch.optim.Optimizer):
         return (self._tables or self._rebuild()).engines
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
             closure: re-evaluates the model and returns the loss; called with gradients enabled.
+            loss: the loss of this step, a number or a tensor of one element, for `skip_above=tilestep.Sigma(...)`;
+                by default the closure's. Not read by the host.
 
         Returns:
             The closure's loss, or None.
@@ -239,16 +324,22 @@ class Optimizer(torch.optim.Optimizer):
             GradientError: for a gradient that cannot be used; nothing is changed then.
             RuntimeError: while the parameters hold the weights to evaluate.
         """
-        loss = None
+        evaluated = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                evaluated = closure()
+        loss = evaluated if loss is None else loss
+        if loss is not None:
+            take_loss(self, loss)
         try:
             self._step()
         except Exception:
             forget_scale(self)
+            self._history.loss = None
             raise
-        return loss
+        if loss is not None:
+            require_no_loss(self)
+        return evaluated
 
     def _step(self) -> None:
         if self._evaluating:
@@ -377,6 +468,7 @@ class Optimizer(torch.optim.Optimizer):
         state_dict = plain_states(super().state_dict())
         save_numbers(self, state_dict["param_groups"])
         save_mean(self._known_control, self._skip, state_dict)
+        save_limits(self, state_dict)
         return state_dict
 
     @opaque
@@ -393,9 +485,10 @@ class Optimizer(torch.optim.Optimizer):
         def finish(given: Mapping[str, Any]) -> None:
             self._evaluating = holds_averages(self)
             restore_mean(self._current(), self.param_groups, given["param_groups"][0])
+            restore_limits(self, given["param_groups"][0])
 
         with loading_into_buffers(self, finish):
-            super().load_state_dict(state_dict)  # type: ignore[arg-type]
+            super().load_state_dict(with_limits(state_dict))  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -405,11 +498,13 @@ class Optimizer(torch.optim.Optimizer):
             "_given": self._given,
             "_skip": self._skip,
             "_known_control": self._known_control,
+            "_history": self._history,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._graphs = Graphs()
+        vars(self).setdefault("_history", StepHistory())
         if "_rule" in state:
             self._ready = True
             self._tables = None

@@ -19,6 +19,7 @@ __all__ = [
     "cautious",
     "centralize",
     "clip_update",
+    "compose",
     "coupled_weight_decay",
     "decoupled_weight_decay",
     "ema",
@@ -55,7 +56,7 @@ def cautious(rule: Rule) -> Rule:
         scale = 1 / torch.clamp(agrees.mean(), min=1e-3)
         return param + update * (agrees * scale), *states
 
-    return _compose(composed, rule, cautious)
+    return compose(composed, rule, cautious)
 
 
 def clip_update(rule: Rule, rms: float = 1.0) -> Rule:
@@ -83,7 +84,7 @@ def clip_update(rule: Rule, rms: float = 1.0) -> Rule:
         size = (update * update).mean().sqrt()
         return param + update * torch.where(size > limit, limit / size, 1.0), *states
 
-    return _compose(
+    return compose(
         composed, rule, clip_update, rms, hyperparameters={"update_rms": rms}, ranges={"update_rms": at_least(0)}
     )
 
@@ -113,7 +114,7 @@ def centralize(rule: Rule) -> Rule:
             grad = grad - grad.mean(dim=tuple(range(1, grad.dim())), keepdim=True)
         return rule(param, grad, *states, **hyper)
 
-    return _compose(composed, rule, centralize)
+    return compose(composed, rule, centralize)
 
 
 def decoupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
@@ -146,7 +147,7 @@ def decoupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
 
     own = {"decoupled_decay": value}
     ranges = {"decoupled_decay": at_least(0)}
-    return _compose(composed, rule, decoupled_weight_decay, value, hyperparameters=own, ranges=ranges)
+    return compose(composed, rule, decoupled_weight_decay, value, hyperparameters=own, ranges=ranges)
 
 
 def coupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
@@ -173,7 +174,7 @@ def coupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
 
     own = {"coupled_decay": value}
     ranges = {"coupled_decay": at_least(0)}
-    return _compose(composed, rule, coupled_weight_decay, value, hyperparameters=own, ranges=ranges)
+    return compose(composed, rule, coupled_weight_decay, value, hyperparameters=own, ranges=ranges)
 
 
 def averaged_weights(param: Any, ema: Any) -> Any:
@@ -207,7 +208,7 @@ def ema(rule: Rule, decay: float = 0.999) -> Rule:
         average = average + (1 - ema_decay) * (param - average)
         return param, *inner, average
 
-    return _compose(
+    return compose(
         composed,
         rule,
         ema,
@@ -256,7 +257,7 @@ def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
         param = torch.where(synchronizes, slow, param)
         return param, *inner, slow
 
-    return _compose(
+    return compose(
         composed,
         rule,
         lookahead,
@@ -321,7 +322,7 @@ def scaled_states(rule: Rule) -> Rule:
             found[name] = value / scales[name]
         return param, *found.values(), *scales.values()
 
-    made = _compose(composed, rule, scaled_states, states={f"{name}_scale": State(1.0, "scalar") for name in scaled})
+    made = compose(composed, rule, scaled_states, states={f"{name}_scale": State(1.0, "scalar") for name in scaled})
     made.states.update({name: replace(rule.states[name], dtype=torch.float16) for name in scaled})
     return made
 
@@ -350,7 +351,7 @@ def _descending(value: Any, hyper: Mapping[str, Any]) -> Any:
     return -value if hyper.get("maximize") else value
 
 
-def _compose(
+def compose(
     function: Callable[..., Any],
     rule: Rule,
     composer: Callable[..., Rule],

@@ -144,7 +144,7 @@ def make_inner(
         nothing.grad = torch.zeros(0, device=device)
         params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True, "master_weights": False})
     given = {key: outer.defaults[key] for key in outer._rule.hyperparameters}
-    return PieceOptimizer(
+    made = PieceOptimizer(
         params,
         outer._rule,
         ranks,
@@ -154,8 +154,11 @@ def make_inner(
         master_weights=outer.defaults.get("master_weights", False),
         skip_nonfinite=outer._skip.nonfinite,
         skip_above=outer._skip.above,
+        track_grad_norm=outer._skip.tracks_norm,
         **given,
     )
+    made._history = outer._history
+    return made
 
 
 def _mirrored(group: Mapping[str, Any], rule: Any, named: Iterable[Any]) -> dict[str, Any]:

@@ -158,6 +158,8 @@ class ShardedOptimizer(Optimizer):
     gathers all of it. `optimizer.state` has this rank's pieces, flat.
     """
 
+    has_whole_gradients = False
+
     _sharding: Sharding
 
     _overflows_are_shared = False

@@ -1,0 +1,134 @@
+"""A clip for each tensor by what its own gradient norms have been."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .compose import compose
+from .protocol import Rule, State, at_least, between
+from .scalars import sum_over_tensors
+
+__all__ = ["AdaGC", "adaptive_clip"]
+
+
+@dataclass(frozen=True)
+class AdaGC:
+    """A clip for `max_grad_norm` that limits each tensor's gradient to a multiple of the mean of its own norms.
+
+    The optimizer's rule becomes `adaptive_clip(rule)`, which has the equations: so the limit is part of the kernel, its
+    numbers are hyperparameters of the param groups (`clip_rel`, `clip_limit`, `clip_decay`, `clip_warmup`), and the
+    mean norm is a state of each parameter (`clip_norm`).
+
+    Args:
+        rel: a gradient's norm may be this many times the mean of the clipped norms; at least 1.
+        limit: largest global norm during the first steps; above 0.
+        decay: what the mean keeps from step to step; in [0, 1).
+        warmup: the step from which tensors have limits of their own; at least 2.
+
+    Raises:
+        ValueError: for a value out of its range.
+
+    Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (2025), algorithm 1
+    (`lambda_rel`, `lambda_abs`, beta, T_start).
+
+    Example:
+        >>> AdaGC()
+        AdaGC(rel=1.05, limit=1.0, decay=0.98, warmup=100)
+    """
+
+    rel: float = 1.05
+    limit: float = 1.0
+    decay: float = 0.98
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rel < math.inf:
+            raise ValueError(f"Invalid rel: {self.rel}; it must be a number of at least 1")
+        if not self.limit > 0:
+            raise ValueError(f"Invalid limit: {self.limit}; it must be a norm above 0")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"Invalid decay: {self.decay}; it must be at least 0 and below 1")
+        if not self.warmup >= 2:
+            raise ValueError(f"Invalid warmup: {self.warmup}; the mean begins with the norm of step 1")
+
+    def on(self, rule: Rule) -> Rule:
+        """The rule with this clip before it; the same one for equal arguments."""
+        return _clipped(rule, self)
+
+
+@functools.lru_cache(maxsize=64)
+def _clipped(rule: Rule, clip: AdaGC) -> Rule:
+    return adaptive_clip(rule, clip.rel, clip.limit, clip.decay, clip.warmup)
+
+
+def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: float = 0.98, warmup: int = 100) -> Rule:
+    """Limit each tensor's gradient to a multiple of the mean of its own norms before the rule sees it.
+
+    Equations (t is the step count from 1, n = ||g|| of the tensor, N the norm over all tensors, c begins as n):
+        t < clip_warmup:  s <- min(1, clip_limit / N),        c <- min(c, s * n)
+        after that:       s <- min(1, clip_rel * c / n),      c <- clip_decay * c + (1 - clip_decay) * s * n
+        g <- s * g, then the rule
+
+    Args:
+        rule: the rule whose gradients to clip.
+        rel: the default of the new hyperparameter `clip_rel`.
+        limit: the default of the new hyperparameter `clip_limit`.
+        decay: the default of the new hyperparameter `clip_decay`.
+        warmup: the default of the new hyperparameter `clip_warmup`.
+
+    Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (2025), algorithm 1.
+
+    Example:
+        >>> from tilestep.rules import registry
+        >>> clipped = adaptive_clip(registry["SGD"], limit=1.0)
+        >>> moved = clipped(torch.zeros(2), torch.tensor([3.0, 4.0]), None, torch.tensor(0.0), lr=1.0, step=1)
+        >>> moved[0], moved[2]
+        (tensor([-0.6000, -0.8000]), tensor(1.))
+    """
+
+    def composed(
+        param: Any,
+        grad: Any,
+        *states: Any,
+        clip_rel: Any,
+        clip_limit: Any,
+        clip_decay: Any,
+        clip_warmup: Any,
+        **hyper: Any,
+    ) -> tuple[Any, ...]:
+        *inner, mean = states
+        step, squares = hyper["step"], (grad * grad).sum()
+        norm, total = squares.sqrt(), sum_over_tensors(squares).sqrt()
+        warms = torch.as_tensor(step < clip_warmup)
+        first = torch.where(total > clip_limit, clip_limit / total, 1.0)
+        own = torch.where(norm > clip_rel * mean, clip_rel * mean / norm, 1.0)
+        scale = torch.where(warms, first, own)
+        taken = scale * norm
+        smallest = torch.where(torch.as_tensor(step == 1) | (taken < mean), taken, mean)
+        mean = torch.where(warms, smallest, clip_decay * mean + (1 - clip_decay) * taken)
+        param, *inner = rule(param, grad * scale, *inner, **hyper)
+        return param, *inner, mean
+
+    return compose(
+        composed,
+        rule,
+        adaptive_clip,
+        rel,
+        limit,
+        decay,
+        warmup,
+        states={"clip_norm": State(0.0, "scalar")},
+        hyperparameters={"clip_rel": rel, "clip_limit": limit, "clip_decay": decay, "clip_warmup": warmup},
+        ranges={
+            "clip_rel": at_least(1),
+            "clip_limit": at_least(0),
+            "clip_decay": between(0, 1),
+            "clip_warmup": at_least(2),
+        },
+        uses_step=True,
+    )

@@ -1,0 +1,365 @@
+"""Limits that follow the norms they have seen, one norm for several optimizers, and numbers read without a wait."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tilestep
+
+WARMUP = 10
+
+
+def gradients(step: int, shapes: list[tuple[int, ...]], spike: float = 30.0) -> list[torch.Tensor]:
+    """Random gradients in float64; every 17th step is a spike."""
+    generator = torch.Generator().manual_seed(step)
+    scale = spike if step % 17 == 16 else 1.0
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in shapes]
+
+
+SHAPES = [(6, 5), (7,)]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in SHAPES]
+
+
+def norm_of(tensors: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float((tensor * tensor).sum()) for tensor in tensors))
+
+
+class PublishedZClip:
+    """The published algorithm over Python numbers: what norm gradients are clipped to."""
+
+    def __init__(self, option: str, factor: float, max_norm: float | None) -> None:
+        self.option, self.factor, self.max_norm = option, factor, max_norm
+        self.first: list[float] = []
+        self.mean = self.variance = 0.0
+
+    def clip(self, norm: float) -> float:
+        if len(self.first) < WARMUP:
+            self.first.append(norm)
+            self.mean, self.variance = statistics.fmean(self.first), statistics.pvariance(self.first)
+            return math.inf if self.max_norm is None else self.max_norm
+        deviation = math.sqrt(self.variance)
+        z = (norm - self.mean) / (deviation + 1e-6)
+        effective = norm
+        if self.option == "percentile":
+            effective = min(norm, self.mean + 2.5 * deviation)
+        elif z > 2.5:
+            adaptive = (self.mean + 2.5**2 / z * deviation) * self.factor
+            effective = adaptive if self.option == "adaptive" else self.mean
+        self.mean = 0.97 * self.mean + 0.03 * effective
+        self.variance = 0.97 * self.variance + 0.03 * (effective - self.mean) ** 2
+        effective = effective if self.max_norm is None else min(effective, self.max_norm)
+        return effective if effective < norm else math.inf
+
+
+def stepped(optimizer: torch.optim.Optimizer, given: list[torch.Tensor], clip: float = math.inf) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    coefficient = min(1.0, clip / (norm_of(given) + 1e-6))
+    for param, gradient in zip(params, given):
+        param.grad = gradient * coefficient
+    optimizer.step()
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("option", ["adaptive", "mean", "percentile"])
+def test_zclip_goes_the_authors_way(option: str, max_norm: float | None) -> None:
+    limit = tilestep.ZClip(warmup=WARMUP, option=option, factor=0.9, max_norm=max_norm)
+    ours, theirs = parameters(), parameters()
+    optimizer = tilestep.SGD(ours, lr=0.05, momentum=0.9, max_grad_norm=limit)
+    reference = torch.optim.SGD(theirs, lr=0.05, momentum=0.9)
+    published, clipped = PublishedZClip(option, 0.9, max_norm), 0
+    for step in range(60):
+        given = gradients(step, SHAPES)
+        stepped(optimizer, given)
+        clip = published.clip(norm_of(given))
+        clipped += step >= WARMUP and clip < norm_of(given)
+        stepped(reference, given, clip)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert float(optimizer.grad_norm) == pytest.approx(norm_of(given), rel=1e-6)
+    assert clipped > 2
+
+
+def test_zclip_resumes_where_it_was() -> None:
+    straight, resumed = parameters(), parameters()
+    make = lambda params: tilestep.SGD(params, lr=0.1, max_grad_norm=tilestep.ZClip(warmup=5, max_norm=None))  # noqa: E731
+    whole, first = make(straight), make(resumed)
+    for step in range(12):
+        stepped(whole, gradients(step, SHAPES))
+        stepped(first, gradients(step, SHAPES))
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = make(resumed)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    assert second.param_groups[0]["max_grad_norm"] == tilestep.ZClip(warmup=5, max_norm=None)
+    copied = copy.deepcopy(second)
+    for step in range(12, 40):
+        stepped(whole, gradients(step, SHAPES))
+        stepped(second, gradients(step, SHAPES))
+        stepped(copied, gradients(step, SHAPES))
+    torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
+    torch.testing.assert_close(copied.param_groups[0]["params"], straight, rtol=0, atol=0)
+
+
+def test_only_groups_that_ask_for_zclip_are_clipped() -> None:
+    first, second = parameters()
+    groups = [{"params": [first]}, {"params": [second], "max_grad_norm": None}]
+    optimizer = tilestep.SGD(groups, lr=1.0, max_grad_norm=tilestep.ZClip(warmup=3, max_norm=1e-3))
+    given = gradients(0, SHAPES)
+    stepped(optimizer, given)
+    torch.testing.assert_close(second.detach(), 1 - given[1])
+    assert norm_of([first.detach() - 1]) < 1e-3
+
+
+def test_one_zclip_for_all_groups() -> None:
+    first, second = parameters()
+    clips = [tilestep.ZClip(z=2.0), tilestep.ZClip(z=3.0)]
+    groups = [{"params": [param], "max_grad_norm": clip} for param, clip in zip((first, second), clips)]
+    optimizer = tilestep.SGD(groups, lr=1.0)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        stepped(optimizer, gradients(0, SHAPES))
+
+
+def test_a_norm_that_is_not_finite_leaves_zclip_as_it_was() -> None:
+    params = parameters()
+    optimizer = tilestep.SGD(params, lr=0.1, max_grad_norm=tilestep.ZClip(warmup=3), skip_nonfinite=True)
+    for step in range(6):
+        stepped(optimizer, gradients(step, SHAPES))
+    before, weights = optimizer.state_dict()["param_groups"][0]["limits"], [param.detach().clone() for param in params]
+    stepped(optimizer, [gradient * math.inf for gradient in gradients(6, SHAPES)])
+    assert int(optimizer.skipped_steps) == 1
+    torch.testing.assert_close(params, weights, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["param_groups"][0]["limits"], before, rtol=0, atol=0)
+
+
+def spiky(count: int, spikes: dict[int, float]) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    values = (3 + 0.1 * torch.randn(count, generator=generator, dtype=torch.float64)).tolist()
+    return [spikes.get(step, value) for step, value in enumerate(values)]
+
+
+def outliers(values: list[float], window: int, factor: float, both: bool) -> list[bool]:
+    """By torch's standard deviation over the steps before, as published."""
+    found = []
+    for step, value in enumerate(values):
+        before = torch.tensor(values[max(0, step - window) : step], dtype=torch.float64)
+        known = step + 1 >= max(20, window // 2)
+        deviation, mean = torch.std_mean(before) if known else (torch.tensor(math.inf), torch.tensor(0.0))
+        distance = value - float(mean)
+        found.append((abs(distance) if both else distance) > factor * float(deviation))
+    return found
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_sigma_skips_what_the_window_says(both: bool) -> None:
+    window = 32
+    norms, losses = spiky(90, {22: 9.0, 60: 0.1}), spiky(90, {35: 1.0, 70: 8.0})
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    limit = tilestep.Sigma(6, window=window, both_sides=both)
+    optimizer = tilestep.SGD([weight], lr=1.0, skip_above=limit)
+    expected = [a or b for a, b in zip(outliers(norms, window, 6, both), outliers(losses, window, 6, both))]
+    assert [step for step, skipped in enumerate(expected) if skipped] == ([22, 35, 60, 70] if both else [22, 70])
+    for step, (norm, loss) in enumerate(zip(norms, losses)):
+        before, skipped = weight.item(), int(optimizer.skipped_steps)
+        weight.grad = torch.full((1,), norm, dtype=torch.float64)
+        optimizer.step(loss=torch.tensor(loss))
+        assert int(optimizer.skipped_steps) - skipped == expected[step], step
+        assert (weight.item() == before) == expected[step], step
+
+
+def test_a_closure_s_loss_is_the_step_s() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = tilestep.SGD([weight], lr=1.0, skip_above=tilestep.Sigma(6, window=4, warmup=3))
+
+    def closure(loss: float) -> Callable[[], float]:
+        def evaluate() -> float:
+            weight.grad = torch.ones(1)
+            return loss
+
+        return evaluate
+
+    for loss in (1.0, 1.1, 0.9, 1.0):
+        assert optimizer.step(closure(loss)) == loss
+    assert int(optimizer.skipped_steps) == 0
+    optimizer.step(closure(50.0))
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_a_loss_must_be_one_number() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    optimizer = tilestep.SGD([weight], lr=1.0, skip_above=tilestep.Sigma(6))
+    with pytest.raises(TypeError, match="loss"):
+        optimizer.step(loss=torch.ones(2))
+    with pytest.raises(TypeError, match="loss"):
+        optimizer.step(loss="high")
+    assert weight.item() == 0
+
+
+def test_adagc_follows_the_paper() -> None:
+    ours, theirs = parameters(), parameters()
+    rel, limit, decay, warmup = 1.05, 2.0, 0.98, 20
+    clip = tilestep.AdaGC(rel=rel, limit=limit, decay=decay, warmup=warmup)
+    optimizer = tilestep.AdamW(ours, lr=0.05, max_grad_norm=clip)
+    reference = torch.optim.AdamW(theirs, lr=0.05)
+    means = [math.inf] * len(theirs)
+    for step in range(1, 61):
+        given = gradients(step, SHAPES, spike=20.0)
+        stepped(optimizer, given)
+        total = norm_of(given)
+        for place, (param, gradient) in enumerate(zip(theirs, given)):
+            norm = norm_of([gradient])
+            if step < warmup:
+                scale = min(1.0, limit / total)
+                means[place] = min(means[place], scale * norm)
+            else:
+                scale = min(1.0, rel * means[place] / norm)
+                means[place] = decay * means[place] + (1 - decay) * scale * norm
+            param.grad = gradient * scale
+        reference.step()
+    # The state of one number is float32.
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_adagc_of_one_group() -> None:
+    first, second = parameters()
+    groups = [{"params": [first], "max_grad_norm": tilestep.AdaGC(limit=1e-3)}, {"params": [second]}]
+    optimizer = tilestep.SGD(groups, lr=1.0)
+    given = gradients(0, SHAPES)
+    stepped(optimizer, given)
+    assert norm_of([first.detach() - 1]) <= 1.001e-3
+    torch.testing.assert_close(second.detach(), 1 - given[1])
+    assert optimizer.param_groups[0]["clip_limit"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tilestep.ZClip(z=0),
+        lambda: tilestep.ZClip(decay=1.0),
+        lambda: tilestep.ZClip(warmup=1),
+        lambda: tilestep.ZClip(max_norm=-1.0),
+        lambda: tilestep.ZClip(option="median"),
+        lambda: tilestep.Sigma(0),
+        lambda: tilestep.Sigma(6, window=1),
+        lambda: tilestep.Sigma(6, warmup=2),
+        lambda: tilestep.AdaGC(rel=0.5),
+        lambda: tilestep.AdaGC(limit=0),
+        lambda: tilestep.SGD(parameters(), lr=0.1, skip_above=tilestep.ZClip()),
+    ],
+)
+def test_limits_out_of_range_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="Invalid"):
+        make()
+
+
+def test_a_joint_norm_is_that_of_all() -> None:
+    ours, theirs = parameters(), parameters()
+    optimizers = [tilestep.AdamW([param], lr=0.05, max_grad_norm=0.5) for param in ours]
+    tilestep.joint_norm(optimizers)
+    alone = tilestep.AdamW(theirs, lr=0.05, max_grad_norm=0.5)
+    for step in range(6):
+        given = gradients(step, SHAPES)
+        stepped(alone, given)
+        for param, gradient in zip(ours, given):
+            param.grad = gradient.clone()
+        for optimizer in optimizers if step % 2 else optimizers[::-1]:
+            optimizer.step()
+            optimizer.zero_grad()
+        for optimizer in optimizers:
+            assert float(optimizer.grad_norm) == pytest.approx(norm_of(given), rel=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_members_of_a_joint_norm_skip_together() -> None:
+    ours = parameters()
+    optimizers = [tilestep.SGD([param], lr=1.0, skip_nonfinite=place == 0) for place, param in enumerate(ours)]
+    tilestep.joint_norm(optimizers)
+    ours[0].grad, ours[1].grad = gradients(0, SHAPES)
+    ours[0].grad[0, 0] = math.nan
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [int(optimizer.skipped_steps) for optimizer in optimizers] == [1, 1]
+    assert all(bool((param == 1).all()) for param in ours)
+
+
+def test_a_joint_norm_under_a_scaler() -> None:
+    ours = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [tilestep.SGD([param], lr=1.0, max_grad_norm=1.0) for param in ours]
+    tilestep.joint_norm(optimizers)
+    scaler = tilestep.GradScaler("cpu", init_scale=8.0)
+    scaler.scale((ours[0] * 3).sum() + (ours[1] * 4).sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    norm = math.sqrt(2 * 9 + 2 * 16)
+    torch.testing.assert_close(ours[0].detach(), torch.full((2,), 1 - 3 / norm))
+    torch.testing.assert_close(ours[1].detach(), torch.full((2,), 1 - 4 / norm))
+    for unscaled in optimizers:
+        scaler.scale((ours[0] * 3).sum() + (ours[1] * 4).sum()).backward()
+        scaler.unscale_(unscaled)
+        with pytest.raises(tilestep.GradientError, match="joint_norm"):
+            scaler.step(optimizers[0])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.update()
+
+
+def test_what_a_joint_norm_refuses() -> None:
+    first, second = parameters()
+    one, other = tilestep.SGD([first], lr=0.1), tilestep.SGD([second], lr=0.1)
+    with pytest.raises(ValueError, match="two or more"):
+        tilestep.joint_norm([one])
+    with pytest.raises(ValueError, match="each once"):
+        tilestep.joint_norm([one, one])
+    with pytest.raises(TypeError, match="not one of tilestep's"):
+        tilestep.joint_norm([one, torch.optim.SGD([second], lr=0.1)])
+    tilestep.joint_norm([one, other])
+    with pytest.raises(ValueError, match="shares a norm already"):
+        tilestep.joint_norm([one, tilestep.SGD(parameters(), lr=0.1)])
+
+
+def test_a_norm_that_was_not_found_out_is_no_zero() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    plain = tilestep.SGD([weight], lr=0.1)
+    plain.step()
+    with pytest.raises(RuntimeError, match="track_grad_norm"):
+        _ = plain.grad_norm
+    tracking = tilestep.SGD([weight], lr=0.1, track_grad_norm=True)
+    with pytest.raises(RuntimeError, match="step"):
+        _ = tracking.grad_norm
+    tracking.step()
+    assert float(tracking.grad_norm) == 5.0
+    tracking.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert float(tracking.grad_norm) == 5.0
+    weight.grad[0] = math.nan
+    tracking.step()
+    assert int(tracking.skipped_steps) == 0 and math.isnan(weight[0].item())
+
+
+def test_current_values_of_hyperparameters() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = tilestep.AdamW([weight], lr=lambda step: 0.5 / step, betas=(0.9, torch.tensor(0.99)))
+    assert float(optimizer.current("lr")) == 0.5
+    for _ in range(4):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    assert float(optimizer.current("lr")) == 0.125
+    assert float(optimizer.current("betas[0]")) == 0.9
+    assert float(optimizer.current("betas[1]")) == pytest.approx(0.99)
+    optimizer.param_groups[0]["weight_decay"] = 0.25
+    assert float(optimizer.current("weight_decay")) == 0.25
+    with pytest.raises(KeyError, match="learning_rate"):
+        optimizer.current("learning_rate")
+    with pytest.raises(TypeError, match="amsgrad"):
+        optimizer.current("amsgrad")
