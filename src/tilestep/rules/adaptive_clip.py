@@ -87,8 +87,8 @@ def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: floa
         >>> from tilestep.rules import registry
         >>> clipped = adaptive_clip(registry["SGD"], limit=1.0)
         >>> moved = clipped(torch.zeros(2), torch.tensor([3.0, 4.0]), None, torch.tensor(0.0), lr=1.0, step=1)
-        >>> moved[0], moved[2]
-        (tensor([-0.6000, -0.8000]), tensor(1.))
+        >>> moved[0], moved[2].item()
+        (tensor([-0.6000, -0.8000]), 1.0)
     """
 
     def composed(
