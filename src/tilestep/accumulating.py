@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["Accumulating", "announce_gradients"]
+from .compat import count_gradient_hooks, is_last_gradient_hook
+
+__all__ = ["Accumulating", "GradientHooks", "announce_gradients"]
 
 
 class Accumulating:
@@ -65,3 +67,49 @@ def announce_gradients(param: torch.Tensor, announce: Any, *told: Any, through: 
     handle = param.register_post_accumulate_grad_hook(hook if through is None else through(hook))
     param.requires_grad_(trains)
     return handle
+
+
+class GradientHooks:
+    """Calls of a method when backward has accumulated gradients, after all other hooks of their parameters.
+
+    A hook that is registered later changes gradients before they are used too, from the next backward on.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, Any, Any, Any, Any]] = {}
+        """For each parameter itself, the method (which must not be kept alive), what it is told, and the handle."""
+        self._count = 0
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return id(param) in self._made
+
+    def add(self, param: torch.Tensor, announce: Any, *told: Any, through: Any = None) -> None:
+        """Have a method called; arguments as for `announce_gradients`."""
+        handle = announce_gradients(param, announce, *told, through=through)
+        self._made[id(param)] = param, weakref.WeakMethod(announce), told, through, handle
+        self._count += count_gradient_hooks([param])
+
+    def remove(self, params: Iterable[int] | None = None) -> None:
+        """End the calls for some parameters, by `id`, or for all."""
+        for key in list(self._made) if params is None else params:
+            if key in self._made:
+                self._made.pop(key)[-1].remove()
+        self._count = self._counted()
+
+    def move_last(self) -> set[int]:
+        """Have hooks called after those that were registered since; those that were moved, by their parameters' `id`.
+
+        Inside of a hook: what is called for its own parameter now stays as it was.
+        """
+        if self._counted() == self._count:
+            return set()
+        moved = {key for key, (param, *_, handle) in self._made.items() if not is_last_gradient_hook(param, handle)}
+        for key in moved:
+            param, announce, told, through, handle = self._made.pop(key)
+            handle.remove()
+            self.add(param, announce(), *told, through=through)
+        self._count = self._counted()
+        return moved
+
+    def _counted(self) -> int:
+        return count_gradient_hooks([param for param, *_ in self._made.values()])

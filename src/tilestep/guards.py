@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .compat import guard_parameters, watch_all_parameters
+from .compat import guard_parameters, is_dropping_gradients, watch_all_parameters
 
 __all__ = ["GuardedParameters", "Waits", "guard_model", "guard_sharers"]
 
@@ -198,7 +198,7 @@ class GuardedParameters(dict[str, Any]):
     __copy__ = copy
 
     def _wait(self, params: Iterable[Any]) -> None:
-        if self._waits.is_pending:
+        if self._waits.is_pending and not is_dropping_gradients():
             for param in params:
                 self._waits.wait(param)
 

@@ -220,9 +220,11 @@ def test_a_scaler_that_nobody_spoke_of_is_refused(kind: Any) -> None:
     model = small()
     optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward", bucket_cap_mb=TINY)
     scaler = kind(overlapped_models.DEVICE, init_scale=1024.0)
+    before = [param.detach().clone() for param in model.parameters()]
     scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(tilestep.GradientError, match=r"overlap\(optimizer, model, scaler=scaler\)"):
         scaler.step(optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 @both

@@ -6,8 +6,15 @@ tests/test_compat.py says which version broke one of them.
 from __future__ import annotations
 
 from .absent_gpu import absent_gpu
-from .backward import after_backward, backward_pass, is_in_another_backward
+from .backward import (
+    after_backward,
+    backward_pass,
+    count_gradient_hooks,
+    is_in_another_backward,
+    is_last_gradient_hook,
+)
 from .checkpoints import checkpoint_types
+from .clipping import watch_clips
 from .compiler import opaque
 from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, is_empty_like, wrapper_tensor
 from .dtensors import (
@@ -18,9 +25,17 @@ from .dtensors import (
     layouts,
     local_parts,
 )
-from .fsdp import before_gathering, fsdp_module_type
-from .modules import guard_parameters, is_compiled, uncompiled, watch_all_forwards, watch_all_parameters
-from .optimizers import route_unscaling, step_is_watched
+from .fsdp import before_gathering, fsdp_module_type, is_flat_part
+from .modules import (
+    guard_parameters,
+    is_compiled,
+    is_dropping_gradients,
+    uncompiled,
+    watch_all_forwards,
+    watch_all_parameters,
+    watch_all_submodules,
+)
+from .optimizers import count_scaled_losses, route_unscaling, step_is_watched
 from .profiler import profiler_is_running
 from .ranks import default_store, gather_together, group_device_types, root_mesh
 from .streams import current_stream_number
@@ -38,6 +53,8 @@ __all__ = [
     "checkpoint_types",
     "compile_together",
     "copy_all",
+    "count_gradient_hooks",
+    "count_scaled_losses",
     "current_stream_number",
     "decomposition",
     "default_store",
@@ -52,8 +69,11 @@ __all__ = [
     "guard_parameters",
     "is_compiled",
     "is_copy",
+    "is_dropping_gradients",
     "is_empty_like",
+    "is_flat_part",
     "is_in_another_backward",
+    "is_last_gradient_hook",
     "layouts",
     "local_parts",
     "opaque",
@@ -67,6 +87,8 @@ __all__ = [
     "uncompiled",
     "watch_all_forwards",
     "watch_all_parameters",
+    "watch_all_submodules",
+    "watch_clips",
     "wrapper_tensor",
     "zero_all",
 ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-__all__ = ["after_backward", "backward_pass", "is_in_another_backward"]
+__all__ = ["after_backward", "backward_pass", "count_gradient_hooks", "is_in_another_backward", "is_last_gradient_hook"]
+
+_KEPT = "_post_accumulate_grad_hooks"
+_kept_by = operator.attrgetter(_KEPT)
 
 
 def backward_pass() -> int | None:
@@ -42,3 +47,23 @@ def is_in_another_backward() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def count_gradient_hooks(params: Iterable[torch.Tensor]) -> int:
+    """How many hooks for accumulated gradients some parameters have together; each has one at least, or torch does not
+    say: then it is 0."""
+    try:
+        return sum(map(len, map(_kept_by, params)))
+    except (AttributeError, TypeError):
+        return 0
+
+
+def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
+    """Whether a hook for accumulated gradients is called after all others of its parameter; True if torch does not say.
+
+    Args:
+        param: the parameter.
+        handle: what registering the hook has returned.
+    """
+    hooks = getattr(param, _KEPT, None)
+    return not isinstance(hooks, dict) or handle.id not in hooks or next(reversed(hooks)) == handle.id

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["before_gathering", "fsdp_module_type"]
+__all__ = ["before_gathering", "fsdp_module_type", "is_flat_part"]
 
 
 def fsdp_module_type() -> Any | None:
     """The class of modules that FSDP2 shards, or None where nobody has imported it: then there are none."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def is_flat_part(param: Any) -> bool:
+    """Whether a parameter is a flat one of FSDP1 or, with `use_orig_params=True`, a piece of one."""
+    return bool(getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False))
 
 
 def before_gathering(module: Any, prepare: Callable[[list[Any]], None]) -> bool:

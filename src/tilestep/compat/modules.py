@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["guard_parameters", "is_compiled", "uncompiled", "watch_all_forwards", "watch_all_parameters"]
+__all__ = [
+    "guard_parameters",
+    "is_compiled",
+    "is_dropping_gradients",
+    "uncompiled",
+    "watch_all_forwards",
+    "watch_all_parameters",
+    "watch_all_submodules",
+]
 
 
 def uncompiled(module: Any) -> Any:
@@ -58,3 +67,37 @@ def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
 
     register = getattr(modules, "register_module_parameter_registration_hook", None)
     return None if register is None else register(lambda module, name, param: before(module, param))
+
+
+def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:
+    """Have something called before any module gets a submodule; gives a handle to end that, or None without such calls.
+
+    Args:
+        before: is given the module and the submodule.
+    """
+    from torch.nn.modules import module as modules
+
+    register = getattr(modules, "register_module_module_registration_hook", None)
+    if register is None:
+        return None
+
+    def called(module: torch.nn.Module, name: str, submodule: Any) -> None:
+        if submodule is not None:
+            before(module, submodule)
+
+    return register(called)
+
+
+def is_dropping_gradients() -> bool:
+    """Whether this is called by `Module.zero_grad`, which goes through parameters and reads none of them.
+
+    Said by the call stack: False where torch goes through them otherwise.
+    """
+    code, frame = torch.nn.Module.zero_grad.__code__, sys._getframe(1)
+    for _ in range(10):
+        if frame.f_code is code:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

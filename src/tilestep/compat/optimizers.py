@@ -11,7 +11,7 @@ import torch
 
 from .profiler import profiler_is_running
 
-__all__ = ["route_unscaling", "step_is_watched"]
+__all__ = ["count_scaled_losses", "route_unscaling", "step_is_watched"]
 
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
@@ -44,3 +44,22 @@ def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) 
 
     torch.amp.GradScaler._unscale_grads_ = routed  # type: ignore[assignment,method-assign]
     return True
+
+
+_scaled = [0]
+
+
+def count_scaled_losses() -> int:
+    """How often any of torch's scalers has scaled a loss since this was first asked; 0 where torch scales otherwise."""
+    method = getattr(torch.amp.GradScaler, "scale", None)
+    if method is None or hasattr(method, "__wrapped__"):
+        return _scaled[0]
+
+    @functools.wraps(method)
+    def scale(scaler: Any, outputs: Any) -> Any:
+        if not torch.compiler.is_compiling() and scaler.is_enabled():
+            _scaled[0] += 1
+        return method(scaler, outputs)
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[assignment,method-assign]
+    return _scaled[0]

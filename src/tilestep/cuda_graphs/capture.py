@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..combinations import refusal
 from ..compat import addresses_equal
 from ..engine import Stale
 from ..engine.capturing import require
@@ -57,6 +58,9 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
         ...     print(str(error)[:69])
         the step cannot be captured: its parameters are on the CPU, which has
     """
+    reason = refusal("capture", optimizer.attached)
+    if reason:
+        raise CaptureError(reason)
     with optimizer._for_graph(alone=work is None) as updating:
         return _captured(optimizer, updating, work)
 

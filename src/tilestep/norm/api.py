@@ -12,6 +12,7 @@ import torch
 
 from ..compat import opaque
 from ..marks import UPDATE, marked
+from ..taken import refuse_taken
 from .recipes import find_recipe
 from .sharded import sharded_norm
 
@@ -94,7 +95,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: for a non-finite norm, if asked; for a gradient whose elements share memory.
-        GradientError: for a sparse gradient, or one that is not floating-point; the text names the parameter's place.
+        GradientError: for a sparse gradient, or one that is not floating-point; the text names the parameter's place;
+            for gradients that were taken already, by `overlap(during="backward")` say.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -113,6 +115,7 @@ def clip_grad_norm_(
         if not listed and isinstance(parameters, types.GeneratorType):
             warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
     gradients = [gradient for parameter in listed if (gradient := parameter.grad) is not None]
+    refuse_taken(listed)
     norm_type = float(norm_type)
     if not gradients:
         return torch.tensor(0.0)

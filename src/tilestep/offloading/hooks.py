@@ -8,13 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
+from ..compat import is_last_gradient_hook
+
 __all__ = ["GradientHooks", "TakesGradients"]
 
 
 class TakesGradients(Protocol):
     """What gradients go to."""
 
-    def take_gradient(self, param: torch.Tensor) -> None:
+    def gradient_came(self, param: torch.Tensor) -> None:
         """Take a parameter's gradient away."""
 
 
@@ -36,7 +38,19 @@ class GradientHooks:
             self._handles.pop(param).remove()
         for param in params:
             if param not in self._handles and param.requires_grad and param.is_leaf:
-                self._handles[param] = param.register_post_accumulate_grad_hook(self._hook())
+                self._register(param)
+
+    def _register(self, param: torch.Tensor) -> None:
+        self._handles[param] = param.register_post_accumulate_grad_hook(self._hook())
+
+    def is_last(self, param: torch.Tensor) -> bool:
+        """Whether a parameter's hook is called after all others; one that is not is the last from the next time on."""
+        handle = self._handles.get(param)
+        if handle is None or is_last_gradient_hook(param, handle):
+            return True
+        handle.remove()
+        self._register(param)
+        return False
 
     def _hook(self) -> Any:
         taker = self._taker
@@ -44,6 +58,6 @@ class GradientHooks:
         def hook(param: torch.Tensor) -> None:
             living = taker()
             if living is not None:
-                living.take_gradient(param)
+                living.gradient_came(param)
 
         return hook

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from ..combinations import follow_wrappers, refusal
+from ..errors import OffloadError
 from ..placements import is_distributed
 from ..placements.local import local_part, ready
+from ..taken import announce_taker
 from .hooks import GradientHooks
 from .mirrors import Arrivals, Mirror, Mirrors
 
@@ -31,6 +34,8 @@ class KeptGradients:
     def __init__(self, mirrors: Mirrors, arrivals: Arrivals) -> None:
         self._mirrors, self._arrivals = mirrors, arrivals
         self._hooks = GradientHooks(self)
+        follow_wrappers(self)
+        announce_taker(self)
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Take the gradients of these parameters and of no others; they have mirrors."""
@@ -38,6 +43,11 @@ class KeptGradients:
         for param in params:
             # HSDP computes a gradient in one stream and completes it in another.
             self._mirrors[param].is_taken = getattr(getattr(param, "device_mesh", None), "ndim", 1) == 1
+
+    def gradient_came(self, param: torch.Tensor) -> None:
+        """Take a gradient from backward; one that a hook of the user's is still to change is left for the step."""
+        if self._hooks.is_last(param):
+            self.take_gradient(param)
 
     @torch.no_grad()
     def take_gradient(self, param: torch.Tensor) -> None:
@@ -52,6 +62,29 @@ class KeptGradients:
             self._arrivals.begin()
             self._arrivals.send(mirror, gradient)
         param.grad = None
+
+    def holds(self, param: Any) -> bool:
+        """Whether it takes a parameter's gradients."""
+        return param in self._mirrors
+
+    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
+        """Raise, in the constructor of a wrapper that reduces gradients only after they have gone to the host."""
+        raise OffloadError(f"what the model is being wrapped in {refusal('offload of gradients', [kind])}")
+
+    taken_by = (
+        "offload(gradients=True) has moved them to the host while backward ran: set max_grad_norm on the optimizer, "
+        "which clips inside the step"
+    )
+
+    @property
+    def has_taken_some(self) -> bool:
+        """Whether there are gradients on the host."""
+        return self.is_there
+
+    def has_taken(self, param: Any) -> bool:
+        """Whether a parameter's gradient is on the host, for the coming step."""
+        mirror = self._mirrors.get(param)
+        return mirror is not None and mirror.present and param.grad is None
 
     def taken(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """What a step's kernels read for a parameter: the gradient on the host, with one that is still beside it.

@@ -10,6 +10,7 @@ import torch
 
 from ..codegen.compile_cpp import compiler
 from ..codegen.compile_triton import available as triton_is_there
+from ..combinations import kind_of, refusal, wrappers_around
 from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import unchanged_on_error
@@ -17,7 +18,6 @@ from ..optimizer.extended import extended_class
 from ..optimizer.homes import StateHome
 from ..optimizer.making import made_for
 from ..optimizer.parameters import labelled
-from ..overlapping import OverlappedOptimizer
 from ..sharding import ShardedOptimizer
 from .bandwidth import measure_bandwidths
 from .host_update import HostState
@@ -190,9 +190,10 @@ def offload(
         raise ValueError("Invalid state: False; there would be nothing to offload")
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
-    if gradients and isinstance(optimizer, ShardedOptimizer):
-        raise OffloadError("gradients=True, but a sharded optimizer keeps this rank's part of them on the device")
     made = _made(optimizer)
+    if gradients:
+        _refuse("offload of gradients", made)
+        _refuse_wrappers(made)
     device = _device_of(made)
     where, reason = _choose(made, device, where, gradients)
     return move_state(made, _home(where, device, int(chunk_mb * _MIB), buffers, gradients), where, reason)
@@ -200,11 +201,21 @@ def offload(
 
 def _made(optimizer: Any) -> Optimizer:
     optimizer = made_for("offload", optimizer)
-    if isinstance(optimizer, OffloadedOptimizer):
-        raise OffloadError("the optimizer is offloaded already")
-    if isinstance(optimizer, OverlappedOptimizer):
-        raise OffloadError("the optimizer is overlapped already: offload it first, with where='gpu', then overlap it")
+    _refuse("offload", optimizer)
     return optimizer
+
+
+def _refuse(added: str, optimizer: Optimizer) -> None:
+    reason = refusal(added, optimizer.attached)
+    if reason:
+        raise OffloadError(reason)
+
+
+def _refuse_wrappers(optimizer: Optimizer) -> None:
+    """Raise for what reduces gradients over ranks only after they have gone to the host."""
+    own = {id(param): label for label, _, _, param in labelled(optimizer)}
+    for wrapper in wrappers_around(lambda param: id(param) in own):
+        raise OffloadError(f"what the model is wrapped in {refusal('offload of gradients', [kind_of(wrapper)])}")
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
@@ -229,7 +240,7 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: b
         return "here", "the parameters are on the CPU, and so is the state"
     if isinstance(optimizer, ShardedOptimizer):
         if where == "cpu":
-            raise OffloadError("where='cpu', but pieces of sharded parameters are updated on the device: take 'gpu'")
+            _refuse("offload to the CPU", optimizer)
         where = "gpu"
     able = {"gpu": triton_is_there(), "cpu": compiler() is not None}
     needs = {"gpu": "Triton", "cpu": "a C++ compiler"}
@@ -280,7 +291,16 @@ def move_state(optimizer: Optimizer, home: StateHome, where: str, reason: str) -
     except BaseException:
         optimizer.__class__ = kind
         raise
+    optimizer.attached += _attached(home, where)
     return optimizer
+
+
+def _attached(home: StateHome, where: str) -> tuple[str, ...]:
+    """What `combinations` calls it."""
+    if where == "here":
+        return ("offload in place",)
+    to_host = ("offload to the CPU",) if where == "cpu" else ()
+    return ("offload", *to_host, *(("offload of gradients",) if home.keeps_gradients else ()))
 
 
 def _owner(optimizer: Optimizer) -> Optimizer:
@@ -297,4 +317,5 @@ def _move_pieces(optimizer: ShardedOptimizer, home: StateHome, where: str, reaso
     moved.__class__ = extended_class(OffloadedOptimizer, type(optimizer))
     assert isinstance(moved, OffloadedOptimizer)
     moved._choice = where, reason
+    moved.attached += _attached(home, where)
     return moved

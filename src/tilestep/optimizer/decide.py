@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..combinations import FSDP1, refusal, split_kind
 from ..engine import Decision, DeviceEngine, are_built_ahead, build_ahead
 from ..engine.control import MEAN, MEAN_COUNT, NORM, SKIPPED
 from ..engine.limits import Sigma, StepLimit, ZClip
 from ..errors import GradientError
 from ..placements.local import local_part
+from .parameters import labelled
+from .specs import spec_of
 
 if TYPE_CHECKING:
     from ..engine.decider import JointNorm
@@ -25,6 +28,7 @@ __all__ = [
     "TimesMean",
     "build_decision",
     "decide",
+    "flat_part",
     "forget_scale",
     "needs_norm",
     "remember",
@@ -182,6 +186,8 @@ def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alo
     decision = _limits(optimizer)
     if not needs_norm(optimizer):
         return decision
+    if optimizer._flat_part:
+        raise GradientError(f"{optimizer._flat_part} {refusal('a norm of the gradients', [FSDP1])}")
     if optimizer._joint is not None:
         decision.power_sum = optimizer._joint.power_sum(optimizer)
         return decision
@@ -205,6 +211,24 @@ def total_power_sum(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> to
         total = total.clone()
         optimizer.agreement.add(total)
     return total
+
+
+def flat_part(optimizer: Optimizer) -> str:
+    """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any.
+
+    Raises:
+        GradientError: for such a parameter with a rule that reduces over it.
+    """
+    first = ""
+    for label, _, group, param in labelled(optimizer):
+        if not split_kind(param):
+            continue
+        first = first or label
+        program = spec_of(optimizer.rule_of(group), group, param).program
+        reduces = program.across or any(tile.reductions or tile.parts for tile in program.tiles)
+        if reduces or program.library.scratch or program.slices.views or program.graph.slice_states:
+            raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
+    return first
 
 
 def _limits(optimizer: Optimizer) -> Decision:

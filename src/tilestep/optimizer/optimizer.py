@@ -24,6 +24,7 @@ from .decide import (
     SkipPolicy,
     TimesMean,
     decide,
+    flat_part,
     forget_scale,
     needs_norm,
     remember,
@@ -104,6 +105,9 @@ class Optimizer(torch.optim.Optimizer):
 
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
+    attached: tuple[str, ...] = ()
+    """What `shard`, `overlap` and `offload` have attached, as `combinations.REFUSED` calls it."""
+
     _check_overflow = False
     """Set by `GradScaler` for one step: gradients that are not finite are an overflow."""
 
@@ -143,6 +147,7 @@ class Optimizer(torch.optim.Optimizer):
         self._skip = SkipPolicy(skip_nonfinite, skip_above, track_grad_norm)
         self._history = StepHistory()
         self._known_control: torch.Tensor | None = None
+        self._flat_part = ""
         self._tables: Tables | None = None
         self._graphs, self._home = Graphs(), StateHome()
         self._evaluating = self._ready = False
@@ -200,6 +205,7 @@ class Optimizer(torch.optim.Optimizer):
     def _build(self) -> Tables:
         """Make state and tables for the parameters as they are now."""
         self._graphs = self._graphs.without(self._tables)
+        self._flat_part = flat_part(self)
         before, self._tables = self._tables, None
         self._tables = build_tables(self)
         self._tables.masters.carry(None if before is None else before.masters)

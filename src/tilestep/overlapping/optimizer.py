@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..amp import GradScaler
+from ..combinations import refuse_replaced, wrappers_around
 from ..compat import local_parts
 from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
@@ -58,13 +59,20 @@ class OverlappedOptimizer(Optimizer):
         self._elsewhere = set()
         self._lane = Lane(device)
         self._round = Round(self, self._lane, updates=during == "backward")
+        self._comm_hook = comm_hook
         if during == "backward":
-            for wrapper in wrappers(model):
-                self._elsewhere |= follow_buckets(wrapper, self._round, comm_hook)
+            for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self._round.holds)]):
+                self._follow_wrapper(wrapper)
         self._norms, self._early_norm = EarlyNorms(), early_norm
         self._pending = Pending(model, lambda: self._grouping, self._lane)
         self._round.watch(self._elsewhere)
         self._rebuild()
+
+    def _follow_wrapper(self, wrapper: Any) -> None:
+        """Take the gradients of a DistributedDataParallel when it has reduced them."""
+        elsewhere = follow_buckets(wrapper, self._round, self._comm_hook)
+        self._elsewhere |= elsewhere
+        self._round.unwatch(elsewhere)
 
     @property
     def state(self) -> Any:
@@ -165,6 +173,8 @@ class OverlappedOptimizer(Optimizer):
         """The optimizer's own step; gradients are used up as by any other schedule."""
         self.synchronize()
         self._had_gradients = any(param.grad is not None for param in self._all_params())
+        if not self._had_gradients:
+            refuse_replaced(self._model, self._all_params())
         super()._step()
         for param in self._all_params():
             param.grad = None
@@ -172,7 +182,7 @@ class OverlappedOptimizer(Optimizer):
     def _step_beside(self) -> None:
         self._round.require_whole()
         decides = needs_norm(self) or hasattr(self, "grad_scale") or hasattr(self, "found_inf")
-        if self._round.has_updated and (hasattr(self, "grad_scale") or hasattr(self, "found_inf")):
+        if self._round.meets_a_scaler and (hasattr(self, "grad_scale") or hasattr(self, "found_inf")):
             raise scale_error()
         if self._round.applies and (self._round.has_updated or not decides):
             self._round.finish()
@@ -198,6 +208,8 @@ class OverlappedOptimizer(Optimizer):
             groups = self._pending.order(self._grouping.groups)
             held = {group: self._take_gradients(group) for group in groups}
             self._had_gradients = any(held.values())
+            if not self._had_gradients:
+                refuse_replaced(self._model, self._all_params())
             works = [(group, self._work(tables, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self._lane.mark()
@@ -312,7 +324,7 @@ class OverlappedOptimizer(Optimizer):
         return {engines[0].device: engines[0].overflow} if engines and self._had_gradients else {}
 
     def _unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._round.has_updated:
+        if self._round.meets_a_scaler:
             raise scale_error()
         self._norms.forget()
         return super()._unscale_with(unscale, *args, **kwargs)

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ..combinations import kind_of, refusal, split_kind
 from ..compat import uncompiled
 from ..optimizer import Optimizer
 from ..optimizer.extended import extended_class
 from ..optimizer.parameters import labelled
-from ..sharding import ShardedOptimizer
 from .data_parallel import CommHook
 from .groups import divide
 from .optimizer import OverlappedOptimizer
@@ -82,17 +82,9 @@ def overlap(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"overlap() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
-    if isinstance(optimizer, ShardedOptimizer):
-        raise ValueError("shard() overlaps communication by itself; its optimizers cannot be given to overlap()")
-    if isinstance(optimizer, OverlappedOptimizer):
-        raise ValueError("the optimizer is overlapped already")
-    if optimizer._home.keeps_gradients:
-        raise ValueError(
-            "gradients of this optimizer go to the host while backward runs: to overlap its updates, offload it "
-            'without gradients=True; during="backward" lets them go as well'
-        )
-    if optimizer._home.looks_at_gradients:
-        raise ValueError("updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'")
+    reason = refusal("overlap", optimizer.attached)
+    if reason:
+        raise ValueError(reason)
     if during not in ("auto", "backward", "forward"):
         raise ValueError(f'Invalid during: {during!r}; it is "auto", "backward" or "forward"')
     if comm_hook is not None and during != "backward":
@@ -100,6 +92,7 @@ def overlap(
     if not bucket_cap_mb > 0:
         raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
     model = uncompiled(model)
+    _check_model(optimizer, model)
     device = _only_device(optimizer)
     bucket_bytes = int(bucket_cap_mb * 2**20)
     grouping = divide(optimizer, model, bucket_bytes)
@@ -110,7 +103,20 @@ def overlap(
     except BaseException:
         optimizer.__class__ = type(optimizer).__bases__[-1]
         raise
+    optimizer.attached += ("overlap",)
     return optimizer
+
+
+def _check_model(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise for wrappers that updates cannot be overlapped with, on any rank by itself."""
+    for name, module in model.named_modules():
+        reason = refusal("overlap", [kind_of(module)])
+        if reason:
+            raise ValueError(f"{f'module {name!r}' if name else 'the model'} {reason}")
+    for label, _, _, param in labelled(optimizer):
+        reason = refusal("overlap", [split_kind(param)])
+        if reason:
+            raise ValueError(f"{label} {reason.replace('is a', 'belongs to a', 1)}")
 
 
 def _only_device(optimizer: Optimizer) -> torch.device:

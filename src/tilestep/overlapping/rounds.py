@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ..accumulating import Accumulating, announce_gradients
-from ..compat import after_backward, backward_pass, local_parts
+from ..accumulating import Accumulating, GradientHooks
+from ..combinations import follow_wrappers, refusal
+from ..compat import after_backward, backward_pass, count_scaled_losses, local_parts
 from ..engine import Stale
 from ..errors import GradientError
 from ..optimizer.decide import decide, needs_norm
 from ..placements.local import is_distributed, ready
+from ..taken import announce_taker
 from .groups import Group
 from .lanes import Lane
 
@@ -41,15 +45,23 @@ class Round(Accumulating):
         self._optimizer = optimizer
         self._lane = lane
         self._updates = updates
-        self._hooked: dict[int, Any] = {}
+        self._hooks = GradientHooks()
         self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
         """Gradients that are used up, until the streams whose memory they are have waited for their update."""
+        self._scaled_losses = count_scaled_losses()
+        """As it was after the last step: a loss that was scaled since may be that of the gradients to come."""
+        self._later_wrappers: list[Any] = []
+        """DistributedDataParallels that have come around the model since, to be followed before a backward."""
         self._begin()
+        follow_wrappers(self, optimizer._model)
+        announce_taker(self)
 
     def _begin(self) -> None:
         self.is_open = False
         self._sums = False
         self.applies = False
+        self.meets_a_scaler = False
+        """Whether updates have waited only because of a scaler that nobody has spoken of."""
         self.applied: list[Group] = []
         self._updated: set[int] = set()
         """Parameters of the applied groups, by id."""
@@ -57,6 +69,8 @@ class Round(Accumulating):
         self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
         self._reduced: dict[int, torch.Tensor] = {}
         """Gradients that are somewhere else than in their parameter's `grad`."""
+        self._announced: set[int] = set()
+        """Parameters whose gradients have been taken from their collective, by id."""
         self._running: set[int] = set()
         """Backward passes that have begun and not ended."""
         self._awaited: deque[tuple[Any, Callable[[], None]]] = deque()
@@ -79,15 +93,62 @@ class Round(Accumulating):
             elsewhere: parameters whose complete gradients somebody else announces, by `id`.
         """
         for param in self._optimizer._all_params():
-            if param.requires_grad and id(param) not in self._hooked and id(param) not in elsewhere:
-                self._hooked[id(param)] = announce_gradients(param, self.arrived)
+            if param.requires_grad and param not in self._hooks and id(param) not in elsewhere:
+                self._hooks.add(param, self.arrived)
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""
         self._optimizer._pending.complete()
         if self.syncing and self._updates:
-            self._note_pass()
-            self._arrived(param)
+            moved = self._note_pass()
+            # A hook of its own that is still to come changes it: the step takes what it leaves.
+            if param in self._hooks and id(param) not in moved:
+                self._arrived(param)
+
+    def holds(self, param: Any) -> bool:
+        """Whether a parameter is updated here."""
+        return id(param) in self._optimizer._grouping.of
+
+    def wrapped(self, wrapper: nn.Module, kind: str) -> None:
+        """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper.
+
+        It is not complete yet: that is done before its first forward, or in a backward that comes without one.
+        """
+        reason = refusal("overlap", [kind])
+        if reason:
+            raise ValueError(f"what the model is being wrapped in {reason}")
+        if self._updates:
+            living = weakref.WeakMethod(self.follow_later_wrappers)
+            self._later_wrappers.append(weakref.ref(wrapper))
+            wrapper.register_forward_pre_hook(lambda *_: _call(living))
+
+    def follow_later_wrappers(self) -> None:
+        """Take gradients from the DistributedDataParallels that have come around the model when they are reduced.
+
+        Raises:
+            ValueError: for one that says too late which gradients there are, or that has a comm hook.
+        """
+        wrappers, self._later_wrappers = self._later_wrappers, []
+        for wrapper in filter(None, (each() for each in wrappers)):
+            self._optimizer._follow_wrapper(wrapper)
+
+    def unwatch(self, elsewhere: set[int]) -> None:
+        """Look no more at gradients that somebody else announces, by the parameters' `id`."""
+        self._hooks.remove(elsewhere)
+
+    taken_by = (
+        'overlap(during="backward") has used them up while backward ran: set max_grad_norm on the optimizer, which '
+        'clips inside the step, or use during="forward" and clip before step()'
+    )
+
+    @property
+    def has_taken_some(self) -> bool:
+        """Whether backward has used gradients up, before their step."""
+        return bool(self._updated or self._announced)
+
+    def has_taken(self, param: Any) -> bool:
+        """Whether backward has used a parameter's gradient up, before its step."""
+        return id(param) in self._updated or id(param) in self._announced
 
     def reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
         """Note gradients that are complete when a collective has run.
@@ -101,6 +162,8 @@ class Round(Accumulating):
         if not self.syncing or not self._updates:
             return
         self._note_pass()
+        if self.applies:
+            self._announced.update(map(id, params))
 
         def take() -> None:
             with self._lane.after():
@@ -113,21 +176,27 @@ class Round(Accumulating):
         while self._awaited and (self._lane.stream is not None or self._awaited[0][0].done()):
             self._awaited.popleft()[1]()
 
-    def _note_pass(self) -> None:
-        if not self.is_open:
-            self._open()
+    def _note_pass(self) -> set[int]:
+        """Begin a round if there is none; the parameters whose hooks have only now become the last ones, by `id`."""
+        moved = set() if self.is_open else self._open()
         current = backward_pass()
         if current is None or current in self._running:
-            return
+            return moved
         if after_backward(lambda: self._running.discard(current)):
             self._running.add(current)
+        return moved
 
-    def _open(self) -> None:
+    def _open(self) -> set[int]:
         optimizer = self._optimizer
         if optimizer._evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
+        if self._later_wrappers:
+            self.follow_later_wrappers()
+        moved = self._hooks.move_last()
         tables = optimizer._fitting_tables()
         self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
+        if self.applies and count_scaled_losses() != self._scaled_losses:
+            self.applies, self.meets_a_scaler = False, True
         self._sums = not self.applies and optimizer._needs_norm_early()
         self.is_open = True
         self.watch(optimizer._elsewhere)
@@ -136,11 +205,12 @@ class Round(Accumulating):
             for group in optimizer._grouping.groups
         }
         if not self.applies:
-            return
+            return moved
         with self._lane.after():
             decide(optimizer, tables.engines)
             tables.follow_parameters()
             tables.note_versions()
+        return moved
 
     def _arrived(self, param: torch.Tensor) -> None:
         group = self._optimizer._grouping.of.get(id(param))
@@ -288,6 +358,7 @@ class Round(Accumulating):
         """Let the next round begin; the current stream has waited for the updates of this one."""
         self._let_go()
         self._optimizer._pending.joined()
+        self._scaled_losses = count_scaled_losses()
         self._begin()
 
     def require_whole(self) -> None:
@@ -297,6 +368,12 @@ class Round(Accumulating):
                 f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
                 "call zero_grad() to drop the other gradients and go on"
             )
+
+
+def _call(living: Callable[[], Callable[[], None] | None]) -> None:
+    method = living()
+    if method is not None:
+        method()
 
 
 def _come_from_collectives(group: Group) -> bool:
@@ -325,8 +402,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def scale_error() -> GradientError:
-    """For a loss scale that is taken away after updates were made with it."""
+    """For a loss scale that updates in backward know nothing of."""
     return GradientError(
-        "backward has updated parameters already, with gradients that carry a loss scale: tell overlap() of the "
-        "scaler, overlap(optimizer, model, scaler=scaler), and updates wait for its decision"
+        "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
+        "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"
     )

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..combinations import kind_of, refusal, split_kind, wrappers_around
 from ..compat import uncompiled
 from ..graph import Graph, ancestors
 from ..optimizer import Optimizer
@@ -53,11 +54,15 @@ def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dic
     """
     options.check()
     for name, module in model.named_modules():
-        _check_module(module, f"module {name!r}" if name else "the model")
+        _refuse(f"module {name!r}" if name else "the model", kind_of(module))
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
     found = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     if not found:
         raise ValueError("the optimizer has no parameters to shard")
+    for wrapper in wrappers_around(lambda param: param in found):
+        _refuse("what the model is wrapped in", kind_of(wrapper))
+    for param in found:
+        _refuse("what parameters of the optimizer are wrapped in", split_kind(param))
     for param, index in found.items():
         if param not in names:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} in group {index} is not one of the model's")
@@ -72,16 +77,10 @@ def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dic
     return {param: name for param, name in names.items() if param in found}
 
 
-def _check_module(module: nn.Module, label: str) -> None:
-    from torch.distributed import fsdp
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-    wrapped = isinstance(module, (DataParallel, DistributedDataParallel, fsdp.FullyShardedDataParallel))
-    if wrapped or isinstance(module, fsdp.FSDPModule):
-        raise ValueError(
-            f"{label} is a {type(module).__name__}, which sums gradients over the ranks itself: give shard() the plain "
-            "module; it does that too"
-        )
+def _refuse(label: str, kind: str) -> None:
+    reason = refusal("shard", [kind])
+    if reason:
+        raise ValueError(f"{label} {reason}")
 
 
 def tried_together(ranks: Ranks, attempt: Callable[[], Found]) -> Found:

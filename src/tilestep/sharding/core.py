@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..combinations import refuse_replaced
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..gradientless import gradientless
 from ..norm import NormTable
@@ -139,7 +140,7 @@ class Sharding:
         wholes = self._cut(self.members)
         pieces = [self._named_pieces(group["params"]) for group in optimizer.param_groups]
         self.inner = make_inner(optimizer, pieces, ranks, self.deciders, wholes)
-        self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel)
+        self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel, model)
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
         self._known: _Known | None = None
         self._stepped: _Known | None = None
@@ -272,6 +273,8 @@ class Sharding:
             require(self.ranks.can_be_captured, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
             require(not self.parameters.is_pending, f"parameters are still on their way; {PREPARE}")
         self.ready()
+        if not self.has_gradients:
+            refuse_replaced(self.model, self.member_of)
         if captures:
             require(
                 self.captures_alone or self.gradients.summed_in_graph,

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from ..accumulating import Accumulating, announce_gradients
+from ..accumulating import Accumulating, GradientHooks
+from ..combinations import follow_wrappers, refusal
 from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
 from ..gradientless import gradientless
+from ..taken import announce_taker
 from ..tensor_watch import Survey, any_gradient, which_train
 from .arrivals import Arrivals
 from .buckets import Bucket, Options
@@ -35,6 +37,7 @@ class GradientSync(Accumulating):
         ranks: the ranks that share them.
         options: what `shard` was told.
         channel: where communication runs.
+        model: whose gradients they are.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class GradientSync(Accumulating):
         ranks: Ranks,
         options: Options,
         channel: Channel,
+        model: torch.nn.Module | None = None,
     ) -> None:
         self.ranks = ranks
         self.options = options
@@ -56,7 +60,7 @@ class GradientSync(Accumulating):
         """All parameters by place."""
         self._used_here = bytearray()
         """For each parameter a one if this rank has had a gradient of it since the last step, else a zero."""
-        self._handles: list[Any] = []
+        self._hooks = GradientHooks()
         self._open = False
         self._next = 0
         self._rounds = 0
@@ -68,7 +72,33 @@ class GradientSync(Accumulating):
         """For each parameter whether it did in the last backward."""
         self.summed_in_graph = False
         """Whether the last round is a part of a CUDA graph that is being captured."""
+        self._place_of: dict[int, int] = {}
         self.take_in(buckets, places)
+        follow_wrappers(self, model)
+        announce_taker(self)
+
+    def holds(self, param: Any) -> bool:
+        """Whether it sums up a parameter's gradients."""
+        return id(param) in self._place_of
+
+    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
+        """Raise, in the constructor of a wrapper that would sum gradients up as well."""
+        raise ValueError(f"what the model of a sharded optimizer is being wrapped in {refusal('shard', [kind])}")
+
+    taken_by = (
+        "shard() has summed them up over the ranks while backward ran: set max_grad_norm on the optimizer, which clips "
+        "inside the step, or call clip_grad_norm_() of the optimizer"
+    )
+
+    @property
+    def has_taken_some(self) -> bool:
+        """Whether there are gradients in buckets, for the coming step."""
+        return 1 in self._used_here
+
+    def has_taken(self, param: Any) -> bool:
+        """Whether a parameter's gradient is in a bucket alone, for the coming step."""
+        place = self._place_of.get(id(param))
+        return place is not None and param.grad is None and self._used_here[place] == 1
 
     def take_in(self, buckets: Sequence[Bucket], places: Sequence[Sequence[int]]) -> None:
         """Sum up the gradients of further buckets too; there must be none of others now.
@@ -87,6 +117,7 @@ class GradientSync(Accumulating):
         self._places += [list(each) for each in places]
         known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
         self.params += [known[place] for place in sorted(known)]
+        self._place_of.update((id(param), place) for place, param in known.items())
         # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
         self._all_have = (True,) * len(self.params)
         self._none_used, self._all_used = bytearray(len(self.params)), bytearray(b"\1" * len(self.params))
@@ -104,7 +135,7 @@ class GradientSync(Accumulating):
             for place, param in enumerate(sums.bucket.params):
                 if param.is_floating_point():
                     through = partial(sums.awaited.hook, place)
-                    self._handles.append(announce_gradients(param, self._arrived, number, place, through=through))
+                    self._hooks.add(param, self._arrived, number, place, through=through)
 
     def _count_faster(self) -> None:
         """Between rounds: count gradients in C++ if that has been built by now."""
@@ -112,7 +143,7 @@ class GradientSync(Accumulating):
         if not arrivals.is_native:
             return
         self.close()
-        self._arrivals, self._handles = arrivals, []
+        self._arrivals = arrivals
         for sums in self.sums:
             sums.awaited = arrivals.awaited()
         self._announce(0)
@@ -126,12 +157,14 @@ class GradientSync(Accumulating):
         # Called for every parameter in every backward, unless C++ has counted it.
         sums = self.sums[number]
         current = backward_pass()
+        moved: set[int] = set()
         if not self._open or current != self._pass:
-            self._note_pass(current)
+            moved = self._note_pass(current)
         if self._in_order:
             self.channel.note_writer()
             self._arrivals.know_stream(param)
-        if sums.awaited.come(place):
+        # A hook of its own that is still to come changes it: then the end of the pass takes what it leaves.
+        if id(param) not in moved and sums.awaited.come(place):
             self._completed(sums)
 
     @gradientless
@@ -147,10 +180,13 @@ class GradientSync(Accumulating):
         """The bucket that backward is going to reduce next, if any."""
         return self.sums[self._next] if self._reducing and self._next < len(self.sums) else None
 
-    def _note_pass(self, current: int | None) -> None:
+    def _note_pass(self, current: int | None) -> set[int]:
         """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass.
 
         Passes that reentrant checkpoints begin belong to the backward that they are begun in.
+
+        Returns:
+            The parameters whose hooks have only now become the last ones, by `id`.
         """
         known = self._open and current in self._passes
         within = not known and is_in_another_backward()
@@ -159,7 +195,8 @@ class GradientSync(Accumulating):
                 self._passes.add(current)
                 after_backward(partial(self._end_of_pass, within=True))
             self._follow(current)
-            return
+            return set()
+        moved = self._hooks.move_last()
         if self._open and self._reducing:
             # The pass before was broken off by an error, after more or fewer buckets on every rank.
             self._end_round()
@@ -176,6 +213,7 @@ class GradientSync(Accumulating):
         self._follow(current)
         ends = after_backward(partial(self._end_of_pass, within=within))
         self._reducing = ends and not within and self.syncing and self.options.overlap_grad_sync
+        return moved
 
     def _follow(self, current: int | None) -> None:
         """Take the gradients that come for those of this pass; None where each has to be looked at."""
@@ -360,5 +398,4 @@ class GradientSync(Accumulating):
 
     def close(self) -> None:
         """Stop looking at gradients."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.remove()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..combinations import refusal
 from ..compat import route_unscaling
 from ..engine import DeviceEngine
 from ..errors import GradientError
@@ -17,7 +18,7 @@ from ..optimizer import Optimizer
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
-from ..optimizer.homes import StateHome, deferred_state
+from ..optimizer.homes import deferred_state
 from ..optimizer.making import made_for
 from .agree import apart_from_others, check_together, plain_module, tried_together
 from .buckets import Options
@@ -123,16 +124,16 @@ def shard(
     optimizer.__class__ = extended_class(ShardedOptimizer, type(optimizer))
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer._begin(sharding)
+    optimizer.attached += ("shard",)
     return optimizer
 
 
 def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Module]:
     """The optimizer, made if a function was given, and the plain module; what cannot be sharded is refused."""
     made = made_for("shard", optimizer)
-    if isinstance(made, ShardedOptimizer):
-        raise ValueError("the optimizer is sharded already")
-    if type(made._home) is not StateHome:
-        raise ValueError("the optimizer is offloaded already: shard it first, then offload it")
+    reason = refusal("shard", made.attached)
+    if reason:
+        raise ValueError(reason)
     device = next((param.device for group in made.param_groups for param in group["params"]), torch.device("cpu"))
     if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")

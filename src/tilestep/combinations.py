@@ -1,0 +1,212 @@
+"""What goes together with what: one table, which everything that is attached to an optimizer reads.
+
+A combination is right, or it is refused by name when it is made, in whichever order: by `shard`, `overlap`, `offload`
+and `capture` when they find what is there already, and by the constructor of a wrapper that comes around a model later.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .compat import fsdp_module_type, is_flat_part, watch_all_submodules
+
+__all__ = [
+    "FSDP1",
+    "REFUSED",
+    "Wrappable",
+    "follow_wrappers",
+    "kind_of",
+    "refusal",
+    "refuse_replaced",
+    "split_kind",
+    "wrappers_around",
+]
+
+DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
+
+_SUMS = "which sums gradients over the ranks itself: give shard() the plain module; it does that too"
+_FLAT = "whose parameters are pieces of flat ones: shard the model with fully_shard instead"
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("shard", "shard"): "the optimizer is sharded already",
+    ("shard", "overlap"): (
+        "the optimizer is overlapped already, and shard() overlaps communication by itself: give shard() the optimizer "
+        "without overlap()"
+    ),
+    ("shard", "offload"): "the optimizer is offloaded already: shard it first, then offload it",
+    ("shard", DDP): f"is a DistributedDataParallel, {_SUMS}",
+    ("shard", DP): f"is a DataParallel, {_SUMS}",
+    ("shard", FSDP1): f"is a FullyShardedDataParallel, {_SUMS}",
+    ("shard", FSDP2): f"is an FSDPModule, {_SUMS}",
+    ("overlap", "shard"): "shard() overlaps communication by itself; its optimizers cannot be given to overlap()",
+    ("overlap", "overlap"): "the optimizer is overlapped already",
+    ("overlap", "offload of gradients"): (
+        "gradients of this optimizer go to the host while backward runs: to overlap its updates, offload it without "
+        'gradients=True; during="backward" lets them go as well'
+    ),
+    ("overlap", "offload to the CPU"): (
+        "updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'"
+    ),
+    ("overlap", FSDP1): f"is a FullyShardedDataParallel, {_FLAT}",
+    ("offload", "offload"): "the optimizer is offloaded already",
+    ("offload", "offload in place"): "the optimizer is offloaded already",
+    ("offload", "overlap"): (
+        "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
+    ),
+    ("offload of gradients", "shard"): (
+        "gradients=True, but a sharded optimizer keeps this rank's part of them on the device"
+    ),
+    ("offload of gradients", DDP): (
+        "is a DistributedDataParallel, which reduces gradients after they have gone to the host: offload without "
+        "gradients=True"
+    ),
+    ("offload of gradients", FSDP1): f"is a FullyShardedDataParallel, {_FLAT}",
+    ("offload to the CPU", "shard"): (
+        "where='cpu', but pieces of sharded parameters are updated on the device: take 'gpu'"
+    ),
+    ("capture", "overlap"): "a step that overlaps other work cannot be captured in a CUDA graph",
+    ("a norm of the gradients", FSDP1): (
+        "belongs to a FullyShardedDataParallel, where each rank has other pieces of the gradients: a clip, a skipped "
+        "step and a scaler's overflows would be this rank's alone. Clip with the module's clip_grad_norm_(), scale "
+        "losses with torch's ShardedGradScaler, or shard the model with fully_shard, which needs neither"
+    ),
+    ("a reduction", FSDP1): (
+        "belongs to a FullyShardedDataParallel, whose parameters are pieces of flat ones, and its rule reduces over a "
+        "parameter or works on matrices: shard the model with fully_shard, where reductions go over all ranks"
+    ),
+}
+"""What is added, what is there, and why they do not go together, with what to do instead. All else is right."""
+
+
+def refusal(added: str, there: Iterable[str]) -> str:
+    """Why something cannot be added to what is there; empty if it can.
+
+    Args:
+        added: what is attached: a name on the left of `REFUSED`.
+        there: the names of what is there.
+
+    Example:
+        >>> refusal("offload", ["overlap"])
+        "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
+        >>> refusal("offload", ["shard"])
+        ''
+    """
+    return next((REFUSED[added, each] for each in there if (added, each) in REFUSED), "")
+
+
+def kind_of(module: nn.Module) -> str:
+    """What wraps a module, as `REFUSED` calls it; empty for a plain one."""
+    if isinstance(module, DistributedDataParallel):
+        return DDP
+    if isinstance(module, DataParallel):
+        return DP
+    flat = _fsdp1()
+    if flat is not None and isinstance(module, flat):
+        return FSDP1
+    sharded = fsdp_module_type()
+    return FSDP2 if sharded is not None and isinstance(module, sharded) else ""
+
+
+def split_kind(param: torch.Tensor) -> str:
+    """What has made a parameter a piece that does not say of what; empty for any other."""
+    return FSDP1 if is_flat_part(param) else ""
+
+
+def _fsdp1() -> Any | None:
+    return getattr(sys.modules.get("torch.distributed.fsdp"), FSDP1, None)
+
+
+def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
+    """Raise if a model has none of an optimizer's parameters any more, as after `fully_shard`.
+
+    Args:
+        model: the model.
+        params: the optimizer's parameters, of which none has a gradient.
+
+    Raises:
+        RuntimeError: naming what may have replaced them.
+    """
+    own = set(map(id, params))
+    if own and not any(id(param) in own for param in model.parameters()):
+        raise RuntimeError(
+            "none of the optimizer's parameters is one of the model's any more, so no step would change it: "
+            "fully_shard, for one, replaces parameters; make the optimizer after that, and then shard() or overlap() it"
+        )
+
+
+class Wrappable(Protocol):
+    """Something that looks at gradients, and has to know what else reduces them over ranks."""
+
+    def holds(self, param: Any) -> bool:
+        """Whether it looks at a parameter's gradient."""
+
+    def wrapped(self, wrapper: nn.Module, kind: str) -> None:
+        """A module with its parameters is being wrapped: adapt to it, or raise in its constructor."""
+
+
+_following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+"""Those to be told, with the modules of their model: FSDP1 has taken the parameters away when it says what it wraps."""
+
+_watching: list[Any] = []
+
+
+def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
+    """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held.
+
+    Args:
+        holds: says it of a parameter.
+    """
+    found = _wrappers(holds)
+    if found:
+        # One that is in a circle of references and that nobody holds any more reduces nothing.
+        del found
+        gc.collect()
+        found = _wrappers(holds)
+    return found
+
+
+def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
+    kinds = tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None)
+    # By their own class: some objects import what they stand for when they are asked for another one.
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return [each for each in wrappers if "_parameters" in vars(each) and any(map(holds, each.parameters()))]
+
+
+def follow_wrappers(follower: Wrappable, model: nn.Module | None = None) -> None:
+    """Have something told of every wrapper that comes around its parameters from now on, as long as it lives.
+
+    Args:
+        follower: told before the wrapper does anything.
+        model: whose parameters they are, where that is known.
+    """
+    _following[follower] = weakref.WeakSet(() if model is None else model.modules())
+    if not _watching:
+        _watching.append(watch_all_submodules(_look_at))
+
+
+def _look_at(parent: nn.Module, child: nn.Module) -> None:
+    kind = kind_of(parent) if _following else ""
+    if kind not in (DDP, FSDP1):
+        return
+    params, modules = list(child.parameters()), list(child.modules())
+
+    def concerned() -> list[Any]:
+        return [
+            follower
+            for follower, own in list(_following.items())
+            if any(map(follower.holds, params)) or any(module in own for module in modules)
+        ]
+
+    if concerned():
+        # An optimizer that nobody holds any more has no say.
+        gc.collect()
+        for follower in concerned():
+            follower.wrapped(parent, kind)
