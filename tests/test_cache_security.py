@@ -1,4 +1,4 @@
-"""What a cache may hand out: nothing that another user could have written, nothing cut, and nothing for its name alone."""
+"""What a cache may hand out: nothing that another user could have written, nothing that is cut."""
 
 from __future__ import annotations
 

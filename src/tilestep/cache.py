@@ -28,7 +28,7 @@ from ._version import __version__
 from .errors import BuildError
 
 _SEALED = (".so", ".key")
-"""Suffixes of files that end with a checksum of their name and content; loaders of libraries ignore what follows one."""
+"""Suffixes of files that end with a checksum of their name and content; what loads libraries ignores it."""
 
 _SEAL = b"\n# tilestep sha256 "
 _SEAL_LENGTH = len(_SEAL) + 64
@@ -402,7 +402,8 @@ def _locked(path: Path, seconds: float, by: str) -> Iterator[None]:
             lock.acquire(timeout=left)
     except Timeout as error:
         raise BuildError(
-            f"another process has not finished building {what} in {seconds:.0f} s and holds {path}.lock: end it if it hangs"
+            f"another process has not finished building {what} in {seconds:.0f} s and holds {path}.lock: end it if it "
+            "hangs"
         ) from error
     try:
         yield

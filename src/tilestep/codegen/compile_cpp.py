@@ -235,7 +235,7 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired as error:
         raise BuildError(
-            f"{command[0]} has not finished {target.name} in {seconds:.0f} s (TILESTEP_BUILD_TIMEOUT sets another limit)"
+            f"{command[0]} has not finished {target.name} in {seconds:.0f} s; TILESTEP_BUILD_TIMEOUT sets another limit"
         ) from error
     finally:
         _stop(process)
@@ -310,8 +310,8 @@ def warn_of_failure(error: BuildError) -> None:
     elif command not in _told:
         _told.add(command)
         warnings.warn(
-            f"tilestep could not build a kernel, whose rule runs as eager PyTorch, which is slow, until an optimizer made "
-            f"later can build it: {error}",
+            "tilestep could not build a kernel, whose rule runs as eager PyTorch, which is slow, until an optimizer that "
+            f"is made later can build it: {error}",
             RuntimeWarning,
             stacklevel=3,
         )
