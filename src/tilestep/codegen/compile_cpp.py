@@ -310,7 +310,7 @@ def warn_of_failure(error: BuildError) -> None:
     elif command not in _told:
         _told.add(command)
         warnings.warn(
-            "tilestep could not build a kernel, whose rule runs as eager PyTorch, which is slow, until an optimizer that "
+            "tilestep could not build a kernel: its rule runs as eager PyTorch, which is slow, until an optimizer that "
             f"is made later can build it: {error}",
             RuntimeWarning,
             stacklevel=3,
