@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from .codegen.spec import KernelSpec
-from .codegen.storage import dtype_name
 from .codegen.traffic import Traffic, tile_traffic
 from .engine import graph_for, kernel_spec
 from .graph import Guard, TilePass, Value
@@ -19,6 +18,7 @@ from .optimizer.hyperparameters import check_group
 from .optimizer.masters import MasterWeights, check_choice, check_master, master_kind
 from .optimizer.states import compute_dtype, storages
 from .rules import Rule
+from .storage import dtype_name
 
 __all__ = ["BACKENDS", "PassDescription", "RuleDescription", "describe", "generated_code", "spec_for"]
 

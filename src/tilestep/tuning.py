@@ -82,8 +82,8 @@ def signature(spec: KernelSpec) -> str:
     Args:
         spec: what a kernel is built from.
     """
-    from .codegen.storage import dtype_name
     from .codegen.traffic import total_traffic
+    from .storage import dtype_name
 
     read, written = total_traffic(spec)
     dtypes = Counter(dtype_name(array.dtype) for array in [spec.grad, *spec.arrays])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 
 import torch
-from remainder_patterns import bits_of, check_halves, check_joined, edge_patterns, floats, kept_by_kernels
+from remainder_patterns import bits_of, check_halves, check_joined, edge_patterns, floats, joined, kept_by_kernels
 
 import tilestep
-from tilestep.codegen.storage import Remainder
 from tilestep.engine import backends
 from tilestep.engine.cuda import CudaSegment
 
@@ -29,7 +28,7 @@ def trained(rule: str, master: bool | str) -> list[torch.Tensor]:
         optimizer.step()
     states = [optimizer.state[param] for param in params]
     wide = [
-        Remainder.joined(param.detach(), state["remainder_param"]) if master == "remainder" else state["master_param"]
+        joined(param.detach(), state["remainder_param"]) if master == "remainder" else state["master_param"]
         for param, state in zip(params, states)
     ]
     assert int(optimizer.skipped_steps) == 1

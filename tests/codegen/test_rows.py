@@ -14,13 +14,13 @@ from row_rules import RULES, Referee, Shape, drawn, random_rule
 
 import tilestep
 from tilestep.codegen import cpp
-from tilestep.codegen.storage import Plain
 from tilestep.engine import backends, graph_for, kernel_spec
 from tilestep.engine.cpu_slices import CpuSlices
 from tilestep.engine.eager import EagerSegment
 from tilestep.errors import RuleError
 from tilestep.graph import program, trace
 from tilestep.rules import Rule, State, registry, rule
+from tilestep.storage import Plain
 
 MATRICES: list[Shape] = [(5, 9), (130, 70), (33, 71), (1, 6), (4, 1), (70, 5000), (300, 3)]
 BATCHES: list[Shape] = [(3, 4, 5), (6, 4, 3, 3), (2, 3, 70, 65), (2, 3, 1, 4, 2)]

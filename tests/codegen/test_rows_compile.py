@@ -15,11 +15,11 @@ from triton_assembler import require_assembler
 from tilestep.codegen import triton as triton_backend
 from tilestep.codegen.compile_triton import load_module
 from tilestep.codegen.spec import KernelSpec
-from tilestep.codegen.storage import Plain
 from tilestep.codegen.triton_slices import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from tilestep.engine import graph_for, kernel_spec
 from tilestep.engine.cuda_slices import block_of, build_options, held_rows
 from tilestep.rules import registry
+from tilestep.storage import Plain
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 

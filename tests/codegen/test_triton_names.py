@@ -11,11 +11,11 @@ import torch
 from row_rules import RULES
 
 from tilestep.codegen import triton
-from tilestep.codegen.storage import Plain
 from tilestep.engine import graph_for, kernel_spec
 from tilestep.errors import RuleError
 from tilestep.rules import Rule, State, registry
 from tilestep.rules.declarations import NOT_FOR_HYPERPARAMETERS
+from tilestep.storage import Plain
 
 BY_ROWS = {f"by rows: {name}": rule for name, (rule, _) in RULES.items()}
 CASES = [

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from remainder_patterns import joined
 
 import tilestep
-from tilestep.codegen.storage import Remainder
 from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import Rule
 from tilestep.rules.scalars import precision_of
@@ -94,7 +94,7 @@ class Run:
         """Copies of what a step changes, by name; a parameter with a remainder has the master that they are."""
         found = {"param": param.detach().clone(), **{k: v.clone() for k, v in self.optimizer.state[param].items()}}
         if "remainder_param" in found:
-            found["master_param"] = Remainder.joined(found["param"], found.pop("remainder_param"))
+            found["master_param"] = joined(found["param"], found.pop("remainder_param"))
         return found
 
     def reference(self, group: int, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:

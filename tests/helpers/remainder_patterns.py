@@ -7,6 +7,19 @@ from typing import Any
 import torch
 
 import tilestep
+from tilestep.storage import Remainder, stored_in, values_of
+
+
+def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 numbers as bfloat16 ones and remainders, int16, as torch makes them of the format."""
+    high, low = (torch.empty_like(values, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    stored_in(Remainder(), {"x": high, "remainder_x": low}, "x", values)
+    return high, low
+
+
+def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers of bfloat16 ones and their remainders."""
+    return values_of(Remainder(), {"x": high, "remainder_x": low}, "x")
 
 
 @tilestep.rule

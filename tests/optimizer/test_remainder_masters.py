@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from remainder_patterns import joined
 from twins import assert_unchanged, everything, make_params, set_gradients, train, twins
 
 import tilestep
-from tilestep.codegen.storage import Remainder
 from tilestep.errors import GradientError
 
 SHAPES = [(), (5,), (4, 6), (0,), (3, 2, 3, 3), (2000,)]
@@ -21,7 +21,7 @@ def adamw(params: Any, master_weights: Any = "remainder", **options: Any) -> til
 
 
 def masters(optimizer: tilestep.Optimizer, params: list[Any]) -> list[torch.Tensor]:
-    return [Remainder.joined(param.detach(), optimizer.state[param]["remainder_param"]) for param in params]
+    return [joined(param.detach(), optimizer.state[param]["remainder_param"]) for param in params]
 
 
 def units_apart(left: torch.Tensor, right: torch.Tensor) -> int:

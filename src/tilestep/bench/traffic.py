@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tilestep
 from tilestep.codegen.spec import KernelSpec
-from tilestep.codegen.traffic import Recorder
 from tilestep.engine import Entry
+from tilestep.storage import read_arrays
 
 __all__ = ["has_matrix_work", "step_bytes"]
 
@@ -19,7 +19,7 @@ def step_bytes(optimizer: tilestep.Optimizer) -> int:
     >>> import torch
     >>> parameters = [torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)]
     >>> step_bytes(tilestep.AdamW(parameters)), step_bytes(tilestep.AdamW(parameters, master_weights=True))
-    (14000, 28000)
+    (14000, 30000)
     >>> step_bytes(tilestep.AdamW(parameters, master_weights="remainder"))
     26000
     """
@@ -47,14 +47,9 @@ def _entry_bytes(spec: KernelSpec, entry: Entry) -> int:
     for tile in spec.program.tiles:
         if tile is None:
             continue
-        touched = Recorder()
-        for name in tile.reads():
-            if name in spec.storages:
-                spec.storages[name].load(touched, name)
-        for name in tile.stores:
-            if name in spec.storages:
-                spec.storages[name].store(touched, name, "value")
-        for array in (*touched.reads, *touched.writes):
+        reads = [array for name in tile.reads() for array in read_arrays(spec.storages[name], name)]
+        writes = [array for name in tile.stores for array in spec.storages[name].arrays(name)]
+        for array in (*reads, *writes):
             tensor = entry.arrays.get(array.name, entry.param)
             total += tensor.numel() * array.dtype.itemsize
     return total

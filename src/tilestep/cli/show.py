@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from tilestep.codegen.storage import Array
     from tilestep.describe import RuleDescription
+    from tilestep.storage import Array
 
 
 class Backend(str, Enum):

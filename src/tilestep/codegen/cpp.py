@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..graph import TilePass
+from .cpp_formats import format_functions
 from .cpp_scalars import GRADIENT_SCALE, scalar_function
 from .cpp_slices import slice_function
 from .cpp_slices_support import SLICES_PRELUDE
@@ -115,6 +116,7 @@ def source(spec: KernelSpec) -> str:
         spec: program, storages and compute type.
     """
     parts = [spec.header("//", "C++"), PRELUDE.strip(), GRADIENT_SCALE.strip()]
+    parts += format_functions(spec.storages.values())
     if spec.program.slices.views:
         parts.append(SLICES_PRELUDE.strip())
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):

@@ -20,7 +20,7 @@ typeid typename union unsigned using virtual void volatile wchar_t while xor xor
 
 _AROUND = """
 Launch Control bfloat16 float16 int16_t int32_t int64_t uint16_t uint32_t uint64_t std
-read write join_remainder split_remainder select maximum minimum sign_of remainder_of locate gradient_scale_of
+read write to_bfloat16 to_float16 bits_of float_of select maximum minimum sign_of remainder_of locate gradient_scale_of
 math_errhandling
 launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk chunk_end i at first stop
 unscale inverse_scale skip same_as next_step hyper column
@@ -29,8 +29,11 @@ Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut l
 
 _RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
 
-_MACRO_OR_SLOT = re.compile(r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(chunk|column|part|parts|row|slot|span|total)_[0-9]+")
-"""What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; numbered ones are reductions'."""
+_MACRO_OR_SLOT = re.compile(
+    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|split)_.*|(chunk|column|part|parts|row|slot|span|total)_[0-9]+"
+)
+"""What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join and split are functions of
+storage formats; numbered ones are reductions'."""
 
 
 class CppNames(Names):

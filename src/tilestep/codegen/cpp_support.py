@@ -166,20 +166,31 @@ inline void write(float16& element, float value) {{
   element.bits = static_cast<uint16_t>((sign >> 16) | result);
 }}
 
-// A float32 as the bfloat16 nearest to it and what that lacks; see codegen/storage.py.
-inline float join_remainder(const bfloat16& high, const int16_t& low) {{
-  const uint32_t bits = (static_cast<uint32_t>(high.bits) << 16) + static_cast<uint32_t>(static_cast<int32_t>(low));
+// What storage formats are written with.
+inline bfloat16 to_bfloat16(float value) {{
+  bfloat16 element;
+  write(element, value);
+  return element;
+}}
+inline float16 to_float16(float value) {{
+  float16 element;
+  write(element, value);
+  return element;
+}}
+inline int32_t bits_of(float value) {{
+  int32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}}
+inline int32_t bits_of(const bfloat16& element) {{ return static_cast<int16_t>(element.bits); }}
+inline int32_t bits_of(const float16& element) {{ return static_cast<int16_t>(element.bits); }}
+inline int32_t bits_of(const int16_t& element) {{ return element; }}
+inline int32_t bits_of(const int8_t& element) {{ return element; }}
+inline int32_t bits_of(const uint8_t& element) {{ return element; }}
+inline float float_of(int32_t bits) {{
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
-}}
-inline void split_remainder(bfloat16& high, int16_t& low, float value) {{
-  write(high, value);
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  const int32_t rest = static_cast<int32_t>(bits - (static_cast<uint32_t>(high.bits) << 16));
-  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-  low = static_cast<int16_t>(is_nan ? 0 : rest > 32767 ? 32767 : rest);
 }}
 
 // Both values are there already: as bits, because the vectorizer gives up on some nests of branches.
@@ -194,6 +205,9 @@ template <class T, class Bits> inline T select_bits(bool condition, T if_true, T
 }}
 inline float select(bool condition, float if_true, float if_false) {{
   return select_bits<float, uint32_t>(condition, if_true, if_false);
+}}
+inline int32_t select(bool condition, int32_t if_true, int32_t if_false) {{
+  return select_bits<int32_t, uint32_t>(condition, if_true, if_false);
 }}
 inline double select(bool condition, double if_true, double if_false) {{
   return select_bits<double, uint64_t>(condition, if_true, if_false);

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..graph import TilePass, Value
+from ..storage import Array, codec_of, dtype_name, read_arrays
 from .cpp_names import CppNames
 from .emit import Names, Writer
 from .spec import KernelSpec
-from .storage import Array, dtype_name
 from .tidy import describe
 
 __all__ = [
@@ -33,7 +33,10 @@ C_TYPES = {
     "float64": "double",
     "bfloat16": "bfloat16",
     "float16": "float16",
+    "int8": "int8_t",
     "int16": "int16_t",
+    "int32": "int32_t",
+    "uint8": "uint8_t",
 }
 
 SPELLING = {
@@ -80,6 +83,26 @@ SPELLING = {
     "not": "(!{0})",
     "isnan": "({0} != {0})",
     "isinf": "(std::fabs({0}) == INFINITY)",
+    "widen": "read({0})",
+    "narrow to float32": "float({0})",
+    "narrow to bfloat16": "to_bfloat16({0})",
+    "narrow to float16": "to_float16({0})",
+    "bits": "bits_of({0})",
+    "of_bits to ": "float_of({0})",
+    "of_bits to bfloat16": "bfloat16{{static_cast<uint16_t>({0})}}",
+    "of_bits to float16": "float16{{static_cast<uint16_t>({0})}}",
+    "of_bits to int16": "static_cast<int16_t>({0})",
+    "of_bits to int8": "static_cast<int8_t>({0})",
+    "of_bits to uint8": "static_cast<uint8_t>({0})",
+    "whole": "static_cast<int32_t>({0})",
+    "real": "static_cast<float>({0})",
+    "add int32": "int32_t(uint32_t({0}) + uint32_t({1}))",
+    "sub int32": "int32_t(uint32_t({0}) - uint32_t({1}))",
+    "mul int32": "int32_t(uint32_t({0}) * uint32_t({1}))",
+    "shift_left": "int32_t(uint32_t({0}) << {1})",
+    "shift_right": "({0} >> {1})",
+    "bit_and": "({0} & {1})",
+    "bit_or": "({0} | {1})",
 }
 
 
@@ -87,6 +110,8 @@ def _constant(scalar: str) -> Callable[[float | bool], str]:
     def spell(number: float | bool) -> str:
         if isinstance(number, bool):
             return "true" if number else "false"
+        if isinstance(number, int):
+            return f"int32_t({number})"
         if math.isnan(number):
             return f"{scalar}(NAN)"
         if math.isinf(number):
@@ -112,14 +137,15 @@ def writer_of(scalar: str, indent: str, names: Names) -> Writer:
 
     def declare(name: str, expression: str, value: Value) -> str:
         from_row = expression.startswith("row[")
-        return f"{indent}const {'bool' if value.is_bool and not from_row else scalar} {name} = {expression};"
+        kind = C_TYPES[value.dtype] if value.dtype else "bool" if value.is_bool and not from_row else scalar
+        return f"{indent}const {kind} {name} = {expression};"
 
     spelling = {**SPELLING, "number": f"{scalar}({{0}})"}
     return Writer(spelling, declare, _constant(scalar), names)
 
 
 class TileBody:
-    """Writes the statements of one element of a tile; a storage sees of it what `Body` says."""
+    """Writes the statements of one element of a tile, the loads and stores of its buffers among them."""
 
     def __init__(self, spec: KernelSpec, tile: TilePass, writer: Writer, strided: bool, indent: str) -> None:
         self.spec, self.tile, self.writer, self.indent = spec, tile, writer, indent
@@ -129,17 +155,17 @@ class TileBody:
     def _element(self, array: Array) -> str:
         return f"{array.name}_array[{self.index[array.name]}]"
 
-    def read(self, array: Array) -> str:
-        return f"read({self._element(array)})"
+    def load(self, name: str) -> str:
+        """The expression of a buffer's value."""
+        storage = self.spec.storages[name]
+        function = "read" if codec_of(storage).is_plain else f"join_{storage.title}"
+        return f"{function}({', '.join(map(self._element, read_arrays(storage, name)))})"
 
-    def write(self, array: Array, value: str) -> None:
-        self.split("write", [array], value)
-
-    def join(self, function: str, arrays: Sequence[Array]) -> str:
-        return f"{function}({', '.join(map(self._element, arrays))})"
-
-    def split(self, function: str, arrays: Sequence[Array], value: str) -> None:
-        elements = ", ".join(map(self._element, arrays))
+    def store(self, name: str, value: str) -> None:
+        """Write the statement that keeps a buffer's new value."""
+        storage = self.spec.storages[name]
+        function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
+        elements = ", ".join(map(self._element, storage.arrays(name)))
         self.writer.lines.append(f"{self.indent}{function}({elements}, {value});")
 
     def emit(self) -> None:
@@ -148,14 +174,14 @@ class TileBody:
             if buffer is None and value.operation == "load" and not self.tile.leaves(value):
                 buffer = value.attribute
             if buffer is not None:
-                self.writer.name(value, self.spec.storages[buffer].load(self, buffer), buffer)
+                self.writer.name(value, self.load(buffer), buffer)
         self.writer.write(self.tile.values())
         for slot, reduction in self.tile.reductions:
             self.writer.lines.append(
                 self.indent + accumulate(reduction, f"chunk_{slot}", self.writer[reduction.args[0]])
             )
         for name, value in self.tile.stores.items():
-            self.spec.storages[name].store(self, name, self.writer[value])
+            self.store(name, self.writer[value])
 
 
 def accumulate(reduction: Value, total: str, expression: str) -> str:

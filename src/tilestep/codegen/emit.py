@@ -75,7 +75,11 @@ class Writer:
         self.expressions: dict[int, str] = {}
 
     def template(self, value: Value) -> str:
-        """How a value's operation is spelled."""
+        """How a value's operation is spelled: for integers, or for what comes out, where it is said apart."""
+        integers = any(arg.dtype == "int32" for arg in value.args)
+        for key in (f"{value.operation} {'int32' if integers else ''}", f"{value.operation} to {value.dtype}"):
+            if key in self.spelling:
+                return self.spelling[key]
         return self.spelling[value.operation]
 
     def bind(self, value: Value, expression: str) -> None:
@@ -99,8 +103,6 @@ class Writer:
             if value.operation == "constant":
                 self.bind(value, self.constant(value.attribute))
                 continue
-            if value.operation not in self.spelling:
-                raise KeyError(value.operation)
             expression = self.template(value).format(*(self.expressions[id(arg)] for arg in value.args))
             long_arguments = any(len(self.expressions[id(arg)]) > _LONGEST_INLINE for arg in value.args)
             if value.name or uses[id(value)] != 1 or long_arguments:

@@ -9,7 +9,7 @@ import torch
 
 from .._version import __version__
 from ..graph import Program, TilePass, size_from_end
-from .storage import Array, Storage, dtype_name
+from ..storage import Array, Storage, dtype_name
 
 __all__ = ["KernelSpec", "MAX_DIMS"]
 

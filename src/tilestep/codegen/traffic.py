@@ -1,15 +1,15 @@
-"""What a pass reads from memory and writes to it, found by asking the storages for the code of one element."""
+"""What a pass reads from memory and writes to it, by its buffers' storage formats."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..graph import TilePass
+from ..storage import Array, Storage, read_arrays
 from .spec import KernelSpec
-from .storage import Array
 
-__all__ = ["Recorder", "Traffic", "pass_traffic", "tile_traffic", "total_traffic"]
+__all__ = ["Traffic", "pass_traffic", "tile_traffic", "total_traffic"]
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,6 @@ class Traffic:
         return sum(array.dtype.itemsize for array in self.writes)
 
 
-class Recorder:
-    """A storage's view of one element: notes what is read and written."""
-
-    def __init__(self) -> None:
-        self.reads: list[Array] = []
-        self.writes: list[Array] = []
-
-    def read(self, array: Array) -> str:
-        self.reads.append(array)
-        return "0"
-
-    def write(self, array: Array, value: str) -> None:
-        self.writes.append(array)
-
-    def join(self, function: str, arrays: Sequence[Array]) -> str:
-        self.reads.extend(arrays)
-        return "0"
-
-    def split(self, function: str, arrays: Sequence[Array], value: str) -> None:
-        self.writes.extend(arrays)
-
-
 def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
     """What tile pass `index` moves; nothing where there is none.
 
@@ -72,7 +50,7 @@ def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
 
     Example:
         >>> import torch
-        >>> from tilestep.codegen.storage import Plain
+        >>> from tilestep.storage import Plain
         >>> from tilestep.engine import graph_for, kernel_spec
         >>> from tilestep.rules import registry
         >>> graph = graph_for(registry["Lion"], registry["Lion"].hyperparameters, dims=1)
@@ -93,17 +71,19 @@ def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
         passes: some of its program's.
     """
     small = spec.program.graph.slice_states
-    element, narrow = Recorder(), Recorder()
-    for here in passes:
-        for name in here.reads():
-            spec.storages[name].load(narrow if name in small else element, name)
-        for name in here.stores:
-            spec.storages[name].store(narrow if name in small else element, name, "0")
-    return Traffic(*map(_once, (element.reads, element.writes, narrow.reads, narrow.writes)))
+    reads = [name for here in passes for name in here.reads()]
+    writes = [name for here in passes for name in here.stores]
 
+    def arrays(names: Sequence[str], of: Callable[[Storage, str], Sequence[Array]], narrow: bool) -> tuple[Array, ...]:
+        chosen = [name for name in names if (name in small) is narrow]
+        return tuple(dict.fromkeys(array for name in chosen for array in of(spec.storages[name], name)))
 
-def _once(arrays: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(dict.fromkeys(arrays))
+    def written(storage: Storage, name: str) -> Sequence[Array]:
+        return storage.arrays(name)
+
+    return Traffic(
+        *(arrays(*which, narrow) for narrow in (False, True) for which in ((reads, read_arrays), (writes, written)))
+    )
 
 
 def total_traffic(spec: KernelSpec) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ..graph import TilePass
 from .spec import MAX_DIMS, KernelSpec
+from .triton_formats import format_functions
 from .triton_math import TileMath, finish_kernel
 from .triton_scalars import scalar_kernel
 from .triton_slices import slice_kernels
@@ -41,7 +42,7 @@ class _Kernel(TileMath):
 
     def _call(self, indent: str, offset: Callable[[str], str], mask: str) -> list[str]:
         lines: list[str] = []
-        body = TileBody(self.type, lines, indent, offset, mask)
+        body = TileBody(self.spec, lines, indent, offset, mask)
         self.load_inputs(body)
         lines.append(self.call(indent))
         self.store_results(body)
@@ -153,7 +154,7 @@ def source(spec: KernelSpec) -> str:
     Args:
         spec: program, storages and compute type.
     """
-    parts: list[list[str]] = []
+    parts = format_functions(spec.storages.values())
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         parts.append(scalar_kernel(spec, index, scalar_pass))
         for here in (*spec.program.slices_before(index), tile):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..graph import TilePass, Value
+from ..storage import Array, dtype_name
 from .spec import KernelSpec
-from .storage import Array, dtype_name
 from .tidy import describe
 from .triton_names import TritonNames
 from .triton_text import REDUCTIONS, TileBody, decorator, is_16_bits, writer_of
@@ -77,17 +77,17 @@ class TileMath:
     def load_inputs(self, body: TileBody) -> None:
         """Write the loads of the buffers it takes."""
         for name, buffer in self.inputs:
-            body.lines.append(f"{body.indent}{name} = {self.spec.storages[buffer].load(body, buffer)}")
+            body.lines.append(f"{body.indent}{name} = {body.load(buffer)}")
 
     def store_results(self, body: TileBody) -> None:
         """Write the stores of the buffers it gives, and of gradients without their loss scale."""
         for name in self.tile.stores:
-            self.spec.storages[name].store(body, name, f"new_{name}")
+            body.store(name, f"new_{name}")
         if self.unscales:
-            raw = next((name for name, buffer in self.inputs if buffer == "grad"), None) or body.read(self.spec.grad)
+            raw = next((name for name, buffer in self.inputs if buffer == "grad"), None) or body.load("grad")
             body.lines.append(f"{body.indent}if UNSCALE:")
             body.indent += "    "
-            body.write(self.spec.grad, f"{raw} * inverse_scale")
+            body.store("grad", f"{raw} * inverse_scale")
             body.indent = body.indent[:-4]
 
     def used(self) -> list[tuple[int, Array]]:

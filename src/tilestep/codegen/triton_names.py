@@ -23,9 +23,10 @@ place even_place odd_place
 _RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
 
 _CONSTANT_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_]*|(all_share|all_term|at|inner|kept|part|parts|share|slot|span|start|term|total)_[0-9]+"
+    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|share|slot|span|start|term|total)_[0-9]+"
 )
-"""What is in capitals may be a constant of a kernel; numbered ones are its slots, reductions and arrays."""
+"""What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered ones are
+its slots, reductions and arrays."""
 
 
 class TritonNames(Names):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..graph import ScalarPass, Value, scalar_needs, size_from_end
+from ..storage import dtype_name
 from .spec import KernelSpec
-from .storage import dtype_name
 from .triton_names import TritonNames
 from .triton_text import POINTERS, decorator, writer_of
 

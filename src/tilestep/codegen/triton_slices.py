@@ -264,7 +264,7 @@ class _SliceKernel(TileMath):
 
     def _work(self, indent: str, *, masked: bool) -> list[str]:
         lines: list[str] = []
-        body = TileBody(self.type, lines, indent, lambda name: f"{name}_array", "mask" if masked else "")
+        body = TileBody(self.spec, lines, indent, lambda name: f"{name}_array", "mask" if masked else "")
         self.load_inputs(body)
         for name, value in self.slices:
             if self._place(value) not in ("column", "matrix"):

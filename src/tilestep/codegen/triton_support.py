@@ -255,21 +255,26 @@ def is_infinite(value):
 
 
 @triton.jit
-def join_remainder(high, low):
-    """The float32 of a bfloat16 and its remainder; see `codegen.storage.Remainder`."""
-    bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
-    return bits.to(tl.float32, bitcast=True)
+def bits_of(value):
+    """The bits of numbers or elements as 32-bit integers; narrow ones have their sign extended."""
+    if value.dtype == tl.float32:
+        return value.to(tl.int32, bitcast=True)
+    elif value.dtype.is_floating():
+        return value.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        return value.to(tl.int32)
 
 
 @triton.jit
-def split_remainder(value):
-    """The bfloat16 nearest to a float32, and the rest; by integers, since the interpreter's conversion truncates."""
-    bits = value.to(tl.int32, bitcast=True)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    high = tl.where(is_nan, 0x7FC0, rounded)
-    low = tl.where(is_nan, 0, tl.minimum(bits - (high << 16), 32767))
-    return high.to(tl.int16).to(tl.bfloat16, bitcast=True), low.to(tl.int16)
+def to_bfloat16(value):
+    """The bfloat16 nearest to a float32; by integers in the interpreter, whose conversion truncates."""
+    if INTERPRETED:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(tl.bfloat16)
 
 
 @triton.jit

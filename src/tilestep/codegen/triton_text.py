@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from ..graph import SCALAR_LEVELS, TilePass, Value
+from ..storage import Array, codec_of, dtype_name, read_arrays
 from .emit import Names, Writer
 from .spec import KernelSpec
-from .storage import Array, dtype_name
 
 __all__ = [
     "HELPERS",
@@ -66,12 +66,30 @@ SPELLING = {
     "not": "({0} == 0)",
     "isnan": "({0} != {0})",
     "isinf": "is_infinite({0})",
+    "widen": "{0}.to(tl.float32)",
+    "narrow to float32": "{0}",
+    "narrow to bfloat16": "to_bfloat16({0})",
+    "narrow to float16": "{0}.to(tl.float16)",
+    "bits": "bits_of({0})",
+    "of_bits to ": "{0}.to(tl.float32, bitcast=True)",
+    "of_bits to bfloat16": "{0}.to(tl.int16).to(tl.bfloat16, bitcast=True)",
+    "of_bits to float16": "{0}.to(tl.int16).to(tl.float16, bitcast=True)",
+    "of_bits to int16": "{0}.to(tl.int16)",
+    "of_bits to int8": "{0}.to(tl.int8)",
+    "of_bits to uint8": "{0}.to(tl.uint8)",
+    "whole": "{0}.to(tl.int32)",
+    "real": "{0}.to(tl.float32)",
+    "shift_left": "({0} << {1})",
+    "shift_right": "({0} >> {1})",
+    "bit_and": "({0} & {1})",
+    "bit_or": "({0} | {1})",
 }
 
 
 HELPERS = [
     "add",
     "arc_tangent2",
+    "bits_of",
     "cosine",
     "divide",
     "exponential",
@@ -81,7 +99,6 @@ HELPERS = [
     "gradient_scale_of",
     "hyperbolic_tangent",
     "is_infinite",
-    "join_remainder",
     "larger",
     "logarithm",
     "logarithm2",
@@ -95,8 +112,8 @@ HELPERS = [
     "sign",
     "sine",
     "smaller",
-    "split_remainder",
     "square_root",
+    "to_bfloat16",
     "truncate",
     "truncated_remainder",
     "with_sign",
@@ -128,6 +145,8 @@ def _constant(spec_type: str) -> Callable[[float | bool], str]:
     def spell(number: float | bool) -> str:
         if isinstance(number, bool):
             return f"tl.full((1,), {int(number)}, tl.int1)"
+        if isinstance(number, int):
+            return repr(number)
         if math.isnan(number) or math.isinf(number):
             return f"tl.full((1,), float('{number}'), tl.{spec_type})"
         return f"tl.full((1,), {number!r}, tl.{spec_type})" if spec_type == "float64" else repr(number)
@@ -194,31 +213,39 @@ REDUCTIONS = {
 
 
 class TileBody:
-    """What a storage sees of a tile: masked or unmasked loads and stores."""
+    """Writes the masked or unmasked loads and stores of a tile's buffers."""
 
-    def __init__(self, compute: str, lines: list[str], indent: str, pointer: Callable[[str], str], mask: str) -> None:
-        self.compute, self.lines, self.indent, self.pointer, self.mask = compute, lines, indent, pointer, mask
+    def __init__(
+        self, spec: KernelSpec, lines: list[str], indent: str, pointer: Callable[[str], str], mask: str
+    ) -> None:
+        self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
+        self.compute = dtype_name(spec.compute)
 
     def _loaded(self, array: Array) -> str:
         other = "0.0" if array.dtype.is_floating_point else "0"
         masked = f", mask={self.mask}, other={other}" if self.mask else ""
         return f"tl.load({self.pointer(array.name)}{masked})"
 
-    def read(self, array: Array) -> str:
-        return f"{self._loaded(array)}.to(tl.{self.compute})"
-
-    def write(self, array: Array, value: str) -> None:
-        self._store(array, f"({value}).to(tl.{dtype_name(array.dtype)})")
-
     def _store(self, array: Array, element: str) -> None:
         masked = f", mask={self.mask}" if self.mask else ""
         self.lines.append(f"{self.indent}tl.store({self.pointer(array.name)}, {element}{masked})")
 
-    def join(self, function: str, arrays: Sequence[Array]) -> str:
-        return f"{function}({', '.join(map(self._loaded, arrays))})"
+    def load(self, name: str) -> str:
+        """The expression of a buffer's values."""
+        storage = self.spec.storages[name]
+        elements = ", ".join(map(self._loaded, read_arrays(storage, name)))
+        joined = elements if codec_of(storage).is_plain else f"join_{storage.title}({elements})"
+        return f"{joined}.to(tl.{self.compute})"
 
-    def split(self, function: str, arrays: Sequence[Array], value: str) -> None:
+    def store(self, name: str, value: str) -> None:
+        """Write the statements that keep a buffer's new values."""
+        storage = self.spec.storages[name]
+        arrays = storage.arrays(name)
+        if codec_of(storage).is_plain:
+            self._store(arrays[0], f"({value}).to(tl.{dtype_name(arrays[0].dtype)})")
+            return
         elements = [f"{array.name}_element" for array in arrays]
-        self.lines.append(f"{self.indent}{', '.join(elements)} = {function}(({value}).to(tl.{self.compute}))")
+        split = f"split_{storage.title}(({value}).to(tl.float32))"
+        self.lines.append(f"{self.indent}{', '.join(elements)} = {split}")
         for array, element in zip(arrays, elements):
             self._store(array, element)

@@ -11,6 +11,7 @@ from ..codegen.spec import KernelSpec
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..matrices import MATRIX_OPERATIONS
+from ..storage import stored_in, values_of
 from .control import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
 from .segment import Entry, Segment
 
@@ -115,7 +116,7 @@ class EagerSegment(Segment):
         for name, storage in self.spec.storages.items():
             if name != "grad" and name not in self.spec.program.library.scratch:
                 # Copies: a rule may move one buffer's old value to another after the first has been overwritten.
-                loads[name] = storage.value(entry.arrays, name, compute)
+                loads[name] = values_of(storage, entry.arrays, name, compute)
         loads.update(entry.matrices)
         loads.update({name: self.scalar_states[name][position].double() for name in graph.scalar_states})
         known = self._evaluated(graph.outputs.values(), loads, position)
@@ -126,7 +127,7 @@ class EagerSegment(Segment):
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
-                self.spec.storages[name].keep(entry.arrays, name, value)
+                stored_in(self.spec.storages[name], entry.arrays, name, value)
         if float(self.control[UNSCALE]):
             gradient.mul_(float(self.control[INVERSE_SCALE]))
 

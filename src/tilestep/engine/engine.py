@@ -76,7 +76,6 @@ class DeviceEngine:
         self._params = [entry.param for entry in self.entries]
         self._metadata = [_metadata(param) for param in self._params]
         self._watch = TensorWatch(self._params)
-        self.times_moved = 0
         self._norm: NormTable | None = None
         self._shared_norm: SharedNorm | None = None
         self._has_shares = any(entry.share != 1 for entry in self.entries)
@@ -179,8 +178,6 @@ class DeviceEngine:
         if self.captured:
             raise Stale("parameters have moved")
         self._watch.remember_addresses(self._params)
-        # Where they lie now they may have other values too.
-        self.times_moved += 1
         for segment in self.segments:
             segment.read_addresses()
             segment.upload()

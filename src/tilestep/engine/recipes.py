@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..codegen.spec import KernelSpec
-from ..codegen.storage import Plain, Storage
 from ..graph import Graph, known_numbers, outcome, program, size_from_end, sizes_of, trace
 from ..rules import Rule
 from ..rules.scalars import as_python
+from ..storage import Plain, Storage
 
 __all__ = ["Signature", "graph_for", "guards_hold", "kernel_spec", "statics_of"]
 

@@ -80,6 +80,8 @@ class Value:
         space: at matrix level, what it has for rows and columns: `("rows", "rows")` for one square on the left.
         name: the rule's own variable name, or empty.
         line: `file:line` in the rule, for messages.
+        dtype: in a storage format, "int32" for an integer and the dtype's name for an element as it lies in memory;
+            empty for a number in the type computed in.
     """
 
     operation: str
@@ -91,6 +93,7 @@ class Value:
     over: Over | None = None
     name: str = ""
     line: str = ""
+    dtype: str = ""
 
     @property
     def is_measured(self) -> bool:
@@ -262,20 +265,30 @@ class Builder:
         key = ("constant", repr(attribute))  # not the number itself: 0.0 equals -0.0, and NaN not even NaN
         return self._known.setdefault(key, Value("constant", attribute=attribute, is_bool=isinstance(number, bool)))
 
-    def load(self, buffer: str, level: Level = Level.ELEMENT, over: Over | None = None) -> Value:
-        """The stored value of a buffer."""
-        return self._intern(Value("load", attribute=buffer, level=level, name=buffer, over=over))
+    def integer(self, number: int) -> Value:
+        """A 32-bit integer known now."""
+        return self._intern(Value("constant", attribute=number, dtype="int32"))
+
+    def load(self, buffer: str, level: Level = Level.ELEMENT, over: Over | None = None, dtype: str = "") -> Value:
+        """The stored value of a buffer; with a dtype, the element as it lies in memory."""
+        return self._intern(Value("load", attribute=buffer, level=level, name=buffer, over=over, dtype=dtype))
 
     def hyper(self, name: str, level: Level = Level.GROUP) -> Value:
         """A number the scalar pass reads: a hyperparameter, `step`, `gradient_scale`, `numel`, `machine_epsilon`."""
         return self._intern(Value("hyper", attribute=name, level=level, name=name.replace(".", "_")))
 
     def apply(
-        self, operation: str, *args: Value, attribute: Any = None, level: Level | None = None, over: Over | None = None
+        self,
+        operation: str,
+        *args: Value,
+        attribute: Any = None,
+        level: Level | None = None,
+        over: Over | None = None,
+        dtype: str = "",
     ) -> Value:
         """An operation on values, folded where its arguments are constants or it changes nothing."""
         described = OPERATIONS[operation]
-        if described.evaluate and args and all(arg.operation == "constant" for arg in args):
+        if described.evaluate and args and all(arg.operation == "constant" and not arg.dtype for arg in args):
             return self.constant(described.evaluate(*(arg.attribute for arg in args)))
         unchanged = _identity(operation, args)
         if unchanged is not None:
@@ -285,7 +298,7 @@ class Builder:
         if level is None:
             level, over = join(args)
         space = next((arg.space for arg in args if arg.level is Level.MATRIX), None) if level is Level.MATRIX else None
-        return self._intern(Value(operation, args, attribute, level, described.is_bool, space, over))
+        return self._intern(Value(operation, args, attribute, level, described.is_bool, space, over, dtype=dtype))
 
     def _divided_slices(self, product: Value, divisor: Value) -> Value | None:
         """`(row * column) / number` as `(row / number) * column`: one division a row in place of one an element."""
@@ -297,7 +310,8 @@ class Builder:
         return None
 
     def _intern(self, value: Value) -> Value:
-        key = (value.operation, tuple(id(arg) for arg in value.args), value.attribute, value.level, value.over)
+        args = tuple(id(arg) for arg in value.args)
+        key = (value.operation, args, value.attribute, value.level, value.over, value.dtype)
         return self._known.setdefault(key, value)
 
 

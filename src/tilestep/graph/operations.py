@@ -128,7 +128,19 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_amin": Operation(None),
     "across_sum": Operation(None),
     "across_max": Operation(None),
+    "widen": Operation(None),
+    "narrow": Operation(None),
+    "bits": Operation(None),
+    "of_bits": Operation(None),
+    "whole": Operation(None),
+    "real": Operation(None),
+    "shift_left": Operation(None),
+    "shift_right": Operation(None),
+    "bit_and": Operation(None),
+    "bit_or": Operation(None),
 }
+"""The last ten are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
+`of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers."""
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})
 """From elements to one number per tensor."""

@@ -13,8 +13,9 @@ from ..errors import StateError
 from ..placements.local import copy_into, distribute, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
+from ..storage import MasterFormat
 from .hyperparameters import about_group, check_group, without_defaults
-from .masters import MASTER_KEYS, MasterKind, master_kind, other_master
+from .masters import MASTER_KEYS, master_kind, other_master, start_of
 from .parameters import labelled
 from .states import TRAINING, restart
 from .watched_state import WatchedState
@@ -257,7 +258,7 @@ def _fill(
     starts = {"step": State(0.0, shape="scalar"), **rule.states}
     kind = master_kind(param.dtype, group)
     if kind is not None:
-        starts[kind.key] = kind.start
+        starts[kind.key] = start_of(kind)
         saved = _with_master(kind, param, saved)
     for name, mine in state.items():
         value = saved.get(name)
@@ -279,7 +280,7 @@ def _fill(
         copy_into(state[TRAINING], saved[TRAINING].detach())
 
 
-def _with_master(kind: MasterKind, param: torch.Tensor, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_master(kind: MasterFormat, param: torch.Tensor, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """A checkpoint's values for a parameter with a master of the kind that its group has, if they have any.
 
     Args:
@@ -296,7 +297,7 @@ def _with_master(kind: MasterKind, param: torch.Tensor, saved: Mapping[str, Any]
     part, value = local_part(param), saved[other.key].detach()
     theirs = torch.empty_like(part, dtype=other.dtype, requires_grad=False)
     copy_into(distribute(theirs, param), value if value.shape == param.shape else value.reshape(param.shape))
-    return {**saved, kind.key: distribute(kind.made_of(other.values(part, theirs)), param)}
+    return {**saved, kind.key: distribute(kind.buffer_of(part, other.values(part, theirs)), param)}
 
 
 def _number(value: Any) -> float:

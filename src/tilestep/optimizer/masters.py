@@ -1,24 +1,22 @@
-"""How low-precision parameters are kept in float32, and how that follows what somebody else writes to them."""
+"""How low-precision parameters are kept in float32, and how that follows what other code writes to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from ..codegen.storage import Master, Remainder, Storage, dtype_name
 from ..compat import local_parts
 from ..errors import GradientError
 from ..placements.local import local_part
 from ..rules import State
+from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
 from ..tensor_watch import sum_of_versions
 
 __all__ = [
     "MASTER_KEYS",
-    "MasterKind",
     "MasterWeights",
     "Masters",
     "check_choice",
@@ -26,83 +24,22 @@ __all__ = [
     "exact_values",
     "master_kind",
     "other_master",
+    "start_of",
 ]
 
-MasterWeights = bool | Literal["remainder"]
-"""What `Optimizer` takes as `master_weights`."""
+MasterWeights = bool | str
+"""What `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`."""
 
 
-@dataclass(frozen=True)
-class MasterKind:
-    """One way to keep a low-precision parameter in float32: a buffer beside it, and the storage of the two.
+_CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
 
-    Args:
-        key: the buffer's key in the state.
-        dtype: of the buffer.
-        start: how it begins.
-        dtypes: of the parameters that can be kept so.
-        storage: of a parameter, by its dtype.
-        made_of: the buffer's values, from the float32 ones.
-        follow: takes over into the buffer (first) what somebody has written to its parameter (second).
-        shows_writes: whether `follow` leaves elements as they are that nobody has written to. Else it must only be
-            called for parameters that somebody has written to.
-        takes_others: whether a group may also have parameters of other dtypes, which stay as they are. Else they are
-            refused.
-    """
-
-    key: str
-    dtype: torch.dtype
-    start: State
-    dtypes: tuple[torch.dtype, ...]
-    storage: Callable[[torch.dtype], Storage]
-    made_of: Callable[[torch.Tensor], torch.Tensor]
-    follow: Callable[[torch.Tensor, torch.Tensor], None]
-    shows_writes: bool
-    takes_others: bool
-
-    def values(self, param: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter in float32, as a new tensor where the buffer is."""
-        tensors = {"param": param.detach().to(buffer.device), self.key: buffer}
-        return self.storage(param.dtype).value(tensors, "param", torch.float32)
-
-
-def _follow_values(master: torch.Tensor, param: torch.Tensor) -> None:
-    value = param.detach().to(master.device)
-    master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
-
-
-def _forget_rest(remainder: torch.Tensor, param: torch.Tensor) -> None:
-    remainder.zero_()
-
-
-_COPY = MasterKind(
-    "master_param",
-    torch.float32,
-    State("param"),
-    (torch.bfloat16, torch.float16),
-    Master,
-    lambda values: values,
-    _follow_values,
-    shows_writes=True,
-    takes_others=True,
-)
-
-_REMAINDER = MasterKind(
-    "remainder_param",
-    torch.int16,
-    State(0.0),
-    (torch.bfloat16,),
-    lambda _: Remainder(),
-    lambda values: Remainder.halves(values)[1],
-    _forget_rest,
-    shows_writes=False,
-    takes_others=False,
-)
-
-_KINDS: Mapping[Any, MasterKind | None] = {False: None, True: _COPY, "remainder": _REMAINDER}
-
-MASTER_KEYS = frozenset(kind.key for kind in _KINDS.values() if kind is not None)
+MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())
 """State keys of the buffers that keep parameters in float32."""
+
+
+def start_of(kind: MasterFormat) -> State:
+    """How the buffer beside a parameter begins."""
+    return State("param" if kind.begins_as_parameter else 0.0)
 
 
 def check_choice(choice: Any) -> None:
@@ -116,12 +53,12 @@ def check_choice(choice: Any) -> None:
         Traceback (most recent call last):
         ValueError: Invalid master_weights: 'remainders'; it must be False, True or 'remainder'
     """
-    if not isinstance(choice, (bool, str)) or choice not in _KINDS:
-        *others, last = map(repr, _KINDS)
+    if not isinstance(choice, (bool, str)) or choice not in _CHOICES:
+        *others, last = map(repr, _CHOICES)
         raise ValueError(f"Invalid master_weights: {choice!r}; it must be {', '.join(others)} or {last}")
 
 
-def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterKind | None:
+def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterFormat | None:
     """How parameters of this dtype are kept in float32 in a param group; None where they are not.
 
     Example:
@@ -130,7 +67,7 @@ def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterKind | No
         >>> master_kind(torch.float32, {"master_weights": True}) is None
         True
     """
-    kind = _KINDS[group.get("master_weights", False)]
+    kind = _CHOICES[group.get("master_weights", False)]
     return kind if kind is not None and dtype in kind.dtypes else None
 
 
@@ -149,18 +86,18 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
         >>> check_master("a parameter", torch.float32, {"master_weights": True})
     """
     choice = group.get("master_weights", False)
-    kind = _KINDS[choice]
-    if kind is None or kind.takes_others or dtype in kind.dtypes:
+    kind = _CHOICES[choice]
+    if kind is None or choice is True or dtype in kind.dtypes:
         return
     kept = " and ".join(map(dtype_name, kind.dtypes))
-    better = next((each for each, other in _KINDS.items() if other is not None and dtype in other.dtypes), False)
+    better = next((each for each, other in _CHOICES.items() if other is not None and dtype in other.dtypes), False)
     raise GradientError(
         f"{label} is {dtype_name(dtype)}, and master_weights={choice!r} keeps {kept} parameters alone: put it in a "
         f"param group with master_weights={better!r}"
     )
 
 
-def other_master(kind: MasterKind, known: Mapping[str, Any]) -> MasterKind | None:
+def other_master(kind: MasterFormat, known: Mapping[str, Any]) -> MasterFormat | None:
     """The kind of master that a state or checkpoint has where it has none of this kind.
 
     Args:
@@ -169,9 +106,9 @@ def other_master(kind: MasterKind, known: Mapping[str, Any]) -> MasterKind | Non
     """
     if kind.key in known:
         return None
-    for other in _KINDS.values():
-        value = None if other is None else known.get(other.key)
-        if other is not None and isinstance(value, torch.Tensor) and value.dtype is other.dtype:
+    for other in MASTER_FORMATS.values():
+        value = known.get(other.key)
+        if isinstance(value, torch.Tensor) and value.dtype is other.dtype:
             return other
     return None
 
@@ -183,14 +120,18 @@ def exact_values(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
         param: the parameter, or what of it is here.
         state: its state, with buffers of the same shape.
     """
-    for kind in _KINDS.values():
-        if kind is not None and kind.key in state:
+    for kind in MASTER_FORMATS.values():
+        if kind.key in state:
             return kind.values(param, state[kind.key])
     return param.detach().clone()
 
 
 class Masters:
-    """Parameters with their masters, and which of them somebody else has written to.
+    """Parameters whose masters do not show that other code has written to the parameter: their versions do.
+
+    What a remainder adds to a value of 16 bits is of no use for another value. (A float32 master is compared with its
+    copy as it is read.) A write that no version counts, through `param.data`, leaves the remainder: half a unit in the
+    parameter's last place at most.
 
     Args:
         members: parameter, its group and its state, for each parameter that has a state.
@@ -204,19 +145,18 @@ class Masters:
         fresh: set[int],
         have_parts: bool,
     ) -> None:
-        found = [(param, master_kind(param.dtype, group), state) for param, group, state in members]
-        known = [(param, kind, state[kind.key]) for param, kind, state in found if kind is not None]
-        self._params = [param for param, _, _ in known]
-        self._members = [(param, kind, buffer) for param, kind, buffer in known if kind.shows_writes]
-        self._blind = [(param, kind, buffer) for param, kind, buffer in known if not kind.shows_writes]
-        self._ids = set(map(id, self._params))
-        self._places = {id(param): place for place, (param, _, _) in enumerate(self._blind)}
-        self._looked_at = [param for param, _, _ in self._blind]
+        kinds = [(param, master_kind(param.dtype, group), state) for param, group, state in members]
+        self._members = [
+            (param, kind, state[kind.key]) for param, kind, state in kinds if kind is not None and not kind.sees_writes
+        ]
+        self._params = [param for param, _, _ in self._members]
+        self._places = {id(param): place for place, param in enumerate(self._params)}
         self._have_parts = have_parts
-        self._sum = self._total() if all(id(buffer) in fresh for _, _, buffer in known) else None
-        now = self._now()
-        self._versions = [version if id(buffer) in fresh else None for version, (_, _, buffer) in zip(now, self._blind)]
-        """Of parameters whose masters do not show who was written to, one by one; None for those not looked at."""
+        is_fresh = [id(buffer) in fresh for _, _, buffer in self._members]
+        self._sum = self._total() if all(is_fresh) else None
+        now = self._versions_of(self._params)
+        self._versions = [version if is_new else None for version, is_new in zip(now, is_fresh)]
+        """One by one; None for those not looked at."""
 
     def __len__(self) -> int:
         return len(self._params)
@@ -232,43 +172,37 @@ class Masters:
             versions = [own + part._version for own, part in zip(versions, local_parts(params))]
         return versions
 
-    def _now(self) -> list[int]:
-        return self._versions_of(self._looked_at)
-
     def carry(self, before: Masters | None) -> None:
         """Take over when others were last looked at: these are made of the same parameters, state and groups.
 
         Args:
-            before: what was in use so far. Values that show by themselves who was written to are looked at again.
+            before: what was in use so far.
         """
         if before is None:
             return
-        keys = [(id(param), kind) for param, kind, _ in self._blind]
-        known = dict(zip([(id(param), kind) for param, kind, _ in before._blind], before._versions))
+        keys = [(id(param), kind) for param, kind, _ in self._members]
+        known = dict(zip([(id(param), kind) for param, kind, _ in before._members], before._versions))
         self._versions = [known.get(key) if version is None else version for key, version in zip(keys, self._versions)]
 
     def same_versions(self) -> bool:
-        """Whether nobody has written to a parameter since `note_versions`."""
+        """Whether no other code has written to a parameter since `note_versions`."""
         return not self._params or self._total() == self._sum
 
     def follow(self) -> None:
-        """Take over what somebody else has written to parameters since `note_versions`."""
-        for param, kind, master in self._members:
-            kind.follow(local_part(master), local_part(param))
-        for (param, kind, master), now, before in zip(self._blind, self._now(), self._versions):
+        """Forget what the masters add to parameters that other code has written to since `note_versions`."""
+        for (_, _, master), now, before in zip(self._members, self._versions_of(self._params), self._versions):
             if before is not None and now != before:
-                kind.follow(local_part(master), local_part(param))
+                local_part(master).zero_()
 
     def note_versions(self) -> None:
         """Parameters and masters agree now."""
         if self._params:
             self._sum = self._total()
-        if self._blind:
-            self._versions = self._now()  # type: ignore[assignment]
+            self._versions = self._versions_of(self._params)  # type: ignore[assignment]
 
     def forget_versions(self) -> None:
-        """Both may have been written by somebody who loads them: what the masters keep belongs to what comes."""
-        self._sum, self._versions = None, [None] * len(self._blind)
+        """Both may have been written by code that loads them: what the masters keep belongs to what comes."""
+        self._sum, self._versions = None, [None] * len(self._params)
 
     @contextmanager
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
@@ -277,14 +211,14 @@ class Masters:
         Args:
             params: those that it may write; None for all.
         """
-        chosen = self._params if params is None else [param for param in params if id(param) in self._ids]
+        chosen = self._params if params is None else [param for param in params if id(param) in self._places]
         before = self._versions_of(chosen)
         yield
         after = self._versions_of(chosen)
         if self._sum is not None:
             self._sum += sum(after) - sum(before)
         for param, old, new in zip(chosen, before, after):
-            place = self._places.get(id(param))
-            known = None if place is None else self._versions[place]
-            if place is not None and known is not None:
+            place = self._places[id(param)]
+            known = self._versions[place]
+            if known is not None:
                 self._versions[place] = known + new - old

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ..codegen.storage import Plain, Storage
 from ..compat import zero_all
 from ..engine import grad_dtype, is_dense
 from ..errors import StateError
 from ..graph import Graph
 from ..rules import Rule, State
 from ..rules.protocol import at_step
+from ..storage import Plain, Storage
 from .homes import StateHome
-from .masters import MASTER_KEYS, master_kind, other_master
+from .masters import MASTER_KEYS, master_kind, other_master, start_of
 
 __all__ = [
     "Later",
@@ -115,11 +115,11 @@ def initial_state(
     starts = {"step": State(0.0, shape="scalar"), **{name: rule.states[name] for name in graph.states}}
     kind = master_kind(param.dtype, group)
     if kind is not None:
-        starts = {"step": starts.pop("step"), kind.key: kind.start, **starts}
+        starts = {"step": starts.pop("step"), kind.key: start_of(kind), **starts}
         dtypes[kind.key] = kind.dtype
         other = other_master(kind, known)
         if other is not None:
-            known = {**known, kind.key: kind.made_of(other.values(param, known[other.key]))}
+            known = {**known, kind.key: kind.buffer_of(param, other.values(param, known[other.key]))}
     state: dict[str, Any] = {}
     for name, start in starts.items():
         value = known.get(name)

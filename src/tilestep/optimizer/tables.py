@@ -35,7 +35,7 @@ class Tables:
         params: every parameter.
         state: the optimizer's state.
         state_changes: how often its entries had been replaced.
-        masters: the low-precision parameters that are kept in float32.
+        masters: the low-precision parameters whose masters do not show what other code writes to them.
         agreement: the ranks that decide steps together, if some parameters are DTensors.
         local_gradients: then for each engine what finds the local parts of its gradients.
         shared_sums: then for each engine what combines reductions over one tensor.
@@ -43,7 +43,6 @@ class Tables:
         places: for each part, see `Optimizer._part_of`, the places of its engines.
         home: where the state lives.
         further_rounds: see `parameters.further_rounds`.
-        moved: how often parameters had moved when masters last followed them: no version tells of `param.data = ...`.
     """
 
     engines: list[DeviceEngine]
@@ -61,7 +60,6 @@ class Tables:
     places: dict[Any, list[int]] = field(default_factory=dict)
     home: StateHome = field(default_factory=StateHome)
     further_rounds: tuple[frozenset[int], ...] = ()
-    moved: int = 0
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
@@ -201,14 +199,13 @@ class Tables:
             self.run(own, range(len(self.engines)), counts_versions=True)
 
     def same_versions(self) -> bool:
-        """Whether nobody has written to a parameter that has a master since the last step."""
+        """Whether no other code has written to a parameter of `masters` since the last step."""
         return self.masters.same_versions()
 
     def follow_parameters(self) -> None:
-        """Take over into the masters what somebody else has written to their parameters since the last step."""
+        """Take over what other code has written to parameters since the last step, where kernels do not see it."""
         self.home.follow_parameters()
-        moved, self.moved = self.moved, sum(engine.times_moved for engine in self.engines)
-        if moved != self.moved or not self.same_versions():
+        if not self.same_versions():
             self.home.wait()
             self.masters.follow()
 

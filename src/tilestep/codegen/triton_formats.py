@@ -1,0 +1,43 @@
+"""Storage formats in Triton: for each a function that joins the elements of its arrays to numbers, and one that splits
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..graph import Value, ancestors
+from ..storage import Storage, codec_of
+from .emit import Writer
+from .triton_names import TritonNames
+from .triton_text import writer_of
+
+__all__ = ["format_functions"]
+
+
+def format_functions(storages: Iterable[Storage]) -> list[list[str]]:
+    """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`."""
+    functions: list[list[str]] = []
+    for title, codec in {storage.title: codec_of(storage) for storage in storages}.items():
+        if codec.is_plain:
+            continue
+        arrays = [codec.arrays[place].name for place in codec.reads]
+        functions.append(_function(f"join_{title}", arrays, [codec.loaded]))
+        functions.append(_function(f"split_{title}", ["number"], codec.stored))
+    return functions
+
+
+def _function(name: str, parameters: Iterable[str], roots: Iterable[Value]) -> list[str]:
+    writer = _written(roots)
+    returned = ", ".join(writer[root] for root in roots)
+    return ["@triton.jit", f"def {name}({', '.join(parameters)}):", *writer.lines, f"    return {returned}"]
+
+
+def _written(roots: Iterable[Value]) -> Writer:
+    """A writer that has written a format's graph in statements."""
+    writer = writer_of("float32", "    ", TritonNames(["number"]))
+    values = ancestors(roots)
+    for value in values:
+        if value.operation == "load":
+            writer.bind(value, value.attribute)
+    writer.write(values)
+    return writer

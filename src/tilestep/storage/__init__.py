@@ -1,0 +1,36 @@
+"""How buffers are kept in memory: one file a format, each written once in the graph's operations.
+
+A module here that defines a format is found by itself; `master_format` makes a choice for `master_weights` of it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from .format import Array, Codec, Storage, codec_of, read_arrays, stored_in, values_of
+from .master import Master
+from .masters import MASTER_FORMATS, MasterFormat
+from .plain import Plain
+from .remainder import Remainder
+from .terms import Term, dtype_name
+
+__all__ = [
+    "MASTER_FORMATS",
+    "Array",
+    "Codec",
+    "Master",
+    "MasterFormat",
+    "Plain",
+    "Remainder",
+    "Storage",
+    "Term",
+    "codec_of",
+    "dtype_name",
+    "read_arrays",
+    "stored_in",
+    "values_of",
+]
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,175 @@
+"""A storage format: how a buffer of a rule is kept in memory, as a graph for each way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..graph import Builder, Value, ancestors
+from .terms import Term, dtype_name
+
+__all__ = ["Array", "Codec", "Storage", "codec_of", "read_arrays", "stored_in", "values_of"]
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array in memory, element for element beside the parameter."""
+
+    name: str
+    dtype: torch.dtype
+
+
+class Storage(Protocol):
+    """A storage format, hashable; what code and tensors make of it follows from `load` and `store`."""
+
+    @property
+    def title(self) -> str:
+        """An identifier, for the names of functions in generated code."""
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype whose precision a kept value has."""
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        """The arrays that hold a buffer of this name."""
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        """The number that the arrays' elements stand for."""
+
+    def store(self, value: Term) -> tuple[Term, ...]:
+        """The elements that keep a number, one for each array."""
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        """Whether a value of the compute dtype comes back unchanged."""
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A format's graphs.
+
+    Args:
+        arrays: as they are for a buffer called `stored`.
+        loaded: the number, from loads of these arrays.
+        stored: the elements, from a load of `number`.
+    """
+
+    arrays: tuple[Array, ...]
+    loaded: Value
+    stored: tuple[Value, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Positions of the arrays that are read."""
+        used = {value.attribute for value in ancestors([self.loaded]) if value.operation == "load"}
+        return tuple(place for place, array in enumerate(self.arrays) if array.name in used)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an element is the number, but for its type."""
+        return self.loaded.operation == "widen" and self.loaded.args[0].operation == "load"
+
+
+@functools.cache
+def codec_of(storage: Storage) -> Codec:
+    """The graphs of a format."""
+    build, arrays = Builder(), storage.arrays("stored")
+    elements = [Term(build, build.load(array.name, dtype=dtype_name(array.dtype))) for array in arrays]
+    stored = storage.store(Term(build, build.load("number")))
+    return Codec(arrays, storage.load(elements).value, tuple(term.value for term in stored))
+
+
+def read_arrays(storage: Storage, name: str) -> tuple[Array, ...]:
+    """The arrays that are read for a buffer's value."""
+    arrays = storage.arrays(name)
+    return tuple(arrays[place] for place in codec_of(storage).reads)
+
+
+def values_of(
+    storage: Storage, tensors: Mapping[str, torch.Tensor], name: str, compute: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A buffer's values as a new tensor.
+
+    Args:
+        storage: its format.
+        tensors: has its arrays by name.
+        name: its name.
+        compute: the dtype of the values.
+
+    Example:
+        >>> from tilestep.storage import Remainder, stored_in
+        >>> tensors = {"x": torch.zeros(2, dtype=torch.bfloat16), "remainder_x": torch.zeros(2, dtype=torch.int16)}
+        >>> stored_in(Remainder(), tensors, "x", torch.tensor([1.0, 1 / 3]))
+        >>> torch.equal(values_of(Remainder(), tensors, "x"), torch.tensor([1.0, 1 / 3]))
+        True
+    """
+    codec = codec_of(storage)
+    given = {array.name: tensors[own.name] for array, own in zip(codec.arrays, storage.arrays(name))}
+    (values,) = _evaluated((codec.loaded,), given, compute if codec.is_plain else torch.float32)
+    shared = any(values is tensor for tensor in given.values())
+    return values.clone() if shared else values.to(compute)
+
+
+def stored_in(storage: Storage, tensors: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`."""
+    codec = codec_of(storage)
+    number = values if codec.is_plain else values.to(torch.float32)
+    for array, element in zip(storage.arrays(name), _evaluated(codec.stored, {"number": number}, number.dtype)):
+        if array.name in tensors:
+            tensors[array.name].copy_(element)
+
+
+def _evaluated(roots: tuple[Value, ...], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
+    """Values of a format's graph on tensors."""
+    known: dict[int, Any] = {}
+    for value in ancestors(roots):
+        args = [known[id(arg)] for arg in value.args]
+        known[id(value)] = _apply(value, args, given, compute)
+    return [known[id(root)] for root in roots]
+
+
+def _apply(value: Value, args: list[Any], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> Any:
+    operation = value.operation
+    if operation == "load":
+        return given[value.attribute]
+    if operation == "constant":
+        return value.attribute
+    if operation == "widen":
+        return args[0].to(compute)
+    if operation == "narrow":
+        return args[0].to(getattr(torch, value.dtype))
+    if operation == "bits":
+        return _bits(args[0])
+    if operation == "of_bits":
+        return _of_bits(args[0], getattr(torch, value.dtype or "float32"))
+    if operation == "whole":
+        return args[0].to(torch.int32)
+    if operation == "real":
+        return args[0].to(torch.float32)
+    return _ON_TENSORS.get(operation, getattr(torch, operation, None))(*args)
+
+
+_ON_TENSORS: Mapping[str, Any] = {
+    "shift_left": torch.bitwise_left_shift,
+    "shift_right": torch.bitwise_right_shift,
+    "bit_and": torch.bitwise_and,
+    "bit_or": torch.bitwise_or,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+}
+
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    same = tensor if not tensor.is_floating_point() else tensor.view(_OF_SIZE[tensor.dtype.itemsize])
+    return same.to(torch.int32)
+
+
+def _of_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return bits.to(dtype) if not dtype.is_floating_point else bits.to(_OF_SIZE[dtype.itemsize]).view(dtype)

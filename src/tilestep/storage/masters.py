@@ -1,0 +1,71 @@
+"""The formats that keep parameters of 16 bits more precisely: what `master_weights` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from .format import Storage, stored_in, values_of
+
+__all__ = ["MASTER_FORMATS", "MasterFormat", "master_format"]
+
+
+@dataclass(frozen=True)
+class MasterFormat:
+    """One way to keep a parameter of 16 bits more precisely, with a buffer beside it.
+
+    Args:
+        choice: what `master_weights` says for it.
+        key: the buffer's key in the state.
+        dtypes: of the parameters that can be kept so.
+        storage: of a parameter and its buffer, by the parameter's dtype.
+        begins_as_parameter: whether the buffer begins with the parameter's values; else with zeros.
+    """
+
+    choice: bool | str
+    key: str
+    dtypes: tuple[torch.dtype, ...]
+    storage: Callable[[torch.dtype], Storage]
+    begins_as_parameter: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The buffer's dtype."""
+        return self.storage(self.dtypes[0]).arrays("param")[1].dtype
+
+    @property
+    def sees_writes(self) -> bool:
+        """Whether parameter and buffer show where other code has written to the parameter: the buffer has it all."""
+        return self.begins_as_parameter
+
+    def values(self, param: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """The parameter in float32, as a new tensor where the buffer is."""
+        tensors = {"param": param.detach().to(buffer.device), self.key: buffer}
+        return values_of(self.storage(param.dtype), tensors, "param")
+
+    def buffer_of(self, param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """A new buffer that keeps float32 values of a parameter."""
+        buffer = torch.empty_like(values, dtype=self.dtype)
+        stored_in(self.storage(param.dtype), {self.key: buffer}, "param", values)
+        return buffer
+
+
+MASTER_FORMATS: dict[bool | str, MasterFormat] = {}
+"""What `master_weights` can say beside False, and the format that it stands for."""
+
+Format = TypeVar("Format", bound=Callable[[torch.dtype], Storage])
+
+
+def master_format(
+    choice: bool | str, *, key: str, dtypes: tuple[torch.dtype, ...], begins_as_parameter: bool = False
+) -> Callable[[Format], Format]:
+    """Enter a format under what `master_weights` says for it; arguments as for `MasterFormat`."""
+
+    def enter(storage: Format) -> Format:
+        MASTER_FORMATS[choice] = MasterFormat(choice, key, dtypes, storage, begins_as_parameter)
+        return storage
+
+    return enter

@@ -1,0 +1,43 @@
+"""One array of one dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .format import Array
+from .terms import Term, dtype_name
+
+__all__ = ["Plain"]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One array of one dtype, rounded to nearest even."""
+
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return dtype_name(self.dtype)
+
+    @property
+    def title(self) -> str:
+        return dtype_name(self.dtype)
+
+    @property
+    def precision(self) -> torch.dtype:
+        return self.dtype
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        return (Array(name, self.dtype),)
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        return elements[0].number()
+
+    def store(self, value: Term) -> tuple[Term, ...]:
+        return (value.element(self.dtype),)
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return self.dtype is compute

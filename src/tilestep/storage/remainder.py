@@ -1,0 +1,54 @@
+"""A float32 as a bfloat16 and what that lacks, in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .format import Array
+from .masters import master_format
+from .terms import Term, if_rounds_to, isnan, minimum, where
+
+__all__ = ["Remainder"]
+
+
+@master_format("remainder", key="remainder_param", dtypes=(torch.bfloat16,))
+@dataclass(frozen=True)
+class Remainder:
+    """A float32 as the bfloat16 nearest to it, and by how many units in float32's last place it is off that.
+
+    The bits of a bfloat16 are the upper half of a float32's, so the difference of the bits is what rounding has taken
+    away, from -32768 to 32768 units. Of these only 32768 does not fit 16 bits: a tie that was rounded down to even. It
+    is kept as 32767, which leaves the bfloat16 what rounding makes of the value, and the value one unit off. NaN stays
+    NaN, without its payload; everything else comes back as it was, by an addition of integers.
+
+    Where other code has written to the bfloat16, a remainder that no value with this bfloat16 has is left out. One that
+    it could have stays: half a unit in the last place of what was written at most.
+
+    Source: apex's DistributedFusedAdam has the same idea as `store_param_remainders`.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return "bfloat16 with int16 remainder"
+
+    title = "remainder"
+    precision = torch.float32
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        return (Array(name, torch.bfloat16), Array(f"remainder_{name}", torch.int16))
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        high, low = elements
+        return if_rounds_to(high, ((high.bits() << 16) + low.bits()).of_bits().named("joined"))
+
+    def store(self, value: Term) -> tuple[Term, ...]:
+        high = value.element(torch.bfloat16).named("high")
+        rest = (value.bits() - (high.bits() << 16)).named("rest")
+        return high, where(isnan(value), 0, minimum(rest, 32767)).of_bits(torch.int16).named("low")
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False

@@ -1,0 +1,122 @@
+"""What other code writes to low-precision parameters is what trains on, through `param.data` too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from twins import make_params, train
+
+import tilestep
+from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.streaming import StreamedState
+from tilestep.storage import MASTER_FORMATS
+
+SHAPES = [(5,), (4, 6), (0,), (3, 2, 3, 3), (700,)]
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "fill": lambda data: data.fill_(5.0),
+    "clamp": lambda data: data.clamp_(-0.25, 0.25),
+    "one element": lambda data: data.view(-1)[:1].fill_(-3.0),
+    "zero": lambda data: data.zero_(),
+    "nan": lambda data: data.view(-1)[:2].fill_(torch.nan),
+    "infinity": lambda data: data.view(-1)[:2].fill_(-torch.inf),
+}
+CHOICES = [(choice, dtype) for choice, format in MASTER_FORMATS.items() for dtype in format.dtypes]
+
+
+def standing(params: list[Any], optimizer: Any) -> None:
+    """A step that leaves values as they are."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+def trained(choice: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, list[Any]]:
+    params = make_params(SHAPES, dtype)
+    optimizer = tilestep.AdamW(params, lr=3e-3, weight_decay=0.0, master_weights=choice, **options)
+    train([(optimizer, params)], range(3))
+    return optimizer, params
+
+
+def exact(optimizer: Any, param: Any) -> torch.Tensor:
+    format = next(each for each in MASTER_FORMATS.values() if each.key in optimizer.state[param])
+    return format.values(param, optimizer.state[param][format.key])
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("choice", "dtype"), CHOICES)
+def test_writes_through_data_stay(choice: Any, dtype: torch.dtype, write: str) -> None:
+    optimizer, params = trained(choice, dtype)
+    kept = [exact(optimizer, param) for param in params]
+    for param in params:
+        if param.numel():
+            WRITES[write](param.data)
+    written = [param.detach().clone() for param in params]
+    standing(params, optimizer)
+    for param, before, value in zip(params, written, kept):
+        torch.testing.assert_close(param.detach(), before, rtol=0, atol=0, equal_nan=True)
+        # What nobody has written to keeps what only the master knows.
+        same = before == value.to(dtype)
+        assert torch.equal(exact(optimizer, param)[same], value[same])
+        if MASTER_FORMATS[choice].sees_writes:
+            torch.testing.assert_close(exact(optimizer, param)[~same], before[~same].float(), equal_nan=True)
+
+
+@pytest.mark.parametrize(("choice", "dtype"), CHOICES)
+def test_what_was_written_trains_on(choice: Any, dtype: torch.dtype) -> None:
+    """Within what a unit in the parameter's last place is, as a new optimizer over what was written."""
+    optimizer, params = trained(choice, dtype)
+    fresh = [torch.nn.Parameter(torch.full_like(param, 5.0)) for param in params]
+    for param in params:
+        param.data.fill_(5.0)
+    for group in optimizer.param_groups:
+        group.update(lr=1e-2, betas=(0.0, 0.999))
+    other = tilestep.AdamW(fresh, lr=1e-2, weight_decay=0.0, betas=(0.0, 0.999), master_weights=choice)
+    other.load_state_dict({**optimizer.state_dict(), "state": strip(optimizer.state_dict()["state"])})
+    train([(optimizer, params), (other, fresh)], range(3, 8))
+    for param, twin in zip(params, fresh):
+        torch.testing.assert_close(param.float(), twin.float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def strip(state: dict[int, Any]) -> dict[int, Any]:
+    """A checkpoint's state without masters."""
+    keys = {format.key for format in MASTER_FORMATS.values()}
+    return {index: {key: v for key, v in own.items() if key not in keys} for index, own in state.items()}
+
+
+@pytest.mark.parametrize(("choice", "dtype"), CHOICES)
+def test_during_backward_too(choice: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5).to(dtype)
+    optimizer = tilestep.overlap(
+        tilestep.SGD(model.parameters(), lr=0.0, master_weights=choice), model, during="backward"
+    )
+    inputs = torch.randn(3, 6, dtype=dtype)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    step()
+    model.weight.data.fill_(5.0)
+    model.bias.data.clamp_(0.0, 0.1)
+    bias = model.bias.detach().clone()
+    step()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 5.0)) and torch.equal(model.bias, bias)
+
+
+@pytest.mark.parametrize(("choice", "dtype"), CHOICES)
+def test_with_state_in_host_memory_too(choice: Any, dtype: torch.dtype) -> None:
+    params = make_params(SHAPES, dtype)
+    optimizer: Any = tilestep.AdamW(params, lr=3e-3, weight_decay=0.0, master_weights=choice)
+    optimizer = move_state(optimizer, StreamedState(torch.device("cpu"), 1, 3), "gpu", "for a test")
+    train([(optimizer, params)], range(3))
+    for param in params:
+        param.data.fill_(5.0)
+    standing(params, optimizer)
+    for param in params:
+        assert torch.equal(param, torch.full_like(param, 5.0))
