@@ -84,7 +84,6 @@ def same_storage() -> Any:
 
 PARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
     "expanded": (lambda: [expanded()], r"parameter 0 of group 0 of shape \(2, 3\) .* overlaps itself"),
-    "complex": (lambda: [torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "parameter 0 .*is complex"),
     "integer": (lambda: [torch.zeros(2, dtype=torch.int32)], "dtype torch.int32; supported are float32"),
     "sparse": (
         lambda: [torch.nn.Parameter(torch.eye(3).to_sparse())],

@@ -15,6 +15,7 @@ from twins import make_params, set_gradients, twins
 
 import tilestep
 from tilestep.errors import CaptureError, GradientError
+from tilestep.sharding.optimizer import _prepared as prepared
 
 
 def alike(make: Any, params: list[Any], steps: int = 3, rtol: float = 2e-6) -> tuple[Any, Any]:
@@ -145,6 +146,13 @@ def test_a_parameter_listed_twice_is_refused_where_it_cannot_be_updated_twice() 
     assert torch.equal(weight, before)
     with pytest.raises(CaptureError):
         optimizer.prepare_capture()
+    model = torch.nn.Module()
+    model.weight = weight
+    for during in ("backward", "forward"):
+        with pytest.raises(GradientError, match="lists a parameter twice"):
+            tilestep.overlap(optimizer, model, during=during)
+    with pytest.raises(GradientError, match="lists a parameter twice"):
+        prepared(optimizer, model, None)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [weight]})
 

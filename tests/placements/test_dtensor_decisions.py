@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -70,8 +71,44 @@ def clips_gradients() -> None:
             wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
             torch.testing.assert_close(got, wanted)
             assert_equal_on_ranks(got)
+            # As torch's is used, which is a DTensor; and as plain tensors are.
+            assert type(got) is torch.Tensor
+            assert torch.equal(got.full_tensor(), got)
+            assert torch.equal(got.to_local(), got)
+            assert f"{got:.6e}" == f"{got.item():.6e}"
             for (name, param), (_, other) in zip(net.named_parameters(), reference.named_parameters()):
                 torch.testing.assert_close(full(param.grad), other.grad, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def updates_complex_parameters() -> None:
+    """As torch's on the whole parameters, with complex DTensors as state."""
+    mesh = init_device_mesh(device(), (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, dtype=like.dtype, generator=generator).to(device())
+
+    whole = [torch.zeros(6, 3, dtype=torch.complex64), torch.zeros(5, dtype=torch.complex64), torch.zeros(3)]
+    whole = list(map(draw, whole))
+    placements: list[list[Any]] = [[Shard(0)], [Replicate()], [Shard(0)]]
+    params = [torch.nn.Parameter(distribute_tensor(each.clone(), mesh, how)) for each, how in zip(whole, placements)]
+    others = [torch.nn.Parameter(each.clone()) for each in whole]
+    mine, theirs = tilestep.AdamW(params, lr=0.1, max_grad_norm=0.5), torch.optim.AdamW(others, lr=0.1)
+    for step in range(4):
+        for param, other, how in zip(params, others, placements):
+            other.grad = draw(other)
+            param.grad = distribute_tensor(other.grad.clone(), mesh, how)
+        if step == 1:
+            norm = tilestep.total_norm([param.grad for param in params])
+            torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([other.grad for other in others]))
+        mine.step()
+        torch.nn.utils.clip_grad_norm_(others, 0.5)
+        theirs.step()
+        if step == 2:
+            mine.load_state_dict(copy.deepcopy(mine.state_dict()))
+    for param, other in zip(params, others):
+        torch.testing.assert_close(full(param), other)
+        torch.testing.assert_close(full(mine.state[param]["exp_avg"]), theirs.state[other]["exp_avg"])
 
 
 def sees_what_one_rank_has() -> None:
@@ -191,6 +228,7 @@ CHECKS = {
         norms_of_all_orders,
         norms_of_partial_sums,
         clips_gradients,
+        updates_complex_parameters,
         sees_what_one_rank_has,
         skips_on_every_rank,
         scalers_agree,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeGuard
 
 import torch
 
 from ..compat import opaque
+from ..errors import GradientError
 from ..marks import UPDATE, marked
+from ..pairs import as_real, resolved
 from ..taken import refuse_taken
-from .recipes import find_recipe
-from .sharded import sharded_norm
+from .recipes import Recipe, find_recipe
+from .sharded import as_from_torch, sharded_norm
 
 __all__ = ["clip_grad_norm_", "total_norm"]
 
@@ -31,17 +33,18 @@ def total_norm(
 
     DTensors may be of any placements and on several meshes, with plain tensors beside them. All ranks of the meshes
     call this with the same list; it takes one all-reduce. A tensor that several ranks hold counts once, as do plain
-    ones.
+    ones. Complex tensors count as pairs of reals for p = 2 and 0; for another p the norm is torch's own, of moduli.
 
     Args:
-        tensors: one tensor or any iterable of bfloat16, float16, float32 or float64 tensors, of any shapes, layouts and
-            devices, plain tensors or DTensors.
+        tensors: one tensor or any iterable of bfloat16, float16, float32, float64, complex64 or complex128 tensors, of
+            any shapes, layouts and devices, plain tensors or DTensors.
         norm_type: p: a number, `inf`, `-inf`, or 0, which counts the tensors that hold a nonzero.
         error_if_nonfinite: raise if the norm is infinite or NaN; this waits for the device.
 
     Returns:
         Scalar on the first tensor's device: float64 if any tensor is, else float32. Of no tensors, `tensor(0.)`. Of
-        DTensors too it is a plain tensor, equal on every rank.
+        DTensors too it is a plain tensor, equal on every rank; it then has the methods `full_tensor()` and `to_local()`
+        of torch's, which is a DTensor.
 
     Raises:
         RuntimeError: for a non-finite norm, if asked.
@@ -58,13 +61,16 @@ def total_norm(
     norm_type = float(norm_type)
     if not listed:
         return torch.tensor(0.0)
-    recipe = find_recipe(listed)
+    recipe, listed = _readable(listed, norm_type)
     if recipe is None:
         with torch.no_grad(), marked(UPDATE):
             sharded = sharded_norm(listed)
             if sharded is None:
                 return torch.nn.utils.get_total_norm(listed, norm_type, error_if_nonfinite)
             norm = sharded.norm(norm_type)
+            if error_if_nonfinite:
+                _require_finite(norm, norm_type)
+            return as_from_torch(norm)
     else:
         with torch.no_grad(), marked(UPDATE), recipe.lock:
             norm = recipe.norm(listed, norm_type)
@@ -91,7 +97,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is infinite or NaN, with gradients unchanged; this waits for the device.
 
     Returns:
-        The norm before scaling, a scalar on the first gradient's device.
+        The norm before scaling, a scalar on the first gradient's device, as from `total_norm`.
 
     Raises:
         RuntimeError: for a non-finite norm, if asked; for a gradient whose elements share memory.
@@ -123,7 +129,12 @@ def clip_grad_norm_(
     def positions() -> list[int]:
         return [place for place, each in enumerate(listed) if each.grad is not None]
 
-    recipe = find_recipe(gradients, positions)
+    recipe, readable = _readable(gradients, norm_type, positions)
+    if readable is not gradients:
+        for parameter in listed:
+            if parameter.grad is not None and parameter.grad.is_complex():
+                parameter.grad = resolved(parameter.grad)
+        gradients = list(map(as_real, [parameter.grad for parameter in listed if parameter.grad is not None]))
     if recipe is None:
         with torch.no_grad(), marked(UPDATE):
             sharded = sharded_norm(gradients, positions)
@@ -133,13 +144,30 @@ def clip_grad_norm_(
             if error_if_nonfinite:
                 _require_finite(norm, norm_type)
             sharded.scale(norm, max_norm if _on_device(max_norm) else float(max_norm))
-        return norm
+            return as_from_torch(norm)
     with torch.no_grad(), marked(UPDATE), recipe.lock:
         norm = recipe.norm(gradients, norm_type)
         if error_if_nonfinite:
             _require_finite(norm, norm_type)
         recipe.scale(gradients, norm, max_norm if _on_device(max_norm) else float(max_norm))
     return norm
+
+
+def _readable(
+    tensors: list[torch.Tensor], norm_type: float, positions: Callable[[], Sequence[int]] | None = None
+) -> tuple[Recipe | None, list[torch.Tensor]]:
+    """The recipe for tensors, and what it reads: of complex ones, the pairs of reals where these have the same norm."""
+    try:
+        return find_recipe(tensors, positions), tensors
+    except GradientError:
+        # Only now, as no other list should pay for the question.
+        if not any(tensor.is_complex() for tensor in tensors):
+            raise
+    tensors = list(map(resolved, tensors))
+    if norm_type not in (0.0, 2.0):
+        return None, tensors
+    tensors = list(map(as_real, tensors))
+    return find_recipe(tensors, positions), tensors
 
 
 _opaque_norm, _opaque_clip = opaque(total_norm), opaque(clip_grad_norm_)

@@ -11,12 +11,13 @@ import torch
 
 from ..compat import layouts, local_parts
 from ..errors import GradientError
+from ..pairs import as_real
 from ..placements import Agreement, is_distributed
 from ..placements.local import local_part, ready
 from .orders import Order, combine, order_of
 from .recipes import Recipe, find_recipe
 
-__all__ = ["ShardedNorm", "sharded_norm"]
+__all__ = ["ShardedNorm", "as_from_torch", "sharded_norm"]
 
 Positions = Callable[[], Sequence[int]]
 
@@ -57,14 +58,14 @@ class ShardedNorm:
     def __init__(self, tensors: Sequence[torch.Tensor], shares: Shares, positions: Positions | None) -> None:
         self._tensors = tensors
         self._agreement = shares.agreement
-        self._local = list(map(ready, local_parts(tensors)))
+        self._local = [as_real(ready(part)) for part in local_parts(tensors)]
         self._recipe = _recipe(self._local, positions)
         if not shares.partial and len(shares.places) == 1:
             self._parts = [(share, self._local, self._recipe) for share in shares.places]
             return
         parts = list(self._local)
         for place in shares.partial:
-            parts[place] = local_part(_summed(tensors[place]))
+            parts[place] = as_real(local_part(_summed(tensors[place])))
         self._parts = []
         for share, places in shares.places.items():
             own = [parts[place] for place in places]
@@ -73,6 +74,8 @@ class ShardedNorm:
     def norm(self, norm_type: float) -> torch.Tensor:
         """The p-norm: a scalar on the first tensor's device, equal on all ranks."""
         order = order_of(norm_type)
+        if order not in (Order.SQUARES, Order.NONZERO) and any(tensor.is_complex() for tensor in self._tensors):
+            raise GradientError(f"a norm of order {norm_type} of complex DTensors is not supported; order 2 is")
         if order is Order.NONZERO:
             total = self._nonzero()
         else:
@@ -108,6 +111,16 @@ class ShardedNorm:
         with self._recipe.lock:
             self._recipe.scale(self._local, norm, max_norm)
         torch.autograd.graph.increment_version([tensor for tensor in self._tensors if is_distributed(tensor)])
+
+
+def as_from_torch(norm: torch.Tensor) -> torch.Tensor:
+    """A norm of DTensors with the methods that torch's has, which is a DTensor: `full_tensor` and `to_local`.
+
+    It stays a plain tensor, since a DTensor is not formatted, mixed with plain tensors or sent by collectives.
+    """
+    # Methods of another tensor with the same memory, as its own would keep it alive in a circle.
+    norm.full_tensor = norm.to_local = norm.detach().detach  # type: ignore[attr-defined]
+    return norm
 
 
 def name_of(place: int, positions: Positions | None) -> str:

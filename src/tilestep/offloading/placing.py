@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import OffloadError
+from ..pairs import REAL_INSTEAD
 from ..placements.local import local_part
 
 __all__ = ["check_device", "part_of"]
@@ -25,8 +26,10 @@ def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
         device: where the others are.
 
     Raises:
-        OffloadError: naming the parameter and both devices.
+        OffloadError: naming the parameter and both devices; or for a complex parameter.
     """
+    if param.is_complex():
+        raise OffloadError(f"{label} is complex, and offload() moves real arrays: {REAL_INSTEAD}")
     found = part_of(param).device
     if found != device:
         raise OffloadError(

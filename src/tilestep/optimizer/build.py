@@ -15,6 +15,7 @@ from ..codegen.spec import KernelSpec
 from ..engine import DeviceEngine, Entry, grad_dtype, kernel_spec
 from ..errors import MatrixError
 from ..graph import Graph
+from ..pairs import ComplexMembers, as_complex, as_real, real_shape
 from ..placements import (
     Agreement,
     Exchanges,
@@ -31,7 +32,7 @@ from ..rules import Rule
 from .hyperparameters import OWN_KEYS
 from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
-from .parameters import check_parameter, further_rounds, labelled
+from .parameters import check_pairs, check_parameter, further_rounds, labelled
 from .parts import build_engines
 from .specs import graph_of
 from .states import Later, begin_missing, compute_dtype, initial_state, storages
@@ -86,13 +87,16 @@ class _Plans:
     ) -> tuple[Graph, KernelSpec]:
         """The graph and the kernels of a parameter, of which a part is here."""
         like = _as_a_whole(self._optimizer, param)
-        kind = (group_index, like.dim(), param.dtype, grad_dtype(param), part.device.type)
-        alike = (*kind, like.shape) if kind in self._by_shape else kind
+        shape = real_shape(like)
+        kind = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
+        alike = (*kind, shape) if kind in self._by_shape else kind
         if alike not in self._known:
-            graph = _graph_of(label, self._optimizer.rule_of(group), group, like)
+            rule = self._optimizer.rule_of(group)
+            traced = _graph_of_pairs if param.is_complex() else _graph_of
+            graph = traced(label, rule, group, shape)
             if graph.branches_on_sizes:
                 self._by_shape.add(kind)
-                alike = (*kind, like.shape)
+                alike = (*kind, shape)
             spec = kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
             self._known[alike] = graph, spec
         return self._known[alike]
@@ -138,7 +142,18 @@ def build_tables(optimizer: Optimizer) -> Tables:
             for engine, params in zip(engines, tables.members)
         ]
         tables.shared_sums = [SharedSums(agreement, engine.segments) for engine in engines]
+    tables.complex_members = _complex_members(tables)
     return tables
+
+
+def _complex_members(tables: Tables) -> list[ComplexMembers]:
+    """For each engine its complex parameters; nothing where there are none."""
+    if not any(param.is_complex() for params in tables.members for param in params):
+        return []
+    return [
+        ComplexMembers([entry.label for entry in engine.entries], params, engine.params)
+        for engine, params in zip(tables.engines, tables.members)
+    ]
 
 
 def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torch.Tensor]]:
@@ -154,8 +169,9 @@ def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torc
         if _is_dormant(param, optimizer.state):
             dormant.append(param)
             continue
-        part = optimizer._home.part(param, checked_part(label, param))
-        check_parameter(part, label)
+        whole = checked_part(label, param)
+        check_parameter(whole, label)
+        part = optimizer._home.part(param, as_real(whole))
         check_master(label, part.dtype, group)
         rule = optimizer.rule_of(group)
         graph, spec = plans.of(label, group_index, group, param, part)
@@ -164,6 +180,8 @@ def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torc
         apart = {*graph.scalar_states, *graph.matrix_states}
         buffers, before = {*MASTER_KEYS, *rule.state_names} - apart, optimizer.state.get(param, {})
         known = local_state(label, before, param, buffers, graph.slice_states, graph.matrix_states)
+        if param.is_complex():
+            known = {name: as_real(value) if name in buffers else value for name, value in known.items()}
         state = initial_state(label, part, group, graph, rule, known, later, optimizer._home, param.shape)
         planned.append(_Planned(label, group_index, param, graph, spec, state, exchange))
     return planned, dormant
@@ -196,7 +214,7 @@ def _engines(
 
 def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     """What an engine is told of a parameter."""
-    part = optimizer._home.part(one.param, local_part(one.param))
+    part = optimizer._home.part(one.param, as_real(local_part(one.param)))
     scratch = one.spec.program.library.scratch
     own = [array.name for array in one.spec.arrays if array.name not in scratch]
     arrays = {name: part if name == "param" else one.state[name] for name in own}
@@ -209,13 +227,14 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
 
 
 def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> dict[str, Any]:
-    """A parameter's state as users see it: buffers of a DTensor are DTensors, numbers are plain tensors."""
-    if not is_distributed(param):
+    """A parameter's state as users see it: DTensors and complex buffers as the parameter; numbers are plain tensors."""
+    if not is_distributed(param) and not param.is_complex():
         return state
     buffers = {*MASTER_KEYS, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
     overs = graph.slice_states
     return {
-        name: distribute(value, param, overs.get(name)) if name in buffers else value for name, value in state.items()
+        name: distribute(as_complex(value, param), param, overs.get(name)) if name in buffers else value
+        for name, value in state.items()
     }
 
 
@@ -225,21 +244,31 @@ def _as_a_whole(optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
     return param if whole is None else whole
 
 
-def _graph_of(label: str, rule: Rule, group: dict[str, Any], param: torch.Tensor) -> Graph:
+def _graph_of(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size) -> Graph:
     try:
-        return graph_of(rule, group, param.shape)
+        return graph_of(rule, group, shape)
     except MatrixError as error:
         raise MatrixError(
-            f"{label} of shape {tuple(param.shape)} is not a matrix, and {rule.name} works on matrices only; give it "
-            f"to another rule, in a param group of its own: {_makes_groups(rule, param)} makes such groups"
+            f"{label} of shape {tuple(shape)} is not a matrix, and {rule.name} works on matrices only; give it "
+            f"to another rule, in a param group of its own: {_makes_groups(rule, len(shape))} makes such groups"
         ) from error
 
 
-def _makes_groups(rule: Rule, param: torch.Tensor) -> str:
+def _graph_of_pairs(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size) -> Graph:
+    try:
+        graph = graph_of(rule, group, shape)
+    except MatrixError:
+        check_pairs(label, rule, None)
+        raise
+    check_pairs(label, rule, graph)
+    return graph
+
+
+def _makes_groups(rule: Rule, dim: int) -> str:
     """What sorts out the parameters that a rule for matrices does not take, such as this one."""
     if rule.others is not None:
         return "tilestep.muon_groups(model" + (")" if rule.name == "Muon" else ', muon={"rule": ...})')
-    dims = "> 2" if param.dim() > 2 else "!= 2"
+    dims = "> 2" if dim > 2 else "!= 2"
     return f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import StateError
+from ..pairs import as_real
 from ..placements.local import copy_into, distribute, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
@@ -267,7 +268,7 @@ def _fill(
         elif isinstance(mine, torch.Tensor) and value is not None:
             mine.fill_(float(value))
         elif name in starts:
-            restart(local_part(mine), starts[name], local_part(param), group)
+            restart(as_real(local_part(mine)), starts[name], as_real(local_part(param)), group)
         elif value is not None:
             state[name] = value
     # torch's SGD counts no steps; its buffer is there from the first one on.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..pairs import as_real
 from ..placements import distribute, local_state
 from ..placements.local import copy_into, local_part
 from .masters import MASTER_KEYS, exact_values
@@ -45,19 +46,21 @@ def _hold_averages(optimizer: Optimizer) -> None:
         rule, state = optimizer.rule_of(group), optimizer.state.get(param)
         if rule.evaluation is None or not state or TRAINING in state:
             continue
-        compute, part = compute_dtype(param), local_part(param)
+        whole = local_part(param)
+        part = as_real(whole)
+        compute = compute_dtype(part)
         squares = {name for name, start in rule.states.items() if start.shape in ("left", "right")}
         names = {*MASTER_KEYS, *rule.state_names} - squares
         own = local_state(label, state, param, names, slice_overs(rule, param), squares)
         buffers = {
-            name: own[name].to(part.device, compute)
+            name: as_real(own[name]).to(part.device, compute)
             for name in rule.state_names
             if isinstance(own.get(name), torch.Tensor)
         }
         training = exact_values(part, own).to(part.device, compute)
         numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}
         average = rule.evaluated(training, buffers, numbers)
-        state[TRAINING] = distribute(part.detach().clone(), param)
+        state[TRAINING] = distribute(whole.detach().clone(), param)
         part.copy_(average)
         torch.autograd.graph.increment_version(param)
 

@@ -136,6 +136,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
     tables.engines[0].require_kernels(alone=alone)
     require(tables.agreement is None, BY_RANKS)
     require(not tables.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
+    require(not tables.complex_members, "it has complex parameters, whose views a graph does not follow")
     try:
         tables.prepare()
     except Stale:
@@ -170,6 +171,7 @@ def step_in_capture(optimizer: Optimizer) -> None:
     )
     require(tables.agreement is None, BY_RANKS)
     require(not tables.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
+    require(not tables.complex_members, "it has complex parameters, whose views a graph does not follow")
     engine, gradients = tables.engines[0], tables.gradients()
     seen = engine.check_capture(gradients[0])
     require(tables.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")

@@ -10,13 +10,23 @@ import torch
 
 from ..engine import check_no_overlap
 from ..errors import GradientError
+from ..graph import Graph
+from ..rules import Rule
 
-__all__ = ["LISTED_TWICE", "check_parameter", "further_rounds", "labelled", "param_states"]
+__all__ = [
+    "LISTED_TWICE",
+    "check_pairs",
+    "check_parameter",
+    "further_rounds",
+    "labelled",
+    "param_states",
+    "require_listed_once",
+]
 
 LISTED_TWICE = "a param group lists a parameter twice"
 """What messages say where each parameter must be there once."""
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
 def check_parameter(param: torch.Tensor, label: str) -> None:
@@ -27,16 +37,37 @@ def check_parameter(param: torch.Tensor, label: str) -> None:
         label: how messages call it.
 
     Raises:
-        GradientError: sparse, complex, of an unsupported dtype, or overlapping itself.
+        GradientError: sparse, of an unsupported dtype, or overlapping itself.
     """
+    if param.is_conj() or param.is_neg():
+        raise GradientError(f"{label} is conjugated or negated lazily; make it a tensor of its own with .clone()")
     if param.layout is not torch.strided:
         raise GradientError(f"{label} is {param.layout}; only dense parameters are supported")
-    if param.is_complex():
-        raise GradientError(f"{label} is complex; give the optimizer torch.view_as_real of it instead")
     if param.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise GradientError(f"{label} has dtype {param.dtype}; supported are {names}")
     check_no_overlap(param, label)
+
+
+def check_pairs(label: str, rule: Rule, graph: Graph | None) -> None:
+    """Raise for a complex parameter whose rule looks at its shape: kernels see pairs of reals.
+
+    Args:
+        label: how messages call the parameter.
+        rule: its rule.
+        graph: the rule traced for the pairs; None if it cannot be, as it takes matrices.
+
+    Raises:
+        GradientError: naming the parameter and the rule.
+    """
+    if graph is not None:
+        by_shape = graph.matrix_states or graph.reads_shape or graph.branches_on_sizes
+        if not by_shape and all(value.over is None for value in graph.values()):
+            return
+    raise GradientError(
+        f"{label} is complex: {rule.name} does not support complex parameters, which are updated as pairs of reals; "
+        "give it to a rule that looks at no rows, columns or shapes, in a param group of its own"
+    )
 
 
 def labelled(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict[str, Any], torch.Tensor]]:
@@ -63,6 +94,20 @@ def further_rounds(optimizer: torch.optim.Optimizer) -> tuple[frozenset[int], ..
     counts = Counter(ids)
     rounds = range(1, max(counts.values()))
     return tuple(frozenset(one for one, count in counts.items() if count > before) for before in rounds)
+
+
+def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise for a parameter that a group lists several times, where each is updated once.
+
+    Args:
+        caller: what messages call the function that updates each once.
+        optimizer: the optimizer.
+
+    Raises:
+        GradientError: naming what to do.
+    """
+    if further_rounds(optimizer):
+        raise GradientError(f"{LISTED_TWICE}, which torch updates twice, and {caller} once: list it once")
 
 
 def param_states(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:

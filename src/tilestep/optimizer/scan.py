@@ -48,6 +48,7 @@ class Scan:
         if (
             module is None
             or tables.further_rounds
+            or tables.complex_members
             or tables.home.looks_at_gradients
             or not all(e.can_scan for e in tables.engines)
         ):

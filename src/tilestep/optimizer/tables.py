@@ -12,6 +12,7 @@ import torch
 
 from ..compat import local_parts
 from ..engine import DeviceEngine, Stale, run_passes
+from ..pairs import ComplexMembers
 from ..placements import Agreement, LocalGradients, SharedSums
 from .homes import StateHome
 from .masters import Masters
@@ -43,6 +44,7 @@ class Tables:
         places: for each part, see `Optimizer._part_of`, the places of its engines.
         home: where the state lives.
         further_rounds: see `parameters.further_rounds`.
+        complex_members: for each engine its complex parameters, if there are any.
     """
 
     engines: list[DeviceEngine]
@@ -60,6 +62,7 @@ class Tables:
     places: dict[Any, list[int]] = field(default_factory=dict)
     home: StateHome = field(default_factory=StateHome)
     further_rounds: tuple[frozenset[int], ...] = ()
+    complex_members: Sequence[ComplexMembers] = ()
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
@@ -109,14 +112,18 @@ class Tables:
             and _same(params, self.params)
             and not any(param.grad is not None for param in self.dormant)
             and (self.agreement is None or self._same_parts())
+            and all(members.lie_as_before() for members in self.complex_members)
         )
 
     def _same_parts(self) -> bool:
         """Whether DTensors still have the local parts that the tables describe; a model that is moved gets others."""
-        return all(
-            _same(list(map(self.home.part, params, local_parts(params))), engine.params)
-            for params, engine in zip(self.members, self.engines)
-        )
+        for params, engine in zip(self.members, self.engines):
+            parts = list(map(self.home.part, params, local_parts(params)))
+            if self.complex_members:
+                parts = [own if part.is_complex() else part for part, own in zip(parts, engine.params)]
+            if not _same(parts, engine.params):
+                return False
+        return True
 
     def same_groups(self, optimizer: torch.optim.Optimizer) -> bool:
         """What of `fit` can be seen without looking at every parameter."""
@@ -138,7 +145,9 @@ class Tables:
             find: gives a parameter's gradient, or None.
         """
         gradients = list(map(find, self.members[place]))
-        return gradients if self.agreement is None else self.local_gradients[place].parts(gradients)
+        if self.agreement is not None:
+            gradients = self.local_gradients[place].parts(gradients)
+        return self.complex_members[place].real_gradients(gradients) if self.complex_members else gradients
 
     def start(self, *, norm: bool) -> list[list[torch.Tensor | None]]:
         """Look at the gradients first, so that their norm runs on a GPU while the host checks everything else.

@@ -16,8 +16,9 @@ from ..engine import DeviceEngine
 from ..engine.capturing import is_capturing
 from ..errors import CaptureError
 from ..optimizer import Optimizer
+from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.decide import decide, needs_norm
-from ..optimizer.parameters import labelled
+from ..optimizer.parameters import labelled, require_listed_once
 from ..optimizer.tables import Tables
 from ..placements.local import ready
 from .choice import OverlapReport, Trial, device_clock
@@ -305,7 +306,9 @@ class OverlappedOptimizer(Optimizer):
         if self._round.has_updated:
             raise RuntimeError("backward has updated parameters already: call step() before add_param_group()")
         self.synchronize()
-        super().add_param_group(param_group)
+        with unchanged_on_error(self):
+            super().add_param_group(param_group)
+            require_listed_once("overlap()", self)
         self._round.watch(self._elsewhere)
 
     def eval(self) -> None:

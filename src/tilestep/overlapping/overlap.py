@@ -11,7 +11,7 @@ from ..combinations import kind_of, refusal, split_kind
 from ..compat import uncompiled
 from ..optimizer import Optimizer
 from ..optimizer.extended import extended_class
-from ..optimizer.parameters import labelled
+from ..optimizer.parameters import labelled, require_listed_once
 from .data_parallel import CommHook
 from .groups import divide
 from .optimizer import OverlappedOptimizer
@@ -91,6 +91,7 @@ def overlap(
         raise ValueError('comm_hook is for during="backward": else register it with DistributedDataParallel itself')
     if not bucket_cap_mb > 0:
         raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
+    require_listed_once("overlap()", optimizer)
     model = uncompiled(model)
     _check_model(optimizer, model)
     device = _only_device(optimizer)

@@ -20,6 +20,8 @@ from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
 from ..optimizer.homes import deferred_state
 from ..optimizer.making import made_for
+from ..optimizer.parameters import labelled, require_listed_once
+from ..pairs import REAL_INSTEAD
 from .agree import apart_from_others, check_together, plain_module, tried_together
 from .buckets import Options
 from .checkpoint import begun_state, full_state_dict, load_into_pieces, sharded_states, steps_behind
@@ -134,6 +136,10 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
     reason = refusal("shard", made.attached)
     if reason:
         raise ValueError(reason)
+    require_listed_once("shard()", made)
+    for label, _, _, param in labelled(made):
+        if param.is_complex():
+            raise GradientError(f"{label} is complex, and shard() splits real arrays: {REAL_INSTEAD}")
     device = next((param.device for group in made.param_groups for param in group["params"]), torch.device("cpu"))
     if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")
@@ -333,6 +339,7 @@ class ShardedOptimizer(Optimizer):
         try:
             with deferred_state():
                 super().add_param_group(param_group)
+            require_listed_once("shard()", self)
         except (TypeError, ValueError, RuntimeError) as error:
             return error
         return None
