@@ -13,7 +13,7 @@ from ..errors import RuleError
 from ..rules import Rule, registry
 from ..rules.protocol import at_step
 from ..rules.scalars import as_python
-from .masters import check_choice
+from .masters import MASTER_KEYS, check_choice
 
 __all__ = ["GROUP_OPTIONS", "OWN_KEYS", "about_group", "check_group", "current_value", "find_rule", "without_defaults"]
 
@@ -62,6 +62,9 @@ def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
         return known.get(rule) or registry[rule]
     if not isinstance(rule, Rule):
         raise RuleError(f"{rule!r} is not a rule: give a function made by @tilestep.rule, or the name of a rule")
+    taken = MASTER_KEYS.intersection(rule.states)
+    if taken:
+        raise RuleError(f"rule {rule.name}: the state {min(taken)!r} needs another name: masters are kept under that one")
     if known.get(rule.name, rule) is not rule:
         raise ValueError(
             f"two different rules of one optimizer are called {rule.name}; call one otherwise: @tilestep.rule(name=...)"

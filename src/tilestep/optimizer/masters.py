@@ -34,7 +34,7 @@ MasterWeights = bool | str
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
 
 MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())
-"""State keys of the buffers that keep parameters in float32."""
+"""State keys of the buffers that keep parameters more precisely."""
 
 
 def start_of(kind: MasterFormat) -> State:
@@ -49,9 +49,9 @@ def check_choice(choice: Any) -> None:
         ValueError: naming the values it can have.
 
     Example:
-        >>> check_choice("remainders")
+        >>> check_choice("remainders")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: Invalid master_weights: 'remainders'; it must be False, True or 'remainder'
+        ValueError: Invalid master_weights: 'remainders'; it must be False, True, ...
     """
     if not isinstance(choice, (bool, str)) or choice not in _CHOICES:
         *others, last = map(repr, _CHOICES)

@@ -1,0 +1,16 @@
+"""Run by test_formats.py under TRITON_INTERPRET=1: the rows of storage formats, by Triton kernels on CPU tensors."""
+
+from __future__ import annotations
+
+import warnings
+
+from format_rows import ROWS, RULES, backend, check_kept, check_training
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    with backend("triton"):
+        for row in ROWS.values():
+            check_kept(row, few=True)
+            for rule in RULES:
+                check_training(row, rule)
+    print("all rows")
