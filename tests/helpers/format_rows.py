@@ -31,6 +31,7 @@ class Row:
 ROWS = {
     "float32 master": Row(True, 0.0),
     "remainder": Row("remainder", 2.0**-23),
+    "compensation": Row("kahan", 2.0**-16),
 }
 
 RULES: dict[str, dict[str, Any]] = {"AdamW": {"lr": 3e-3}, "Lion": {"lr": 3e-4}, "LAMB": {"lr": 3e-3}}

@@ -1,0 +1,54 @@
+"""A bfloat16 with what rounding took away, in another bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .format import Array
+from .masters import master_format
+from .terms import Term, if_rounds_to, where
+
+__all__ = ["Kahan"]
+
+
+@master_format("kahan", key="compensation_param", dtypes=(torch.bfloat16,))
+@dataclass(frozen=True)
+class Kahan:
+    """The bfloat16 nearest to a value, and the bfloat16 nearest to their difference: 16 bits of precision or more.
+
+    Where the sum of the two would round to another bfloat16, as just below half a unit in the last place, the difference
+    is rounded toward zero. Infinity and NaN have none.
+
+    Source: Kahan summation; optimi and torchao keep parameters so.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return "bfloat16 with bfloat16 compensation"
+
+    title = "kahan"
+    precision = torch.float32
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        return (Array(name, torch.bfloat16), Array(f"compensation_{name}", torch.bfloat16))
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        high, low = elements
+        return if_rounds_to(high, (high.number() + low.number()).named("total"))
+
+    def store(self, value: Term) -> tuple[Term, ...]:
+        high = value.element(torch.bfloat16).named("high")
+        rest = (value - high.number()).named("rest")
+        nearest = rest.element(torch.bfloat16).named("nearest")
+        total = (high.number() + nearest.number()).element(torch.bfloat16)
+        shorter = rest.bits() >> 16
+        chosen = where(total.bits().same(high.bits()), nearest.bits(), shorter)
+        is_finite = (rest - rest).same(0.0).named("is_finite")
+        return high, where(is_finite, chosen, 0).of_bits(torch.bfloat16).named("low")
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False
