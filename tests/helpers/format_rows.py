@@ -32,6 +32,7 @@ ROWS = {
     "float32 master": Row(True, 0.0),
     "remainder": Row("remainder", 2.0**-23),
     "compensation": Row("kahan", 2.0**-16),
+    "correction": Row("int8", 2.0**-15),
 }
 
 RULES: dict[str, dict[str, Any]] = {"AdamW": {"lr": 3e-3}, "Lion": {"lr": 3e-4}, "LAMB": {"lr": 3e-3}}
@@ -67,9 +68,11 @@ def numbers(few: bool) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bits, with every NaN the same."""
-    return torch.where(tensor.isnan(), torch.nan, tensor).view(
-        {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    ) if tensor.is_floating_point() else tensor
+    return (
+        torch.where(tensor.isnan(), torch.nan, tensor).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        if tensor.is_floating_point()
+        else tensor
+    )
 
 
 def check_kept(row: Row, few: bool = False) -> None:

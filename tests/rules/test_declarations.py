@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import tilestep
 from tilestep import RuleError, State, at_least
@@ -56,3 +57,9 @@ def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
         tilestep.rule(with_state, ranges={"rate": at_least(0)})
     with pytest.raises(RuleError, match="hyperparameter 'options' is a dict; it must be a number"):
         tilestep.rule(with_dict)
+
+
+def test_dtypes_that_no_kernel_keeps_are_refused_with_those_that_are_possible() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        with pytest.raises(RuleError, match=r"float8.* of a state: it can be float16, bfloat16, float32 or float64"):
+            State(dtype=dtype)

@@ -266,6 +266,15 @@ def bits_of(value):
 
 
 @triton.jit
+def to_float32(value):
+    """Elements as float32; by integers in the interpreter, whose conversion of bfloat16 loses denormals."""
+    if INTERPRETED and value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
 def to_bfloat16(value):
     """The bfloat16 nearest to a float32; by integers in the interpreter, whose conversion truncates."""
     if INTERPRETED:

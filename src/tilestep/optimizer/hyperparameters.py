@@ -64,7 +64,9 @@ def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
         raise RuleError(f"{rule!r} is not a rule: give a function made by @tilestep.rule, or the name of a rule")
     taken = MASTER_KEYS.intersection(rule.states)
     if taken:
-        raise RuleError(f"rule {rule.name}: the state {min(taken)!r} needs another name: masters are kept under that one")
+        raise RuleError(
+            f"rule {rule.name}: the state {min(taken)!r} needs another name: masters are kept under that one"
+        )
     if known.get(rule.name, rule) is not rule:
         raise ValueError(
             f"two different rules of one optimizer are called {rule.name}; call one otherwise: @tilestep.rule(name=...)"

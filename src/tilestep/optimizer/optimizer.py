@@ -64,7 +64,8 @@ class Optimizer(torch.optim.Optimizer):
             gradients themselves stay as they are. `tilestep.ZClip()` clips norms that are outliers,
             `tilestep.AdaGC()` each tensor's by its own norms before.
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
-            written in the same pass. With "remainder" the masters of bfloat16 parameters are 16 bits in the state, with
+            written in the same pass. "kahan" and "int8" keep what a bfloat16 lacks
+            in another bfloat16 and in eight bits, see "How it works". With "remainder" the masters of bfloat16 parameters are 16 bits in the state, with
             the parameters as the other half.
         skip_nonfinite: leave parameters, state and step count as they are when a gradient is not finite.
         skip_above: the same when the global 2-norm of the unscaled gradients is above this, or above a multiple of its

@@ -29,6 +29,10 @@ scalar_factory: ContextVar[Callable[[float], Any] | None] = ContextVar("scalar_f
 """How a number becomes a 0-dim value inside a rule; the tracer replaces it while it traces."""
 
 
+STATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What a buffer like the parameter can be kept in, element by element."""
+
+
 @dataclass(frozen=True)
 class State:
     """How one state buffer begins.
@@ -50,6 +54,9 @@ class State:
         check_start(self.init, self.shape)
         if self.dtype is not None and not (self.shape == "param" and self.dtype.is_floating_point):
             raise RuleError(f"dtype={self.dtype} of a state: it takes a floating point type, for shape='param' only")
+        if self.dtype is not None and self.dtype not in STATE_DTYPES:
+            *others, last = (str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
+            raise RuleError(f"dtype={self.dtype} of a state: it can be {', '.join(others)} or {last}")
 
 
 class Rule:
