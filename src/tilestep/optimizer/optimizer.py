@@ -64,9 +64,8 @@ class Optimizer(torch.optim.Optimizer):
             gradients themselves stay as they are. `tilestep.ZClip()` clips norms that are outliers,
             `tilestep.AdaGC()` each tensor's by its own norms before.
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
-            written in the same pass. "kahan" and "int8" keep what a bfloat16 lacks
-            in another bfloat16 and in eight bits, see "How it works". With "remainder" the masters of bfloat16 parameters are 16 bits in the state, with
-            the parameters as the other half.
+            written in the same pass. For bfloat16 parameters there are also "remainder", the same masters in 16 bits of
+            state with the parameters as the other half; "kahan", a compensation in bfloat16; "int8", eight bits more.
         skip_nonfinite: leave parameters, state and step count as they are when a gradient is not finite.
         skip_above: the same when the global 2-norm of the unscaled gradients is above this, or above a multiple of its
             running mean: `tilestep.TimesMean(3.0)`, or so many standard deviations above the mean of the last norms and

@@ -19,8 +19,8 @@ __all__ = ["Kahan"]
 class Kahan:
     """The bfloat16 nearest to a value, and the bfloat16 nearest to their difference: 16 bits of precision or more.
 
-    Where the sum of the two would round to another bfloat16, as just below half a unit in the last place, the difference
-    is rounded toward zero. Infinity and NaN have none.
+    Where the sum of the two would round to another bfloat16, as just below half a unit in the last place, the
+    difference is rounded toward zero. Infinity and NaN have none.
 
     Source: Kahan summation; optimi and torchao keep parameters so.
     """
