@@ -164,6 +164,27 @@ def test_weights_to_evaluate() -> None:
         torch.testing.assert_close(param.detach(), start - param.grad)
 
 
+@pytest.mark.parametrize("rule", sorted(tilestep.registry))
+def test_every_rule_updates_pairs_or_refuses(rule: str) -> None:
+    param = complex_params()[1]
+    pairs = torch.nn.Parameter(torch.view_as_real(param.detach()).clone(memory_format=torch.preserve_format))
+    optimizer = tilestep.Optimizer([pairs], rule) if rule not in ("Muon", "SOAP") else None
+    try:
+        other = tilestep.Optimizer([param], rule)
+    except GradientError as error:
+        assert "does not support complex parameters" in str(error)
+        return
+    assert optimizer is not None
+    for step in range(3):
+        draw([param], step=step)
+        pairs.grad = torch.view_as_real(param.grad).clone()
+        version = param._version
+        optimizer.step()
+        other.step()
+        assert param._version > version
+    assert torch.equal(torch.view_as_real(param.detach()), pairs.detach())
+
+
 @pytest.mark.parametrize("rule", ["Adafactor", "Muon", "SOAP"])
 @pytest.mark.parametrize("shape", [(4,), (4, 6), (2, 3, 4)])
 def test_rules_that_look_at_shapes_refuse(rule: str, shape: tuple[int, ...]) -> None:

@@ -114,6 +114,17 @@ def test_parameters_of_lazy_modules_come_later() -> None:
         torch.testing.assert_close(left, right)
 
 
+def test_where_shapes_are_needed_at_once_lazy_parameters_are_named() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Embedding(4, 3))
+    with pytest.raises(ValueError, match=r"^0.weight has no shape yet, and muon_groups\(\) needs it"):
+        tilestep.muon_groups(model)
+    optimizer = tilestep.SGD(model.named_parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"\(0.weight\) has no shape yet, and overlap\(\) needs it"):
+        tilestep.overlap(optimizer, model, during="backward")
+    with pytest.raises(ValueError, match=r"\(0.weight\) has no shape yet, and shard\(\) needs it"):
+        prepared(optimizer, model, None)
+
+
 @pytest.mark.parametrize("rule", ["SGD", "Adam"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_parameter_listed_several_times_is_updated_as_often(rule: str, count: int) -> None:
@@ -253,6 +264,18 @@ def test_clipping_inside_of_a_mode(norm_type: float) -> None:
         norm = tilestep.clip_grad_norm_(params, 0.5, norm_type)
     assert norm.item() == tilestep.clip_grad_norm_(others, 0.5, norm_type).item()
     assert all(torch.equal(left.grad, right.grad) for left, right in zip(params, others, strict=True))
+
+
+def test_norms_take_the_arguments_of_torch() -> None:
+    params = make_params([(4, 6), (5,)])
+    set_gradients(params)
+    gradients = [param.grad for param in params]
+    for arguments in [(2.0, False, None), ("inf", True, True), (np.float64(1), False, False)]:
+        expected = torch.nn.utils.get_total_norm(gradients, *arguments)
+        torch.testing.assert_close(tilestep.total_norm(gradients, *arguments), expected)
+        torch.testing.assert_close(tilestep.clip_grad_norm_(params, 1e9, *arguments), expected)
+    assert tilestep.clip_grad_norm_(iter(params), max_norm=np.float32(0.5), foreach=True) > 0.5
+    torch.testing.assert_close(tilestep.total_norm(gradients, foreach=False), torch.tensor(0.5))
 
 
 def test_an_optimizer_made_and_used_inside_compiled_code() -> None:

@@ -22,7 +22,10 @@ __all__ = ["clip_grad_norm_", "total_norm"]
 
 
 def total_norm(
-    tensors: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """The p-norm of tensors seen as one vector, in two launches per device.
 
@@ -40,6 +43,7 @@ def total_norm(
             any shapes, layouts and devices, plain tensors or DTensors.
         norm_type: p: a number, `inf`, `-inf`, or 0, which counts the tensors that hold a nonzero.
         error_if_nonfinite: raise if the norm is infinite or NaN; this waits for the device.
+        foreach: taken as torch takes it, and read only where the norm is torch's own.
 
     Returns:
         Scalar on the first tensor's device: float64 if any tensor is, else float32. Of no tensors, `tensor(0.)`. Of
@@ -56,7 +60,7 @@ def total_norm(
         tensor(5.)
     """
     if torch.compiler.is_dynamo_compiling():
-        return _opaque_norm(tensors, norm_type, error_if_nonfinite)
+        return _opaque_norm(tensors, norm_type, error_if_nonfinite, foreach)
     listed = [tensors] if isinstance(tensors, torch.Tensor) else _listed(tensors)
     norm_type = float(norm_type)
     if not listed:
@@ -66,7 +70,7 @@ def total_norm(
         with torch.no_grad(), marked(UPDATE):
             sharded = sharded_norm(listed)
             if sharded is None:
-                return torch.nn.utils.get_total_norm(listed, norm_type, error_if_nonfinite)
+                return torch.nn.utils.get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
             norm = sharded.norm(norm_type)
             if error_if_nonfinite:
                 _require_finite(norm, norm_type)
@@ -84,6 +88,7 @@ def clip_grad_norm_(
     max_norm: float | torch.Tensor,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Scale the gradients of parameters in place so that their norm is at most `max_norm`: three launches per device.
 
@@ -95,6 +100,7 @@ def clip_grad_norm_(
         max_norm: the largest norm allowed. A one-element tensor on the gradients' device is read there.
         norm_type: p, as for `total_norm`.
         error_if_nonfinite: raise if the norm is infinite or NaN, with gradients unchanged; this waits for the device.
+        foreach: as for `total_norm`.
 
     Returns:
         The norm before scaling, a scalar on the first gradient's device, as from `total_norm`.
@@ -113,7 +119,7 @@ def clip_grad_norm_(
         tensor([0.6000, 0.8000])
     """
     if torch.compiler.is_dynamo_compiling():
-        return _opaque_clip(parameters, max_norm, norm_type, error_if_nonfinite)
+        return _opaque_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if isinstance(parameters, torch.Tensor):
         listed = [parameters]
     else:
@@ -139,7 +145,7 @@ def clip_grad_norm_(
         with torch.no_grad(), marked(UPDATE):
             sharded = sharded_norm(gradients, positions)
             if sharded is None:
-                return torch.nn.utils.clip_grad_norm_(listed, float(max_norm), norm_type, error_if_nonfinite)
+                return torch.nn.utils.clip_grad_norm_(listed, float(max_norm), norm_type, error_if_nonfinite, foreach)
             norm = sharded.norm(norm_type)
             if error_if_nonfinite:
                 _require_finite(norm, norm_type)

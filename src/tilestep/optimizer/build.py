@@ -92,8 +92,11 @@ class _Plans:
         alike = (*kind, shape) if kind in self._by_shape else kind
         if alike not in self._known:
             rule = self._optimizer.rule_of(group)
-            traced = _graph_of_pairs if param.is_complex() else _graph_of
-            graph = traced(label, rule, group, shape)
+            graph = (
+                _graph_of_pairs(label, rule, group, shape, is_sharded=is_distributed(param))
+                if param.is_complex()
+                else _graph_of(label, rule, group, shape)
+            )
             if graph.branches_on_sizes:
                 self._by_shape.add(kind)
                 alike = (*kind, shape)
@@ -219,7 +222,9 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     own = [array.name for array in one.spec.arrays if array.name not in scratch]
     arrays = {name: part if name == "param" else one.state[name] for name in own}
     scalars = {name: one.state[name] for name in ("step", *one.graph.scalar_states)}
-    whole = optimizer._whole_of(one.param) if part is one.param else one.param
+    # The view of a complex parameter is all of it, and counts its versions.
+    is_view = one.param.is_complex() and not is_distributed(one.param)
+    whole = optimizer._whole_of(one.param) if part is one.param or is_view else one.param
     entry = Entry(one.label, part, arrays, scalars, one.group_index, whole)
     entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
     entry.exchange = one.exchange
@@ -254,13 +259,13 @@ def _graph_of(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size) 
         ) from error
 
 
-def _graph_of_pairs(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size) -> Graph:
+def _graph_of_pairs(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size, *, is_sharded: bool) -> Graph:
     try:
         graph = graph_of(rule, group, shape)
     except MatrixError:
-        check_pairs(label, rule, None)
+        check_pairs(label, rule, None, is_sharded=is_sharded)
         raise
-    check_pairs(label, rule, graph)
+    check_pairs(label, rule, graph, is_sharded=is_sharded)
     return graph
 
 

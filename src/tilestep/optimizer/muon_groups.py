@@ -10,6 +10,7 @@ import torch
 
 from ..rules import Rule
 from .hyperparameters import find_rule
+from .parameters import require_shapes
 
 __all__ = ["muon_groups"]
 
@@ -79,9 +80,12 @@ def _named(
     model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[list[tuple[str, torch.Tensor]], set[torch.Tensor]]:
     """Named parameters, and those of them that a module's structure shows to be embeddings and heads."""
+    named: list[tuple[str, torch.Tensor]] = list(
+        model.named_parameters() if isinstance(model, torch.nn.Module) else model
+    )
+    require_shapes("muon_groups()", named)
     if not isinstance(model, torch.nn.Module):
-        return list(model), set()
-    named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+        return named, set()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     ends: set[torch.Tensor] = {module.weight for module in model.modules() if isinstance(module, kinds)}
     for shape in {table.shape for table in ends}:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..engine import check_no_overlap
 from ..errors import GradientError
-from ..graph import Graph
+from ..graph import Graph, size_from_end
 from ..rules import Rule
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "labelled",
     "param_states",
     "require_listed_once",
+    "require_shapes",
 ]
 
 LISTED_TWICE = "a param group lists a parameter twice"
@@ -49,19 +51,21 @@ def check_parameter(param: torch.Tensor, label: str) -> None:
     check_no_overlap(param, label)
 
 
-def check_pairs(label: str, rule: Rule, graph: Graph | None) -> None:
+def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool) -> None:
     """Raise for a complex parameter whose rule looks at its shape: kernels see pairs of reals.
 
     Args:
         label: how messages call the parameter.
         rule: its rule.
         graph: the rule traced for the pairs; None if it cannot be, as it takes matrices.
+        is_sharded: whether the parameter is a DTensor, whose sizes are those of complex numbers.
 
     Raises:
         GradientError: naming the parameter and the rule.
     """
     if graph is not None:
-        by_shape = graph.matrix_states or graph.reads_shape or graph.branches_on_sizes
+        by_size = is_sharded and any(name == "numel" or size_from_end(name) for name in graph.hypers())
+        by_shape = by_size or graph.matrix_states or graph.reads_shape or graph.branches_on_sizes
         if not by_shape and all(value.over is None for value in graph.values()):
             return
     raise GradientError(
@@ -94,6 +98,21 @@ def further_rounds(optimizer: torch.optim.Optimizer) -> tuple[frozenset[int], ..
     counts = Counter(ids)
     rounds = range(1, max(counts.values()))
     return tuple(frozenset(one for one, count in counts.items() if count > before) for before in rounds)
+
+
+def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise for a lazy module's parameter that has no shape yet, where shapes are needed at once.
+
+    Args:
+        caller: what messages call the function that needs them.
+        params: what messages call each, and the parameter.
+
+    Raises:
+        ValueError: naming the parameter and what to do.
+    """
+    for label, param in params:
+        if is_lazy(param):
+            raise ValueError(f"{label} has no shape yet, and {caller} needs it: run the model's first forward before")
 
 
 def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:

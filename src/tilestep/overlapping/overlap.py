@@ -11,7 +11,7 @@ from ..combinations import kind_of, refusal, split_kind
 from ..compat import uncompiled
 from ..optimizer import Optimizer
 from ..optimizer.extended import extended_class
-from ..optimizer.parameters import labelled, require_listed_once
+from ..optimizer.parameters import labelled, require_listed_once, require_shapes
 from .data_parallel import CommHook
 from .groups import divide
 from .optimizer import OverlappedOptimizer
@@ -92,6 +92,7 @@ def overlap(
     if not bucket_cap_mb > 0:
         raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
     require_listed_once("overlap()", optimizer)
+    require_shapes("overlap()", ((label, param) for label, _, _, param in labelled(optimizer)))
     model = uncompiled(model)
     _check_model(optimizer, model)
     device = _only_device(optimizer)

@@ -20,7 +20,7 @@ from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
 from ..optimizer.homes import deferred_state
 from ..optimizer.making import made_for
-from ..optimizer.parameters import labelled, require_listed_once
+from ..optimizer.parameters import labelled, require_listed_once, require_shapes
 from ..pairs import REAL_INSTEAD
 from .agree import apart_from_others, check_together, plain_module, tried_together
 from .buckets import Options
@@ -137,6 +137,7 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
     if reason:
         raise ValueError(reason)
     require_listed_once("shard()", made)
+    require_shapes("shard()", ((label, param) for label, _, _, param in labelled(made)))
     for label, _, _, param in labelled(made):
         if param.is_complex():
             raise GradientError(f"{label} is complex, and shard() splits real arrays: {REAL_INSTEAD}")
