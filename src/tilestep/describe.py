@@ -210,7 +210,7 @@ def _states(rule: Rule, spec: KernelSpec, dtype: torch.dtype, master_weights: Ma
         if name in graph.matrix_states:
             found[name] = f"a matrix of {' by '.join(graph.matrix_states[name])} of the parameter"
             continue
-        kept = "float32" if name in graph.scalar_states else str(spec.storages[name])
+        kept = dtype_name(spec.scalar_dtype(name)) if name in graph.scalar_states else str(spec.storages[name])
         found[name] = f"{kept}, {shapes[rule.states[name].shape]}"
     return found
 

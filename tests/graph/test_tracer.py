@@ -391,3 +391,50 @@ def test_hyperparameters_out_of_range_are_refused(value: float) -> None:
         tilestep.Optimizer([weight], "AdamW", betas=(0.9, value))
     with pytest.raises(TypeError, match="has no hyperparameter 'momentum'"):
         tilestep.Optimizer([weight], "AdamW", momentum=0.9)
+
+
+def forgets(param: Any, grad: Any, momentum_buffer: Any, *, lr: Any = 0.1) -> None:
+    momentum_buffer.lerp_(grad, 0.1)
+    param - lr * momentum_buffer
+
+
+def collapses(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return (param - lr * grad).mean()
+
+
+def test_a_rule_that_forgets_to_return_is_refused_by_itself_and_inside_another() -> None:
+    with pytest.raises(
+        RuleError, match=r"forgets\(\) returns nothing and does not change param, so nothing would train"
+    ):
+        traced(forgets)
+    composed = tilestep.cautious(tilestep.rule(forgets))
+    with pytest.raises(RuleError, match="returns nothing and does not change param"):
+        trace(composed, composed.hyperparameters, 1)
+
+
+def test_one_number_for_the_parameter_is_refused_but_where_it_is_one() -> None:
+    for dims in (1, 2):
+        with pytest.raises(RuleError, match="collapses returns one number for param") as caught:
+            traced(collapses, dims)
+        assert line_of(collapses, "mean()") in str(caught.value)
+    single, vector = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.ones(3))
+    optimizer = tilestep.Optimizer([single], tilestep.rule(collapses))
+    single.grad = torch.tensor(0.5)
+    optimizer.step()
+    assert single.item() == pytest.approx(0.95)
+    with pytest.raises(RuleError, match="one number for param"):
+        optimizer.add_param_group({"params": [vector]})
+
+
+def drops_out(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * torch.nn.functional.dropout(grad, 0.1)
+
+
+def makes_noise(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * (grad + torch.empty_like(grad).normal_())
+
+
+@pytest.mark.parametrize(("function", "name"), [(drops_out, "dropout"), (makes_noise, "normal_")])
+def test_random_numbers_are_named_as_such(function: Callable[..., Any], name: str) -> None:
+    with pytest.raises(RuleError, match=f"{name} draws random numbers; random numbers are refused"):
+        traced(function)

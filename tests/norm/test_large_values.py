@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tilestep import total_norm
+from tilestep import clip_grad_norm_, total_norm
 from tilestep.norm.cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from tilestep.norm.tiles import cut
 
@@ -54,3 +54,20 @@ def test_what_is_not_finite_stays_so_beside_large_values(bad: float, dtype: torc
         spoiled = [tensors[0].clone(), tensors[1]]
         spoiled[0][place] = bad
         assert squares(spoiled, eager=eager) == pytest.approx(abs(bad), nan_ok=True)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_norm_above_the_range_of_float32_is_infinite_there_as_in_torch(eager: bool) -> None:
+    tensors = [torch.full((4,), 3e38), torch.ones(7)]
+    sizes = [each.numel() for each in tensors], [each.dtype for each in tensors]
+    table: CpuNorm | EagerNorm = EagerNorm(cut(*sizes, 16384)) if eager else cpu_norm(*sizes)
+    out = torch.empty(1)
+    table.norm(torch.tensor([each.data_ptr() for each in tensors]), out, 2.0, True)
+    assert out.item() == math.inf
+    assert total_norm(tensors).item() == torch.nn.utils.get_total_norm(tensors).item() == math.inf
+    with pytest.raises(RuntimeError, match="non-finite"):
+        total_norm(tensors, error_if_nonfinite=True)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = tensors[0].clone()
+    assert clip_grad_norm_([weight], 1.0).item() == math.inf
+    assert weight.grad.tolist() == [0.0] * 4

@@ -63,3 +63,48 @@ def test_dtypes_that_no_kernel_keeps_are_refused_with_those_that_are_possible() 
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         with pytest.raises(RuleError, match=r"float8.* of a state: it can be float16, bfloat16, float32 or float64"):
             State(dtype=dtype)
+
+
+def test_one_number_a_tensor_is_as_wide_as_what_is_computed_in() -> None:
+    """float64 beside float64 parameters, float32 where the rule says so; a float32 checkpoint still loads."""
+
+    def averaged(param: Any, grad: Any, norm: Any, rounded: Any, *, lr: Any = 0.1) -> Any:
+        norm = norm.lerp(grad.norm(), 0.1)
+        return param - lr * grad / norm, norm, norm * 1.0
+
+    rule = tilestep.rule(
+        averaged, states={"norm": State(0.1, "scalar"), "rounded": State(shape="scalar", dtype=torch.float32)}
+    )
+    for dtype, kept in (
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ):
+        param = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+        optimizer = tilestep.Optimizer([param], rule)
+        for turn in range(3):
+            param.grad = torch.full_like(param, 0.3 + turn)
+            optimizer.step()
+        state = optimizer.state[param]
+        assert (state["norm"].dtype, state["rounded"].dtype, state["step"].dtype) == (
+            kept,
+            torch.float32,
+            torch.float32,
+        )
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = tilestep.Optimizer([param], rule)
+    exact = 0.1
+    for turn in range(3):
+        param.grad = torch.full_like(param, 0.3 + turn)
+        exact += 0.1 * (3**0.5 * (0.3 + turn) - exact)
+        optimizer.step()
+    assert optimizer.state[param]["norm"].item() == pytest.approx(exact, rel=1e-14)
+    old = optimizer.state_dict()
+    old["state"][0]["norm"] = old["state"][0]["norm"].float()
+    optimizer.load_state_dict(old)
+    assert optimizer.state[param]["norm"].dtype is torch.float64
+    assert optimizer.state[param]["norm"].item() == pytest.approx(exact, rel=1e-7)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RuleError, match="takes float32 or float64"):
+        State(shape="scalar", dtype=torch.bfloat16)

@@ -72,7 +72,7 @@ def expected(
     buffers: list[torch.Tensor | None] = [before.param.to(dtype), before.grad.to(dtype)]
     for name in rule.state_names:
         known = before.states.get(name)
-        wide = torch.float64 if known is not None and known.dim() == 0 else dtype
+        wide = torch.float64 if rule.states[name].shape == "scalar" else dtype
         buffers.append(None if known is None else known.to(wide, copy=True))
     kept = precision_of.set(lambda _: torch.finfo(before.param.dtype).eps)
     try:

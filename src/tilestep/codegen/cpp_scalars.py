@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..graph import ScalarPass, Value, scalar_needs, size_from_end
 from .cpp_names import CppNames
-from .cpp_text import scalar_type, writer_of
+from .cpp_text import C_TYPES, scalar_type, writer_of
 from .spec import KernelSpec
+from .storage import dtype_name
 
 __all__ = ["GRADIENT_SCALE", "scalar_function"]
 
@@ -65,10 +66,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
         lines.append(f"    launch->across[t * {spec.across_count} + {slot}] = {writer[value.args[0]]};")
     if scalar_pass.is_last:
         for name, value in scalar_pass.stores.items():
-            position = spec.program.graph.scalar_states.index(name)
-            lines.append(
-                f"    if (!skip) reinterpret_cast<float*>(launch->scalar_states[{position}])[t] = {writer[value]};"
-            )
+            lines.append(f"    if (!skip) {_scalar_state(spec, name)}[t] = {writer[value]};")
         lines.append("    launch->step[t] = next_step;")
     return "\n".join([*lines, "  }", "}"])
 
@@ -94,6 +92,12 @@ def _step_of(index: str, scalar_pass: ScalarPass) -> str:
     return f"launch->step[{index}]" if scalar_pass.is_last else f"launch->step[{index}] + (skip ? 0.0 : 1.0)"
 
 
+def _scalar_state(spec: KernelSpec, name: str) -> str:
+    """The array of a state of one number for each tensor."""
+    position = spec.program.graph.scalar_states.index(name)
+    return f"reinterpret_cast<{C_TYPES[dtype_name(spec.scalar_dtype(name))]}*>(launch->scalar_states[{position}])"
+
+
 def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
     """Where a scalar pass finds a value it does not compute."""
     if id(value) in spec.program.reductions:
@@ -101,8 +105,7 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
     if id(value) in spec.program.across:
         return f"launch->totals[{spec.program.across[id(value)]}]"
     if value.operation == "load":
-        position = spec.program.graph.scalar_states.index(value.attribute)
-        return f"reinterpret_cast<const float*>(launch->scalar_states[{position}])[t]"
+        return f"{_scalar_state(spec, value.attribute)}[t]"
     if value.operation != "hyper":
         return None
     if value.attribute == "step":

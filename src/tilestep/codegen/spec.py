@@ -58,6 +58,14 @@ class KernelSpec:
         asked = {size_from_end(name) for name in hypers} - {0, 1, 2}
         return (2, 1, *sorted(asked), *((0,) if "numel" in hypers else ()))
 
+    def scalar_dtype(self, name: str) -> torch.dtype:
+        """What a state of one number for each tensor is kept in: what is computed in, unless the rule says otherwise.
+
+        Args:
+            name: the state's.
+        """
+        return self.program.graph.state_dtypes.get(name, self.compute)
+
     @property
     def machine_epsilon(self) -> float:
         """That of the type the parameter is kept in."""

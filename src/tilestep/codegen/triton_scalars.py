@@ -52,7 +52,7 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
         )
     if scalar_pass.is_last:
         for name, value in scalar_pass.stores.items():
-            stored = f"({writer[value]} + {wide}).to(tl.float32)"
+            stored = f"({writer[value]} + {wide}).to(tl.{dtype_name(spec.scalar_dtype(name))})"
             lines.append(f"    tl.store({name}_state + t, {stored}, mask=active & (skip == 0))")
         lines.append("    tl.store(step + t, next_step.to(tl.float32), mask=active)")
     return lines

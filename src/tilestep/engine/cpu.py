@@ -54,7 +54,8 @@ class CpuSegment(Segment):
         compute = np.float64 if spec.compute is torch.float64 else np.float32
         self.step = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.scalar_states = {
-            name: torch.zeros(count, dtype=torch.float32, device="cpu") for name in program.graph.scalar_states
+            name: torch.zeros(count, dtype=spec.scalar_dtype(name), device="cpu")
+            for name in program.graph.scalar_states
         }
         self.rows = np.zeros((count, max(len(program.columns), 1)), dtype=compute)
         self.sums = torch.zeros(count, max(spec.reduction_count, 1), dtype=torch.float64, device="cpu")

@@ -15,7 +15,9 @@ from .slices import Block, SliceTables
 __all__ = ["CpuSlices"]
 
 _MOST_COLUMNS = 2048
-_FEWEST_ROWS = 64
+_FEWEST_ROWS, _MOST_ROWS = 64, 256
+"""Rows of a block: the sum of a column is taken in the type computed in inside a block, in float64 over blocks."""
+
 _ELEMENTS = 1 << 16
 
 
@@ -28,11 +30,11 @@ def block_of(matrices: int, rows: int, columns: int) -> Block:
         columns: columns of each.
 
     Example:
-        >>> block_of(1, 4096, 4096), block_of(4096, 3, 3)
-        ((1, 64, 2048), (4096, 3, 3))
+        >>> block_of(1, 4096, 4096), block_of(4096, 3, 3), block_of(1, 4099, 1)
+        ((1, 64, 2048), (4096, 3, 3), (1, 256, 1))
     """
     width = max(min(columns, _MOST_COLUMNS), 1)
-    height = max(min(rows, max(_FEWEST_ROWS, _ELEMENTS // width)), 1)
+    height = max(min(rows, max(_FEWEST_ROWS, _ELEMENTS // width), _MOST_ROWS), 1)
     whole = height >= rows and width >= columns
     return (max(min(matrices, _ELEMENTS // (height * width)), 1) if whole else 1), height, width
 

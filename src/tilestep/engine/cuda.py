@@ -75,7 +75,9 @@ class CudaSegment(Segment):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.step = numbers(count, dtype=torch.float32)
-        self.scalar_states = {name: numbers(count, dtype=torch.float32) for name in program.graph.scalar_states}
+        self.scalar_states = {
+            name: numbers(count, dtype=spec.scalar_dtype(name)) for name in program.graph.scalar_states
+        }
         self.hyper = numbers(len(self.group_indices), len(spec.hypers))
         self.sums = numbers(count, max(spec.reduction_count, 1))
         self.across = numbers(count, max(spec.across_count, 1))

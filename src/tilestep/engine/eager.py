@@ -85,7 +85,9 @@ class EagerSegment(Segment):
         count = len(self.entries)
         self.step = torch.zeros(count, dtype=torch.float32, device=self.device)
         names = spec.program.graph.scalar_states
-        self.scalar_states = {name: torch.zeros(count, dtype=torch.float32, device=self.device) for name in names}
+        self.scalar_states = {
+            name: torch.zeros(count, dtype=spec.scalar_dtype(name), device=self.device) for name in names
+        }
         self.hyper: list[list[float]] = []
         self.gradients: list[torch.Tensor | None] = []
 

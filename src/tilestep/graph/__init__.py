@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .hyperparameters import ScalarCalls, flat_numbers, known_numbers
+from .hyperparameters import flat_numbers, known_numbers
 from .ir import SCALAR_LEVELS, Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join, outcome
 from .library import Library, LibraryPass
 from .operations import ACROSS, OPERATIONS, REDUCTIONS
@@ -27,7 +27,6 @@ __all__ = [
     "Over",
     "Program",
     "ScalarPass",
-    "ScalarCalls",
     "Slices",
     "TilePass",
     "Value",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,7 @@ LOWERINGS: dict[str, Lowering] = {
     **{name: _same for name in ("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous")},
     "_to_copy": _cast,
     "copy": _copy,
+    "empty_like": _filled(math.nan),  # whatever is read before it is written
     "zeros_like": _filled(0.0),
     "ones_like": _filled(1.0),
     "full_like": _filled(None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ALTERNATIVE", "nearest"]
+__all__ = ["ALTERNATIVE", "RANDOM", "nearest"]
 
 ALTERNATIVE = (
     "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
@@ -48,6 +48,15 @@ _NEAREST: dict[str, tuple[str, ...]] = {
     ),
 }
 
+RANDOM = frozenset(
+    (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "normal_"),
+        *("feature_dropout", "gumbel_softmax", "rrelu", "uniform_", "bernoulli_", "random_", "cauchy_", "log_normal_"),
+        *("exponential_", "geometric_", "poisson", "binomial", "dropout_", "rrelu_", "alpha_dropout_"),
+    )
+)
+"""Functions and methods of torch that draw random numbers, as a rule calls them."""
+
 _BY_OPERATION = {operation: text for text, operations in _NEAREST.items() for operation in operations}
 
 
@@ -64,4 +73,4 @@ def nearest(operation: str) -> str:
         True
     """
     _, _, rest = operation.rpartition("aten.")
-    return _BY_OPERATION.get(rest.split(".")[0].rstrip("_"), ALTERNATIVE)
+    return _RANDOM if operation in RANDOM else _BY_OPERATION.get(rest.split(".")[0].rstrip("_"), ALTERNATIVE)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .hyperparameters import ScalarCalls
+from ..rules.scalars import ScalarCalls
 from .ir import Level
 from .lowering import LOWERINGS
+from .nearest import RANDOM, nearest
 from .recorder import Recorder
 
 __all__ = ["Reads"]
@@ -32,6 +33,10 @@ class Reads(ScalarCalls):
         if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
             dtype = torch.bool if isinstance(args[0], bool) else torch.float64
             return self.recorder.scalar(self.recorder.build.constant(args[0]), dtype)
+        if name in RANDOM:
+            raise self.recorder.unsupported(f"{name} draws random numbers", nearest(name))
+        if name == "full_like" and len(args) == 2 and isinstance(args[1], torch.Tensor) and not args[1].dim():
+            return torch.empty_like(args[0], **(kwargs or {})).copy_(args[1])
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
             raise self.recorder.read_error(args[0])
         dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")

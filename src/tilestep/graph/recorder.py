@@ -46,6 +46,7 @@ class Recorder(TensorDispatch):
         self.reads_shape = False
         self.keep_alive: list[Any] = []
         self.refused: RuleError | None = None
+        self.idle: list[RuleError] = []
         self.memory = Memory()
         self.decomposing = ""
 

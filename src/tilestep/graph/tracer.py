@@ -11,7 +11,7 @@ import torch
 from ..compat import fake_tensors
 from ..errors import RuleError, TilestepError
 from ..rules import Rule
-from ..rules.protocol import changes, scalar_factory
+from ..rules.protocol import changes, scalar_factory, traced_by
 from ..rules.scalars import across_tensors, precision_of
 from . import matrices
 from .ir import Graph, Level, Over, Value
@@ -48,6 +48,8 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
         results = _run(recorder, rule, hyperparameters, shape)
         outputs = _outputs(recorder, rule, results, shape)
         _check_kept(recorder, rule, results, outputs)
+    if recorder.idle:
+        raise recorder.idle[0]
     graph = Graph(rule.name, outputs, list(recorder.guards.values()), equations=rule.__doc__ or "")
     graph.aten = recorder.fx_graph
     graph.dims = dims
@@ -75,6 +77,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         values["step"] = step
     token = scalar_factory.set(recorder.constant)
     across_token, precision_token = across_tensors.set(recorder.across), precision_of.set(recorder.precision)
+    tracer_token = traced_by.set(recorder)
     try:
         with Reads(recorder), recorder:
             for key, value in values.items():
@@ -91,6 +94,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         scalar_factory.reset(token)
         across_tensors.reset(across_token)
         precision_of.reset(precision_token)
+        traced_by.reset(tracer_token)
 
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
@@ -160,6 +164,13 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
         value = recorder.value_of(result)
         if value.is_bool:
             value = recorder.build.apply("number", value)
+        if name == "param" and value.level < Level.SLICE:
+            if wanted and not result.dim():
+                raise RuleError(
+                    f"{value.line or rule.where}: {rule.name} returns one number for {label}, so all its elements "
+                    f"would be equal; return a tensor of its shape, torch.full_like({label}, ...) if that is meant"
+                )
+            recorder.reads_shape |= not wanted  # a number is a whole parameter only where that has no dimensions
         if value.operation != "load" or value.attribute != name:
             value.name = value.name or f"new_{name}"
             outputs[name] = value

@@ -67,7 +67,7 @@ class CpuNorm:
             ctypes.addressof(total),
             min(self._most_threads, thread_count()),
         )
-        out.fill_(total.value)
+        _put(out, total.value)
 
     @property
     def partials(self) -> torch.Tensor:
@@ -89,7 +89,7 @@ class CpuNorm:
         with np.errstate(over="ignore", invalid="ignore"):
             total = float(np.add.accumulate(tiles)[-1]) if len(tiles) else 0.0
         # Finite tiles may not sum up to infinity.
-        out.fill_(min(total, sys.float_info.max) if np.isfinite(tiles).all() else total)
+        _put(out, min(total, sys.float_info.max) if np.isfinite(tiles).all() else total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """One call."""
@@ -100,6 +100,11 @@ class CpuNorm:
     def _tables(self, addresses: torch.Tensor) -> tuple[int, int, int, int]:
         tiles = self._tiles
         return addresses.data_ptr(), tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, tiles.count
+
+
+def _put(out: torch.Tensor, number: float) -> None:
+    """Write a number; beyond float32's range it is infinite there, where `fill_` raises."""
+    out.copy_(torch.tensor(number, dtype=torch.float64, device="cpu"))
 
 
 def clip_coefficient(norm: torch.Tensor, limit: torch.Tensor | float) -> float:
@@ -120,7 +125,7 @@ class EagerNorm:
         total = combine(torch.tensor(parts, dtype=torch.float64, device="cpu"), norm_type, root=root)
         if order_of(norm_type) is Order.SQUARES and max(parts, default=0.0) < math.inf:
             total = total.clamp(max=sys.float_info.max**0.5 if root else sys.float_info.max)
-        out.fill_(total)
+        out.copy_(total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """A product in place for each tensor."""

@@ -110,8 +110,8 @@ def initial_state(
         StateError: for a known buffer of another shape.
     """
     dtypes = dict.fromkeys(graph.states, _state_dtype(param, group))
-    dtypes.update(dict.fromkeys(graph.matrix_states, compute_dtype(param)))
-    dtypes.update(graph.state_dtypes)
+    dtypes.update(dict.fromkeys((*graph.matrix_states, *graph.scalar_states), compute_dtype(param)))
+    dtypes.update({"step": torch.float32, **graph.state_dtypes})
     starts = {"step": State(0.0, shape="scalar"), **{name: rule.states[name] for name in graph.states}}
     kind = master_kind(param.dtype, group)
     if kind is not None:
@@ -124,7 +124,7 @@ def initial_state(
     for name, start in starts.items():
         value = known.get(name)
         if start.shape == "scalar":
-            state[name] = _scalar(start, group) if value is None else _as_scalar(value)
+            state[name] = _scalar(_start(start, group) if value is None else value, dtypes[name])
         elif value is not None and _can_stay(label, name, value, start, param, dtypes[name], home, whole):
             state[name] = value
         else:
@@ -160,16 +160,10 @@ def begin_missing(later: Later, home: StateHome) -> None:
         zero_all(zeros)
 
 
-def _scalar(start: State, group: Mapping[str, Any]) -> torch.Tensor:
-    return torch.tensor(_start(start, group), dtype=torch.float32, device="cpu")
-
-
-def _as_scalar(value: Any) -> torch.Tensor:
-    return (
-        value.reshape(())
-        if isinstance(value, torch.Tensor)
-        else torch.tensor(float(value), dtype=torch.float32, device="cpu")
-    )
+def _scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.reshape(())  # the segment's array gives it its dtype and device
+    return torch.tensor(float(value), dtype=dtype, device="cpu")
 
 
 def _start(start: State, group: Mapping[str, Any]) -> float:

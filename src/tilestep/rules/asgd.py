@@ -17,7 +17,11 @@ __all__ = ["asgd"]
     options={"foreach": None, "differentiable": False, "capturable": False},
     keyword_only=("maximize",),
     by_position=("foreach", "maximize", "differentiable", "capturable"),
-    states={"eta": State(init="lr", shape="scalar"), "mu": State(init=1.0, shape="scalar")},
+    # float32 beside float64 parameters too, as torch keeps them: the rounded rate is the one that is used.
+    states={
+        "eta": State(init="lr", shape="scalar", dtype=torch.float32),
+        "mu": State(init=1.0, shape="scalar", dtype=torch.float32),
+    },
 )
 def asgd(
     param: Any,
@@ -38,7 +42,7 @@ def asgd(
 
     Equations (t is the step count from 1, eta starts at lr, mu at 1, a at 0):
         g <- g + weight_decay * p
-        p <- p * (1 - lambd * eta) - eta * g
+        p <- p - eta * (g + lambd * p)
         a <- p if mu = 1 else a + mu * (p - a)
         eta <- lr / (1 + lambd * lr * t)^alpha
         mu <- 1 / max(1, t - t0)
@@ -49,7 +53,8 @@ def asgd(
     if maximize:
         grad = -grad
     grad = grad + weight_decay * param
-    param = param * (1 - lambd * eta) - eta * grad
+    # Not as a product with 1 - lambd * eta: rounded to float32 that is off by as much at every step, and it adds up.
+    param = param - eta * (grad + lambd * param)
     ax = torch.where(mu == 1, param, ax + mu * (param - ax))
     eta = lr / (1 + lambd * lr * step) ** alpha
     mu = 1 / max(1, step - t0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .protocol import State, at_least, between, rule
 
 __all__ = ["nadam"]
@@ -20,7 +22,7 @@ __all__ = ["nadam"]
     },
     options={"foreach": None, "capturable": False, "differentiable": False},
     keyword_only=("maximize",),
-    states={"mu_product": State(init=1.0, shape="scalar")},
+    states={"mu_product": State(init=1.0, shape="scalar", dtype=torch.float32)},  # as torch keeps it
 )
 def nadam(
     param: Any,

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import RuleError
 from .declarations import check_names, check_range_names, check_start
 from .ranges import Interval, at_least, between
-from .scalars import as_python, scalar_globals
+from .scalars import ScalarCalls, as_python, scalar_globals
 
 __all__ = ["Interval", "Rule", "State", "at_least", "at_step", "between", "changes", "registry", "rule"]
 
@@ -33,6 +33,20 @@ STATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What a buffer like the parameter can be kept in, element by element."""
 
 
+class Tracer(Protocol):
+    """What a rule tells the one that traces it."""
+
+    idle: list[RuleError]
+    """For rules that have returned nothing and changed nothing."""
+
+    def value_of(self, tensor: Any) -> Any:
+        """What a tensor stands for just now."""
+
+
+traced_by: ContextVar[Tracer | None] = ContextVar("traced_by", default=None)
+"""The tracer, while it traces."""
+
+
 @dataclass(frozen=True)
 class State:
     """How one state buffer begins.
@@ -43,7 +57,8 @@ class State:
         shape: `"param"` for a buffer like the parameter; `"scalar"` for one number a parameter; `"row"` for one
             number per row (the last dimension reduced to 1); `"column"` for one per column (the last but one);
             `"left"` or `"right"` for a square matrix on that side of a matrix, for products with it.
-        dtype: what a buffer like the parameter is kept in; None for the parameter's, float32 beside masters.
+        dtype: what it is kept in. Of a buffer like the parameter, None for the parameter's, float32 beside masters; of
+            one number a parameter, float32 or float64, None for float64 beside float64 parameters and float32 else.
     """
 
     init: float | str = 0.0
@@ -52,9 +67,16 @@ class State:
 
     def __post_init__(self) -> None:
         check_start(self.init, self.shape)
-        if self.dtype is not None and not (self.shape == "param" and self.dtype.is_floating_point):
+        if self.dtype is None or (self.shape == "scalar" and self.dtype in (torch.float32, torch.float64)):
+            return
+        if self.shape == "scalar":
+            raise RuleError(
+                f"dtype={self.dtype} of a state: shape='scalar' takes float32 or float64; other floating point types "
+                "are for shape='param' only"
+            )
+        if not (self.shape == "param" and self.dtype.is_floating_point):
             raise RuleError(f"dtype={self.dtype} of a state: it takes a floating point type, for shape='param' only")
-        if self.dtype is not None and self.dtype not in STATE_DTYPES:
+        if self.dtype not in STATE_DTYPES:
             *others, last = (str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
             raise RuleError(f"dtype={self.dtype} of a state: it can be {', '.join(others)} or {last}")
 
@@ -189,7 +211,20 @@ class Rule:
             values[key] = at_step(values[key], values["step"], key)
         if "step" in values and not self.uses_step:
             del values["step"]
+        tracer = traced_by.get()
+        if tracer is None:
+            with ScalarCalls():
+                return self._returned(self._bound_function()(*buffers, **values), buffers)
+        before = tracer.value_of(buffers[0])
         result = self._bound_function()(*buffers, **values)
+        if result is None and tracer.value_of(buffers[0]) is before:
+            tracer.idle.append(
+                RuleError(
+                    f"{self.where}: {self.__name__}() returns nothing and does not change {self.param_name}, so "
+                    f"nothing would train; return the new values ({', '.join((self.param_name, *self.state_names))}), "
+                    f"or change {self.param_name} in place ({self.param_name}.sub_(...))"
+                )
+            )
         return self._returned(result, buffers)
 
     def evaluated(self, param: Any, states: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Any:

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..errors import RuleError
 
 __all__ = [
+    "ScalarCalls",
     "across_tensors",
     "as_python",
     "machine_epsilon",
@@ -197,3 +199,25 @@ def scalar_globals(function: Callable[..., Any]) -> Callable[..., Any]:
     bound = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     bound.__kwdefaults__ = function.__kwdefaults__
     return bound
+
+
+class ScalarCalls(TorchFunctionMode):
+    """Lets 0-dim float64 values stand where torch wants numbers or one dtype: `alpha=`, `value=`, and in `lerp`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "").rstrip("_")
+        factor = kwargs.get("alpha", kwargs.get("value"))
+        if isinstance(factor, torch.Tensor) and name in ("add", "sub", "addcmul", "addcdiv"):
+            kwargs.pop("alpha", None)
+            kwargs.pop("value", None)
+            args = list(args)
+            args[1] = args[1] * factor
+        if name == "lerp" and "out" not in kwargs:
+            given = [*args, *(kwargs[key] for key in ("input", "end", "weight") if key in kwargs)]
+            start, end, weight = given
+            others = [other for other in (end, weight) if isinstance(other, torch.Tensor)]
+            if any(other.dtype != start.dtype for other in others):
+                result = start + weight * (end - start)
+                return start.copy_(result) if func.__name__.endswith("_") else result
+        return func(*args, **kwargs)
