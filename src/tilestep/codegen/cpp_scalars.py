@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..graph import ScalarPass, Value, scalar_needs, size_from_end
+from ..storage import dtype_name
 from .cpp_names import CppNames
 from .cpp_text import C_TYPES, scalar_type, writer_of
 from .spec import KernelSpec
-from .storage import dtype_name
 
 __all__ = ["GRADIENT_SCALE", "scalar_function"]
 

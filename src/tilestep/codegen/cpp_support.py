@@ -62,6 +62,11 @@ def _vector_functions(of_one: Sequence[str], of_two: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+_SINCE_2_35 = (
+    *("exp2", "expm1", "log2", "log1p", "log10", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *("asinh", "acosh", "atanh", "erf", "erfc"),
+)
+
 PRELUDE = f"""
 #include <cmath>
 #include <cstdint>
@@ -74,7 +79,7 @@ PRELUDE = f"""
 extern "C" {{
 {_vector_functions(("exp", "log", "sin", "cos"), ("pow",))}
 #if __GLIBC_PREREQ(2, 35)
-{_vector_functions(("exp2", "expm1", "log2", "log1p", "tanh", "erf"), ("atan2",))}
+{_vector_functions(_SINCE_2_35, ("atan2",))}
 #endif
 }}
 #endif
@@ -220,6 +225,13 @@ template <class T> inline T minimum(T left, T right) {{ return select((left < ri
   initializer(omp_priv = INFINITY)
 // By choice, as what remains of a loop after its vectors would branch for a difference, and fuse products otherwise.
 template <class T> inline T sign_of(T value) {{ return select(value > 0, T(1), select(value < 0, T(-1), T(0))); }}
+// Not std::lgamma, which writes the sign to a variable that all threads share.
+#ifdef __GLIBC__
+inline float log_gamma(float value) {{ int sign; return lgammaf_r(value, &sign); }}
+inline double log_gamma(double value) {{ int sign; return lgamma_r(value, &sign); }}
+#else
+template <class T> inline T log_gamma(T value) {{ return std::lgamma(value); }}
+#endif
 template <class T> inline T remainder_of(T left, T right) {{
   const T rest = std::fmod(left, right);
   return (rest != 0 && ((rest < 0) != (right < 0))) ? rest + right : rest;

@@ -24,6 +24,7 @@ from .triton_text import (
 __all__ = ["POINTERS", "source"]
 
 _LONGEST_LINE = 120
+_NO_BREAK = "\0=\0"
 
 _CONSTANTS = "TILE: tl.constexpr, SPAN: tl.constexpr, UNSCALE: tl.constexpr"
 """Constants of a tile pass: elements held at once, elements of a program, whether gradients lose their scale."""
@@ -182,6 +183,12 @@ def _folded(line: str) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     if line.startswith("from ") and "(" not in line:
         line = line.replace(" import ", " import (", 1) + ")"
-    return textwrap.wrap(
+    results, equals, call = line.partition(" = ")
+    if equals and len(results) + call.find(",") > _LONGEST_LINE - 3:
+        # Too many results for the line that the call's parentheses begin in: they get their own.
+        begin = len(results) - len(results.lstrip())
+        line = f"{results[:begin]}({results[begin:]}){_NO_BREAK}{call}"
+    lines = textwrap.wrap(
         line, _LONGEST_LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, tabsize=4
     )
+    return [part.replace(_NO_BREAK, " = ") for part in lines]

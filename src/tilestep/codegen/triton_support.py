@@ -13,8 +13,10 @@ try:
 except ImportError:  # a Triton that moved it
     from triton.language.extra.cuda import libdevice
 
+from ..compat.triton import by_numpy
+
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-"""Triton's interpreter has no device library: the simple formulas below stand in for it."""
+"""Triton's interpreter has no device library: numpy's functions and the simple formulas below stand in for it."""
 
 
 @triton.jit
@@ -118,7 +120,7 @@ def exponential2(value):
 def exponential_minus1(value):
     """e to a power, less one."""
     if INTERPRETED:
-        return tl.exp(value) - 1
+        return by_numpy("expm1", value)
     else:
         return libdevice.expm1(value)
 
@@ -145,9 +147,18 @@ def logarithm2(value):
 def logarithm_plus1(value):
     """The natural logarithm of one more than the value."""
     if INTERPRETED:
-        return tl.log(1 + value)
+        return by_numpy("log1p", value)
     else:
         return libdevice.log1p(value)
+
+
+@triton.jit
+def logarithm10(value):
+    """The logarithm to base 10."""
+    if INTERPRETED:
+        return by_numpy("log10", value)
+    else:
+        return libdevice.log10(value)
 
 
 @triton.jit
@@ -169,12 +180,111 @@ def cosine(value):
 
 
 @triton.jit
+def tangent(value):
+    """The tangent."""
+    if INTERPRETED:
+        return by_numpy("tan", value)
+    else:
+        return libdevice.tan(value)
+
+
+@triton.jit
+def arc_sine(value):
+    """The angle of a sine."""
+    if INTERPRETED:
+        return by_numpy("arcsin", value)
+    else:
+        return libdevice.asin(value)
+
+
+@triton.jit
+def arc_cosine(value):
+    """The angle of a cosine."""
+    if INTERPRETED:
+        return by_numpy("arccos", value)
+    else:
+        return libdevice.acos(value)
+
+
+@triton.jit
+def arc_tangent(value):
+    """The angle of a tangent."""
+    if INTERPRETED:
+        return by_numpy("arctan", value)
+    else:
+        return libdevice.atan(value)
+
+
+@triton.jit
+def hyperbolic_sine(value):
+    """The hyperbolic sine."""
+    if INTERPRETED:
+        return by_numpy("sinh", value)
+    else:
+        return libdevice.sinh(value)
+
+
+@triton.jit
+def hyperbolic_cosine(value):
+    """The hyperbolic cosine."""
+    if INTERPRETED:
+        return by_numpy("cosh", value)
+    else:
+        return libdevice.cosh(value)
+
+
+@triton.jit
 def hyperbolic_tangent(value):
     """The hyperbolic tangent."""
     if INTERPRETED:
-        return 1 - 2 / (tl.exp(2 * value) + 1)
+        return by_numpy("tanh", value)
     else:
         return libdevice.tanh(value)
+
+
+@triton.jit
+def area_sine(value):
+    """The inverse of the hyperbolic sine."""
+    if INTERPRETED:
+        return by_numpy("arcsinh", value)
+    else:
+        return libdevice.asinh(value)
+
+
+@triton.jit
+def area_cosine(value):
+    """The inverse of the hyperbolic cosine."""
+    if INTERPRETED:
+        return by_numpy("arccosh", value)
+    else:
+        return libdevice.acosh(value)
+
+
+@triton.jit
+def area_tangent(value):
+    """The inverse of the hyperbolic tangent."""
+    if INTERPRETED:
+        return by_numpy("arctanh", value)
+    else:
+        return libdevice.atanh(value)
+
+
+@triton.jit
+def error_complement(value):
+    """One less the error function."""
+    if INTERPRETED:
+        return by_numpy("erfc", value)
+    else:
+        return libdevice.erfc(value)
+
+
+@triton.jit
+def log_gamma(value):
+    """The logarithm of the gamma function's magnitude."""
+    if INTERPRETED:
+        return by_numpy("lgamma", value)
+    else:
+        return libdevice.lgamma(value)
 
 
 @triton.jit
@@ -203,12 +313,7 @@ def power(base, exponent):
     """One value to the power of another."""
     base, exponent = alike(base, exponent)
     if INTERPRETED:
-        magnitude = tl.exp2(exponent * tl.log2(tl.abs(base)))
-        odd = exponent - 2 * tl.floor(exponent / 2) == 1
-        signed = tl.where((base < 0) & odd, -magnitude, magnitude)
-        signed = tl.where((base < 0) & (tl.floor(exponent) != exponent), float("nan"), signed)
-        signed = tl.where((base == 0) & (exponent > 0), base * 0, signed)
-        return tl.where(exponent == 0, exponent * 0 + 1, signed)
+        return by_numpy("power", base, exponent)
     else:
         return libdevice.pow(base, exponent)
 
@@ -218,7 +323,7 @@ def truncated_remainder(left, right):
     """The remainder with the sign of the dividend."""
     left, right = alike(left, right)
     if INTERPRETED:
-        return left - truncate(left / right) * right
+        return by_numpy("fmod", left, right)
     else:
         return libdevice.fmod(left, right)
 
@@ -234,7 +339,10 @@ def floored_remainder(left, right):
 def arc_tangent2(left, right):
     """The angle of a point."""
     left, right = alike(left, right)
-    return libdevice.atan2(left, right)
+    if INTERPRETED:
+        return by_numpy("arctan2", left, right)
+    else:
+        return libdevice.atan2(left, right)
 
 
 @triton.jit
@@ -242,8 +350,7 @@ def with_sign(magnitude, sign_of):
     """A magnitude with another value's sign."""
     magnitude, sign_of = alike(magnitude, sign_of)
     if INTERPRETED:
-        negative = (sign_of < 0) | ((sign_of == 0) & (1 / sign_of < 0))
-        return tl.where(negative, -tl.abs(magnitude), tl.abs(magnitude))
+        return by_numpy("copysign", magnitude, sign_of)
     else:
         return libdevice.copysign(magnitude, sign_of)
 

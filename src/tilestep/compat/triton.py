@@ -5,18 +5,46 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["compile_together", "direct_launch", "replace_triton_hash", "triton_hash"]
+__all__ = ["by_numpy", "compile_together", "direct_launch", "replace_triton_hash", "triton_hash"]
 
 _KNOWN_TRITON = ("3.6.",)
 """Versions whose compiled launcher takes the arguments that `direct_launch` gives it; others go the public way."""
+
+
+def by_numpy(name: str, *values: Any) -> Any:
+    """A function of numpy's, or of Python's `math`, on tensors of Triton's interpreter.
+
+    Args:
+        name: the function's.
+        values: tensors of one shape and dtype.
+    """
+    from triton.language import tensor
+    from triton.runtime.interpreter import TensorHandle
+
+    arrays = [value.handle.data for value in values]
+    function = getattr(np, name, None) or np.vectorize(_MATH[name], otypes=[arrays[0].dtype])
+    with np.errstate(all="ignore"):
+        result = np.asarray(function(*arrays)).astype(arrays[0].dtype)
+    return tensor(TensorHandle(result, values[0].handle.dtype), values[0].type)
+
+
+# Triton refuses to compile a function that refers to plain functions, even in a branch that is not compiled.
+by_numpy.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+_MATH = {
+    "erfc": math.erfc,
+    "lgamma": lambda number: math.inf if number <= 0 and number % 1 == 0 else math.lgamma(number),
+}
 
 
 def direct_launch(

@@ -17,49 +17,6 @@ from .segment import Entry, Segment
 
 __all__ = ["EagerSegment"]
 
-_UNARY = [
-    "neg",
-    "abs",
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log2",
-    "log1p",
-    "sin",
-    "cos",
-    "tanh",
-    "erf",
-    "sign",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-    "isnan",
-    "isinf",
-]
-_BINARY = [
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "pow",
-    "remainder",
-    "fmod",
-    "atan2",
-    "copysign",
-    "maximum",
-    "minimum",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-]
-
 
 class EagerSegment(Segment):
     """A segment that evaluates its graph with torch operations; arguments as for `Segment`."""
@@ -148,18 +105,14 @@ class EagerSegment(Segment):
             return loads[value.attribute]
         if name == "hyper":
             return torch.tensor(self._number(value.attribute, position), dtype=torch.float64, device="cpu")
-        if name in _UNARY or name in _BINARY:
-            return getattr(torch, name)(*args)
         if name in REDUCTIONS:
             reduce: Any = {"reduce_sum": torch.sum, "reduce_amax": torch.amax, "reduce_amin": torch.amin}[name]
             return reduce(args[0]) if value.over is None else reduce(args[0], dim=[*range(*value.over)], keepdim=True)
         if name in MATRIX_OPERATIONS:
             return self._matrix(value, args)
-        if name == "where":
-            return torch.where(*args)
         if name == "number":
             return args[0].to(self.spec.compute)
-        return getattr(torch, f"logical_{name}")(*args)
+        return getattr(torch, name if hasattr(torch, name) else f"logical_{name}")(*args)
 
     def _matrix(self, value: Value, args: list[Any]) -> torch.Tensor:
         operation = MATRIX_OPERATIONS[value.operation]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +76,30 @@ def _lower_rsub(build: Builder, left: Any, right: Any, alpha: Any = 1) -> Value:
 
 
 def _lower_div(build: Builder, left: Any, right: Any, rounding_mode: str | None = None) -> Value:
+    if rounding_mode == "floor":
+        return _floor_div(build, _number(build, left), _number(build, right))
     quotient = _div(build, left, right)
     return quotient if rounding_mode is None else build.apply(rounding_mode, quotient)
+
+
+def _floor_div(build: Builder, left: Value, right: Value) -> Value:
+    """As Python's `//`: of the exact quotient, which may be rounded up to a whole number otherwise."""
+    zero, one = build.constant(0.0), build.constant(1.0)
+    rest = build.apply("fmod", left, right)
+    quotient = _div(build, _sub(build, left, rest), right)
+    signs_differ = build.apply("ne", _to_number(build, "lt", right, zero), _to_number(build, "lt", rest, zero))
+    below = build.apply("and", build.apply("ne", rest, zero), signs_differ)
+    quotient = build.apply("where", below, _sub(build, quotient, one), quotient)
+    floored = build.apply("floor", quotient)
+    too_low = build.apply("gt", _sub(build, quotient, floored), build.constant(0.5))
+    floored = build.apply("where", too_low, _add(build, floored, one), floored)
+    plain = _div(build, left, right)
+    floored = build.apply("where", build.apply("eq", quotient, zero), build.apply("copysign", zero, plain), floored)
+    return build.apply("where", build.apply("eq", right, zero), plain, floored)
+
+
+def _to_number(build: Builder, comparison: str, left: Value, right: Value) -> Value:
+    return build.apply("number", build.apply(comparison, left, right))
 
 
 def _lower_pow(build: Builder, base: Any, exponent: Any) -> Value:
@@ -131,6 +153,134 @@ def _sigmoid(build: Builder, value: Any) -> Value:
     return _div(build, 1.0, _add(build, 1.0, build.apply("exp", build.apply("neg", _number(build, value)))))
 
 
+def _silu(build: Builder, value: Any) -> Value:
+    return _div(build, value, _add(build, 1.0, build.apply("exp", build.apply("neg", _number(build, value)))))
+
+
+def _hard_sigmoid(build: Builder, value: Any) -> Value:
+    return _div(build, _lower_clamp(build, _add(build, value, 3.0), 0.0, 6.0), 6.0)
+
+
+def _logit(build: Builder, value: Any, eps: Any = None) -> Value:
+    inside = _number(build, value) if eps is None else _lower_clamp(build, value, eps, 1.0 - eps)
+    return build.apply("log", _div(build, inside, _sub(build, 1.0, inside)))
+
+
+def _rounded(build: Builder, value: Any, decimals: int = 0) -> Value:
+    if not decimals:
+        return build.apply("round", _number(build, value))
+    power = float(10 ** abs(decimals))
+    up, down = (_mul, _div) if decimals > 0 else (_div, _mul)
+    return down(build, build.apply("round", up(build, value, power)), power)
+
+
+def _hypot(build: Builder, left: Any, right: Any) -> Value:
+    """By the larger of the two, so that no square overflows."""
+    left, right = (build.apply("abs", _number(build, side)) for side in (left, right))
+    large, small = _maximum(build, left, right), _minimum(build, left, right)
+    ratio = _div(build, small, large)
+    length = _mul(build, large, build.apply("sqrt", _add(build, 1.0, _mul(build, ratio, ratio))))
+    endless = build.apply("or", build.apply("isinf", left), build.apply("isinf", right))
+    length = build.apply("where", build.apply("eq", large, build.constant(0.0)), large, length)
+    return build.apply("where", endless, build.constant(math.inf), length)
+
+
+def _logaddexp(function: str, correction: float) -> Lowering:
+    def lower(build: Builder, left: Any, right: Any) -> Value:
+        larger = _maximum(build, left, right)
+        gap = build.apply("neg", build.apply("abs", _sub(build, left, right)))
+        more = _mul(build, build.apply("log1p", build.apply(function, gap)), correction)
+        return build.apply("where", build.apply("isinf", larger), larger, _add(build, larger, more))
+
+    return lower
+
+
+def _unless_nan(extremum: Lowering) -> Lowering:
+    """The extremum of what is a number."""
+
+    def lower(build: Builder, left: Any, right: Any) -> Value:
+        left, right = _number(build, left), _number(build, right)
+        both = build.apply("where", build.apply("isnan", right), left, extremum(build, left, right))
+        return build.apply("where", build.apply("isnan", left), right, both)
+
+    return lower
+
+
+def _signbit(build: Builder, value: Any) -> Value:
+    return build.apply("lt", build.apply("copysign", build.constant(1.0), _number(build, value)), build.constant(0.0))
+
+
+def _angle(build: Builder, value: Any) -> Value:
+    number, zero = _number(build, value), build.constant(0.0)
+    angle = build.apply("where", build.apply("lt", number, zero), build.constant(math.pi), zero)
+    return build.apply("where", build.apply("isnan", number), number, angle)
+
+
+def _polynomial(build: Builder, value: Value, coefficients: Sequence[float]) -> Value:
+    """By Horner's scheme, from the highest power."""
+    total = build.constant(coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = _add(build, _mul(build, total, value), coefficient)
+    return total
+
+
+_ERFINV = (
+    ((-0.140543331, 0.914624893, -1.645349621, 0.886226899), (0.012229801, -0.329097515, 1.442710462, -2.118377725, 1)),
+    ((1.641345311, 3.429567803, -1.624906493, -1.970840454), (1.637067800, 3.543889200, 1)),
+)
+"""Rational functions of the middle and of the tails, as in torch's aten/src/ATen/native/Math.h."""
+
+
+def _erfinv(build: Builder, value: Any) -> Value:
+    """A rational function and two of Newton's steps."""
+    number = _number(build, value)
+    magnitude = build.apply("abs", number)
+    far = build.apply("sqrt", build.apply("neg", build.apply("log", _div(build, _sub(build, 1.0, magnitude), 2.0))))
+    quotients = [
+        _div(build, *(_polynomial(build, argument, side) for side in sides))
+        for argument, sides in zip((_mul(build, number, number), far), _ERFINV)
+    ]
+    tail = build.apply("copysign", quotients[1], number)
+    near = build.apply("le", magnitude, build.constant(0.7))
+    root = build.apply("where", near, _mul(build, number, quotients[0]), tail)
+    for _ in range(2):
+        slope = _mul(build, 2 / math.sqrt(math.pi), build.apply("exp", build.apply("neg", _mul(build, root, root))))
+        root = _sub(build, root, _div(build, _sub(build, build.apply("erf", root), number), slope))
+    pole = build.apply("eq", magnitude, build.constant(1.0))
+    return build.apply("where", pole, build.apply("copysign", build.constant(math.inf), number), root)
+
+
+def _normal_distribution(build: Builder, value: Any) -> Value:
+    return _mul(build, 0.5, build.apply("erfc", _mul(build, value, -math.sqrt(0.5))))
+
+
+_DIGAMMA = (1 / 12, -691 / 32760, 1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12)
+"""Bernoulli's numbers over twice their index, from the seventh."""
+
+
+def _digamma(build: Builder, value: Any) -> Value:
+    """Reflected to the right of zero, moved beyond ten, and by its asymptotic series there."""
+    number, zero = _number(build, value), build.constant(0.0)
+    is_left = build.apply("lt", number, zero)
+    right = build.apply("where", is_left, _sub(build, 1.0, number), number)
+    moved: Value = build.constant(0.0)
+    for distance in range(10):
+        moved = _add(build, moved, _div(build, 1.0, _add(build, right, float(distance))))
+    beyond = _add(build, right, 10.0)
+    inverse = _div(build, 1.0, beyond)
+    squared = _mul(build, inverse, inverse)
+    series = _mul(build, squared, _polynomial(build, squared, _DIGAMMA))
+    total = _sub(build, build.apply("log", beyond), _mul(build, 0.5, inverse))
+    total = _sub(build, _sub(build, total, series), moved)
+    angle = _mul(build, math.pi, _sub(build, number, build.apply("round", number)))
+    reflected = _sub(build, total, _div(build, math.pi, build.apply("tan", angle)))
+    whole = build.apply("eq", number, build.apply("floor", number))
+    reflected = build.apply("where", whole, build.constant(math.nan), reflected)
+    result = build.apply("where", is_left, reflected, total)
+    pole = build.apply("copysign", build.constant(math.inf), build.apply("neg", number))
+    return build.apply("where", build.apply("eq", number, zero), pole, result)
+
+
 def _isfinite(build: Builder, value: Any) -> Value:
     number = _number(build, value)
     return build.apply("not", build.apply("or", build.apply("isnan", number), build.apply("isinf", number)))
@@ -175,9 +325,10 @@ def _copy(build: Builder, value: Any, source: Any, *_: Any, **__: Any) -> Value:
 
 LOWERINGS: dict[str, Lowering] = {
     **{name: _numeric(name) for name in ("neg", "abs", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "sin")},
-    **{name: _numeric(name) for name in ("cos", "tanh", "erf", "floor", "ceil", "round", "trunc", "sign", "mul")},
+    **{name: _numeric(name) for name in ("cos", "tanh", "erf", "floor", "ceil", "trunc", "sign", "mul")},
     **{name: _numeric(name) for name in ("remainder", "fmod", "atan2", "copysign", "maximum", "minimum", "isnan")},
-    **{name: _numeric(name) for name in ("isinf", "lt", "le", "gt", "ge", "eq", "ne")},
+    **{name: _numeric(name) for name in ("isinf", "lt", "le", "gt", "ge", "eq", "ne", "log10", "tan", "asin", "acos")},
+    **{name: _numeric(name) for name in ("atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "lgamma")},
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
     "logical_not": _logical("not"),
@@ -198,7 +349,23 @@ LOWERINGS: dict[str, Lowering] = {
     "square": lambda build, value: _mul(build, value, value),
     "rsqrt": _numeric("rsqrt"),
     "reciprocal": _reciprocal,
+    "round": _rounded,
     "sigmoid": _sigmoid,
+    "silu": _silu,
+    "hardsigmoid": _hard_sigmoid,
+    "hardswish": lambda build, value: _mul(build, value, _hard_sigmoid(build, value)),
+    "logit": _logit,
+    "hypot": _hypot,
+    "logaddexp": _logaddexp("exp", 1.0),
+    "logaddexp2": _logaddexp("exp2", 1 / math.log(2)),
+    "fmax": _unless_nan(_maximum),
+    "fmin": _unless_nan(_minimum),
+    "signbit": _signbit,
+    "angle": _angle,
+    "ldexp": lambda build, value, power: _mul(build, value, build.apply("exp2", _number(build, power))),
+    "erfinv": _erfinv,
+    "digamma": _digamma,
+    "special_ndtr": _normal_distribution,
     "relu": lambda build, value: _maximum(build, value, 0.0),
     "lerp": _lower_lerp,
     "addcmul": lambda build, base, left, right, value=1: _lower_addcmul(build, base, left, right, value_=value),
@@ -222,3 +389,10 @@ LOWERINGS: dict[str, Lowering] = {
     "scalar_tensor": _same,
 }
 """Name of an ATen operation to its meaning; in-place spellings use the entry of the out-of-place one."""
+
+_OTHER_NAMES = {
+    **{"true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "fix": "trunc"},
+    **{"absolute": "abs", "clip": "clamp", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
+    **{"not_equal": "ne", "arctan2": "atan2", "special_expit": "sigmoid", "special_expm1": "expm1"},
+}
+LOWERINGS.update({other: LOWERINGS[name] for other, name in _OTHER_NAMES.items()})

@@ -79,6 +79,24 @@ def _total(function: Callable[[float], float], pole: float = math.nan) -> Callab
     return apply
 
 
+def _hyperbolic(function: Callable[[float], float], odd: bool) -> Callable[[float], float]:
+    def apply(number: float) -> float:
+        try:
+            return function(number)
+        except OverflowError:
+            return math.copysign(math.inf, number) if odd else math.inf
+
+    return apply
+
+
+def _atanh(number: float) -> float:
+    return math.copysign(math.inf, number) if abs(number) == 1 else _total(math.atanh)(number)
+
+
+def _lgamma(number: float) -> float:
+    return math.inf if number <= 0 and number % 1 == 0 else _total(math.lgamma)(number)
+
+
 OPERATIONS: dict[str, Operation] = {
     "add": Operation(operator.add),
     "sub": Operation(operator.sub),
@@ -101,10 +119,22 @@ OPERATIONS: dict[str, Operation] = {
     "log": Operation(_total(math.log, pole=0.0)),
     "log2": Operation(_total(math.log2, pole=0.0)),
     "log1p": Operation(_total(math.log1p, pole=-1.0)),
+    "log10": Operation(_total(math.log10, pole=0.0)),
     "sin": Operation(_total(math.sin)),
     "cos": Operation(_total(math.cos)),
+    "tan": Operation(_total(math.tan)),
+    "asin": Operation(_total(math.asin)),
+    "acos": Operation(_total(math.acos)),
+    "atan": Operation(math.atan),
+    "sinh": Operation(_hyperbolic(math.sinh, odd=True)),
+    "cosh": Operation(_hyperbolic(math.cosh, odd=False)),
     "tanh": Operation(math.tanh),
+    "asinh": Operation(math.asinh),
+    "acosh": Operation(_total(math.acosh)),
+    "atanh": Operation(_atanh),
     "erf": Operation(math.erf),
+    "erfc": Operation(math.erfc),
+    "lgamma": Operation(_lgamma),
     "sign": Operation(_sign),
     "floor": Operation(_whole(math.floor)),
     "ceil": Operation(_whole(math.ceil)),

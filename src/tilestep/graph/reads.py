@@ -35,6 +35,8 @@ class Reads(ScalarCalls):
             return self.recorder.scalar(self.recorder.build.constant(args[0]), dtype)
         if name in RANDOM:
             raise self.recorder.unsupported(f"{name} draws random numbers", nearest(name))
+        if name == "log_sigmoid":  # torch makes a second tensor for its gradient
+            return torch.clamp(args[0], max=0) - torch.log1p(torch.exp(-torch.abs(args[0])))
         if name == "full_like" and len(args) == 2 and isinstance(args[1], torch.Tensor) and not args[1].dim():
             return torch.empty_like(args[0], **(kwargs or {})).copy_(args[1])
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
