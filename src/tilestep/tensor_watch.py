@@ -1,4 +1,10 @@
-"""A list of tensors remembered, and a cheap answer whether another list is the same: the look before every step."""
+"""Whether tensors are as they were: the look before every step.
+
+A tensor is unchanged if its dtype, device, sizes, strides, dispatch keys (lazy negation and conjugation, zero tensors,
+subclasses) and address are the remembered ones. `native/scan.cpp` states the same in `description_of` and `address_of`;
+this module asks torch's guards and `data_ptr`. Memory is not kept alive between steps: one who moves a state to another
+device gets its memory back at once, and an address that is a tensor's own now is its memory, whoever had it before.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from . import native
-from .compat import addresses_equal, tensor_guards
+from .compat import DTENSOR_PARTS, addresses_equal, description, local_parts, tensor_guards
 
-__all__ = ["Survey", "TensorWatch", "any_gradient", "sum_of_versions", "survey", "which_train"]
+__all__ = ["FixedTensors", "Survey", "TensorWatch", "any_gradient", "sum_of_versions", "survey", "which_train"]
 
 
 class TensorWatch:
-    """Remembers a list of tensors' metadata and addresses, and tells cheaply whether another list has the same.
+    """Remembers a list of tensors, and tells cheaply whether another list is the same but for numbers in it.
 
     Args:
         tensors: dense tensors on one device.
@@ -32,13 +38,17 @@ class TensorWatch:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._check = tensor_guards(tensors) if tensors else lambda: True
+        self._guard(tensors)
+        self._descriptions = list(map(description, tensors))
         self._indices = list(range(len(tensors)))
         self._module: Any = None
         self._known: Any = None
         self.times_remembered = 0
         """How often addresses were taken as the known ones."""
         self.remember_addresses(tensors)
+
+    def _guard(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check = tensor_guards(tensors) if tensors else lambda: True
 
     def remember_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take these tensors' addresses as the known ones."""
@@ -48,12 +58,20 @@ class TensorWatch:
             self._module.remember(self._known, list(tensors))
 
     def same_metadata(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether dtype, device, sizes and strides of every tensor are the remembered ones."""
+        """Whether every tensor is unchanged, but for its address."""
         if self._known is not None:
             return self._module.compare(self._known, tensors) != _CHANGED
-        same = len(tensors) == len(self._indices) and self._check(*tensors)
+        same = len(tensors) == len(self._indices) and (self._check(*tensors) or self._same_descriptions(tensors))
         if same and len(tensors) >= _WORTH_NATIVE:
             self._look_natively(tensors)
+        return same
+
+    def _same_descriptions(self, tensors: Sequence[Any]) -> bool:
+        """What guards mean, but for `requires_grad` and whether one is a `Parameter`, which do not matter here."""
+        pairs = zip(tensors, self._descriptions)
+        same = all(isinstance(tensor, torch.Tensor) and description(tensor) == wanted for tensor, wanted in pairs)
+        if same:
+            self._guard(tensors)
         return same
 
     def _look_natively(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -75,12 +93,66 @@ class TensorWatch:
             return self._module.compare(self._known, tensors) == _SAME
         return addresses_equal(tensors, self.addresses, self._indices)
 
+    def unchanged(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether every tensor is unchanged."""
+        same, in_place = self.same_metadata_and_addresses(tensors)
+        return same and (in_place or self.same_addresses(tensors))
+
     def count_writes(self, tensors: list[torch.Tensor]) -> None:
         """Count a version of each of these tensors, as torch does for what is written in place."""
         if self._known is not None:
             self._module.bump_list(tensors)
         else:
             torch.autograd.graph.increment_version(tensors)
+
+
+class FixedTensors:
+    """Tensor objects that stay the same, and whether kernels may go on using the addresses that they had.
+
+    `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
+    other memory, of which no version and no dictionary tells.
+
+    Args:
+        tensors: strided tensors, or DTensors of such; they are kept alive, their memory is not.
+
+    Example:
+        >>> import torch
+        >>> state = torch.zeros(2)
+        >>> fixed = FixedTensors([state])
+        >>> _ = state.add_(1)
+        >>> fixed.are_unmoved()
+        True
+        >>> state.data = torch.zeros(2)
+        >>> fixed.are_unmoved()
+        False
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._parts: list[torch.Tensor] = local_parts(self.tensors)
+        self._have_parts = any(map(operator.is_not, self._parts, self.tensors))
+        self._watch = TensorWatch(self._parts)
+        self._module: Any = None
+        self._fixed: Any = None
+
+    def are_unmoved(self, threads: int = 1) -> bool:
+        """Whether every tensor is unchanged; a DTensor if its local part is the same object, unchanged.
+
+        Args:
+            threads: how many look, where it is a look in C++.
+        """
+        if self._fixed is not None:
+            return self._module.unmoved(self._fixed, threads)
+        if self._have_parts:
+            parts = local_parts(self.tensors)
+            if not all(map(operator.is_, parts, self._parts)):
+                return False
+        if not self._watch.unchanged(self._parts):
+            return False
+        if self._module is None:
+            self._module = native.module(len(self.tensors))
+            self._fixed = None if self._module is None else self._module.fix(self.tensors, DTENSOR_PARTS)
+        return True
 
 
 class Survey(NamedTuple):

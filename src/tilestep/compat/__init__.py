@@ -16,7 +16,16 @@ from .backward import (
 from .checkpoints import checkpoint_types
 from .clipping import watch_clips
 from .compiler import opaque
-from .dispatch import TensorDispatch, decomposition, fake_tensors, is_copy, is_empty_like, wrapper_tensor
+from .dispatch import (
+    TensorDispatch,
+    decomposition,
+    fake_mode_is_active,
+    fake_tensors,
+    is_copy,
+    is_empty_like,
+    is_fake,
+    wrapper_tensor,
+)
 from .dtensors import (
     DTENSOR_PARTS,
     distributed_like,
@@ -24,6 +33,7 @@ from .dtensors import (
     dtensors_have_parts,
     layouts,
     local_parts,
+    ready,
 )
 from .fsdp import before_gathering, fsdp_module_type, is_flat_part
 from .modules import (
@@ -39,7 +49,15 @@ from .optimizers import count_scaled_losses, route_unscaling, step_is_watched
 from .profiler import profiler_is_running
 from .ranks import default_store, gather_together, group_device_types, root_mesh
 from .streams import current_stream_number
-from .tensors import addresses_equal, copy_all, tensor_guards, zero_all
+from .tensors import (
+    addresses_equal,
+    copy_all,
+    description,
+    has_memory,
+    resolved,
+    tensor_guards,
+    zero_all,
+)
 from .triton import compile_together, direct_launch, replace_triton_hash, triton_hash
 
 __all__ = [
@@ -58,19 +76,23 @@ __all__ = [
     "current_stream_number",
     "decomposition",
     "default_store",
+    "description",
     "direct_launch",
     "distributed_like",
     "distributed_tensor_type",
     "dtensors_have_parts",
+    "fake_mode_is_active",
     "fake_tensors",
     "fsdp_module_type",
     "gather_together",
     "group_device_types",
     "guard_parameters",
+    "has_memory",
     "is_compiled",
     "is_copy",
     "is_dropping_gradients",
     "is_empty_like",
+    "is_fake",
     "is_flat_part",
     "is_in_another_backward",
     "is_last_gradient_hook",
@@ -78,7 +100,9 @@ __all__ = [
     "local_parts",
     "opaque",
     "profiler_is_running",
+    "ready",
     "replace_triton_hash",
+    "resolved",
     "root_mesh",
     "route_unscaling",
     "step_is_watched",

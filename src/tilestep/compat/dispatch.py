@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TensorDispatch", "decomposition", "fake_tensors", "is_copy", "is_empty_like", "wrapper_tensor"]
+__all__ = [
+    "TensorDispatch",
+    "decomposition",
+    "fake_mode_is_active",
+    "fake_tensors",
+    "is_copy",
+    "is_empty_like",
+    "is_fake",
+    "wrapper_tensor",
+]
 
 TensorDispatch = TorchDispatchMode
 """Base class of the tracer: sees every ATen call."""
@@ -23,6 +33,33 @@ def fake_tensors() -> Any:
     except ImportError:
         return contextlib.nullcontext()
     return _unlogged(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has a shape and no data, as those have that are made under a `FakeTensorMode`.
+
+    Example:
+        >>> is_fake(torch.zeros(2))
+        False
+    """
+    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+_active_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
+
+def fake_mode_is_active() -> bool:
+    """Whether operations give fake tensors just now.
+
+    Example:
+        >>> fake_mode_is_active()
+        False
+    """
+    if not _active_modes():
+        return False
+    mode = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
+    return mode is not None and is_fake(torch.empty(0))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ __all__ = [
     "dtensors_have_parts",
     "layouts",
     "local_parts",
+    "ready",
 ]
 
 
@@ -46,6 +47,13 @@ def local_parts(tensors: Iterable[Any]) -> list[Any]:
         return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     with torch.no_grad():
         return [tensor.to_local() if isinstance(tensor, kind) else tensor for tensor in tensors]
+
+
+def ready(part: Any) -> Any:
+    """A tensor once a collective that makes it has run (an `AsyncCollectiveTensor`); the current stream waits for it,
+    not the host. Anything else is returned as it is."""
+    wait = getattr(part, "wait", None) if type(part) not in (torch.Tensor, torch.nn.Parameter) else None
+    return part if wait is None else wait()
 
 
 def distributed_like(

@@ -8,29 +8,81 @@ from typing import Any
 
 import torch
 
-__all__ = ["addresses_equal", "copy_all", "tensor_guards", "zero_all"]
+__all__ = [
+    "addresses_equal",
+    "copy_all",
+    "description",
+    "has_memory",
+    "resolved",
+    "tensor_guards",
+    "zero_all",
+]
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A check that other tensors have the same dtype, device, sizes and strides as these, in one C++ call.
+    """A check that other tensors have the same `description` as these, in one C++ call.
 
-    Falls back to comparing them in Python, about four times slower.
+    It also compares their types and `requires_grad`. Falls back to comparing descriptions in Python, about four times
+    slower.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
 
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except (ImportError, TypeError, SystemError):
-        expected = [_metadata(tensor) for tensor in tensors]
+        expected = [description(tensor) for tensor in tensors]
 
         def check(*others: Any) -> bool:
-            return all(other is not None and _metadata(other) == wanted for other, wanted in zip(others, expected))
+            return all(other is not None and description(other) == wanted for other, wanted in zip(others, expected))
 
         return check
 
 
-def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+def description(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a kernel must know of a tensor beside its address.
+
+    Example:
+        >>> description(torch.zeros(2)) == description(torch.zeros(2)[:, None].t()[0])
+        True
+    """
+    subclass = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.is_nested
+    lazy = tensor.is_neg(), tensor.is_conj(), tensor._is_zerotensor()
+    return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(), lazy
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor can be reached by its address; one without elements needs none.
+
+    Example:
+        >>> tensor = torch.zeros(4)[1:]
+        >>> has_memory(tensor), has_memory(torch.zeros(4, device="meta")), has_memory(torch.zeros(0))
+        (True, False, True)
+        >>> tensor.untyped_storage().resize_(0)
+        >>> has_memory(tensor)
+        False
+    """
+    if not tensor.numel():
+        return True
+    try:
+        address, offset = tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()
+    except (RuntimeError, NotImplementedError):
+        return False
+    # Where a storage has no memory an address is the offset alone.
+    return address != 0 and (address != offset or tensor.untyped_storage().data_ptr() != 0)
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its values: lazy negation and conjugation done, zeros that have no memory made.
+
+    Example:
+        >>> resolved(torch._neg_view(torch.ones(2))).is_neg(), resolved(torch._efficientzerotensor(2))
+        (False, tensor([0., 0.]))
+    """
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
 
 
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)

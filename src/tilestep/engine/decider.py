@@ -10,7 +10,6 @@ import torch
 from ..norm import NormTable
 from .backends import apply_limit, build_decider, decide
 from .control import UNSCALE, Decision, fresh_control
-from .gradients import grad_dtype
 from .segment import Entry
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class JointNorm:
         found = []
         for share, whole in zip(self._norm.shares, self._norm.tables):
             numels, total = _numels(engine.entries, share), sum(_numels(self._entries, share))
-            dtypes = [grad_dtype(entry.param) for entry in engine.entries]
+            dtypes = [entry.grad_dtype for entry in engine.entries]
             places = whole.places_of([place for place, numel in zip(own, numels) if numel])
             found.append((NormTable(engine.device, numels, dtypes, total), whole, places))
         return found
@@ -139,7 +138,7 @@ class SharedNorm:
 
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
         self.shares = sorted({entry.share for entry in entries})
-        dtypes = [grad_dtype(entry.param) for entry in entries]
+        dtypes = [entry.grad_dtype for entry in entries]
         self.tables = [NormTable(device, _numels(entries, share), dtypes) for share in self.shares]
         self._weights = torch.tensor(self.shares, dtype=torch.float64, device=device)
         self._sums = [torch.zeros(1, dtype=torch.float64, device=device) for _ in self.shares]
@@ -163,4 +162,4 @@ def _numels(entries: Sequence[Entry], share: float) -> list[int]:
 
 def norm_table(device: torch.device, entries: Sequence[Entry]) -> NormTable:
     """The norm pass over tensors that all count once."""
-    return NormTable(device, [entry.param.numel() for entry in entries], [grad_dtype(entry.param) for entry in entries])
+    return NormTable(device, [entry.param.numel() for entry in entries], [entry.grad_dtype for entry in entries])

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..codegen.spec import KernelSpec
+from ..errors import StateError
 from ..norm import NormTable
-from ..tensor_watch import TensorWatch
+from ..tensor_watch import FixedTensors, TensorWatch
 from ..threads import thread_count
 from . import capturing
 from .backends import build_segment
@@ -18,7 +19,7 @@ from .capturing import PREPARE, WARM_UP, GraphTables, require
 from .choices import nothing_left_out, require_no_choices
 from .control import Decision
 from .decider import Decider, JointNorm, SharedNorm, norm_table
-from .gradients import Gradients, Seen
+from .gradients import Gradients, Seen, Stale
 from .group_watch import GroupWatch
 from .segment import Entry, Segment
 
@@ -28,8 +29,10 @@ _WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
 """Tensors from which threads pay for the look at them, and how many: fewer where they must be woken for it."""
 
 
-class Stale(Exception):
-    """The tables no longer describe the tensors: they must be built again."""
+CHANGED_LATER = (
+    "state was given other memory, or parameters other shapes, strides or dtypes, while an update was still to "
+    "come: call optimizer.synchronize() before that"
+)
 
 
 class DeviceEngine:
@@ -66,6 +69,8 @@ class DeviceEngine:
         start = 0
         for spec, entries in parts:
             stop = start + len(entries)
+            for entry in entries:
+                entry.grad_dtype = spec.storages["grad"].precision
             segment = build_segment(device, spec, entries, groups, self.grads[start:stop], self.control)
             segment.adopt_scalars()
             if attend is not None:
@@ -74,8 +79,8 @@ class DeviceEngine:
             self._ranges.append(range(start, stop))
             start = stop
         self._params = [entry.param for entry in self.entries]
-        self._metadata = [_metadata(param) for param in self._params]
         self._watch = TensorWatch(self._params)
+        self._states = FixedTensors([])
         self._norm: NormTable | None = None
         self._shared_norm: SharedNorm | None = None
         self._has_shares = any(entry.share != 1 for entry in self.entries)
@@ -91,6 +96,23 @@ class DeviceEngine:
         """Whether a CUDA graph reads these tables: from then on they stay as they are, but for hyperparameters."""
         self.graph_tables = GraphTables(self.grads)
         self._bound_grads = self.grads
+
+    def watch_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Look at these tensors too before a step: tables have their addresses, or views took their values.
+
+        Args:
+            states: as users have them.
+        """
+        self._states = FixedTensors(states)
+
+    @property
+    def states_are_unmoved(self) -> bool:
+        """Whether the state that tables describe lies where it lay, as it lay."""
+        return self._states.are_unmoved(self.looking_threads)
+
+    def _require_states(self) -> None:
+        if not self.states_are_unmoved:
+            raise Stale("state was given other memory")
 
     def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
         """Before `prepare`: launch the norm of gradients that lie as they did, to run while the host checks the rest.
@@ -125,7 +147,11 @@ class DeviceEngine:
 
         Args:
             norm: as for `start`.
+
+        Raises:
+            Stale: when state has moved, or as for `push_hypers`.
         """
+        self._require_states()
         self._known_gradients = None
         self._started_norm = self.own_norm_table().launch_tiles(self.grads) if norm else None
         self.push_hypers()
@@ -140,17 +166,14 @@ class DeviceEngine:
         Raises:
             GradientError: for a gradient that cannot be used.
             ValueError: for a hyperparameter that is NaN.
-            Stale: when parameters moved in a way that needs other kernels, or a flag of a group changed.
+            Stale: when parameters moved in a way that needs other kernels, state moved, or a flag of a group changed.
         """
-        if not self._watch.same_addresses(self._params):
-            self._moved()
+        self._follow_tensors()
         self.push_hypers()
         self.refresh_device_hypers()
         known, self._known_gradients = self._known_gradients, None
         if self.gradients.unchanged(gradients) if known is None else known:
             return
-        # A gradient of another shape may belong to a parameter that got another shape at the same address.
-        self._check_metadata()
         try:
             if self.gradients.inspect(gradients):
                 self._spread_strided()
@@ -158,23 +181,30 @@ class DeviceEngine:
             self.gradients.forget()
             raise
 
-    def _check_metadata(self) -> None:
-        if not self._same_metadata():
-            raise Stale("parameters have changed their shape or dtype")
+    def _follow_tensors(self) -> None:
+        """Take over where parameters and state lie now.
 
-    def _same_metadata(self) -> bool:
-        if self._watch.same_metadata(self._params):
-            return True
-        # The watch also looks at requires_grad, which does not matter here.
-        if [_metadata(param) for param in self._params] != self._metadata:
-            return False
-        addresses = self._watch.addresses
-        self._watch = TensorWatch(self._params)
-        self._watch.addresses = addresses
-        return True
+        Raises:
+            Stale: where tables cannot follow.
+        """
+        if not self._watch.unchanged(self._params):
+            self._moved()
+        self._require_states()
+
+    def follow_memory(self) -> None:
+        """Before a pass that was prepared some time ago: take over where parameters lie by now.
+
+        Raises:
+            StateError: where parameters or state are others than at the step.
+        """
+        try:
+            self._follow_tensors()
+        except Stale:
+            raise StateError(CHANGED_LATER) from None
 
     def _moved(self) -> None:
-        self._check_metadata()
+        if not self._watch.same_metadata(self._params):
+            raise Stale("parameters have changed their shape, strides or dtype")
         if self.captured:
             raise Stale("parameters have moved")
         self._watch.remember_addresses(self._params)
@@ -197,8 +227,7 @@ class DeviceEngine:
             ValueError: for a hyperparameter that is NaN.
             Stale: when the tables cannot follow.
         """
-        if not self._watch.same_addresses(self._params):
-            self._moved()
+        self._follow_tensors()
         self.push_hypers()
 
     @property
@@ -292,8 +321,9 @@ class DeviceEngine:
                 f"{entry.label} has no gradient, and a graph would leave it out at every replay: run backward first "
                 "and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
             )
-        unchanged = self._watch.same_addresses(self._params) and self._same_metadata()
+        unchanged = self._watch.unchanged(self._params)
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
+        require(self.states_are_unmoved, f"state was given other memory since the last step; {PREPARE}")
         require(
             not any(watch.changed() for watch in self._group_watches),
             f"hyperparameters have changed since they were brought to the device; {PREPARE}",
@@ -377,7 +407,7 @@ class DeviceEngine:
             if self._bound_grads is not self.grads:
                 require(segment.is_built, f"the kernels of such a step are not built yet; {WARM_UP}")
             if segment.reads_gradients:
-                segment.gradients = gradients[members.start : members.stop]
+                segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
 
     def finish(self, *, counts_versions: bool = True) -> None:
         """After the passes: gradients that carried a loss scale are left unscaled (but not clipped).
@@ -393,7 +423,3 @@ class DeviceEngine:
         # Kernels write behind autograd's back: a backward through the old weights must fail as it does in torch.
         if counts_versions:
             torch.autograd.graph.increment_version(self.gradients.active)
-
-
-def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()

@@ -9,16 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..compat import has_memory, ready, resolved
 from ..errors import GradientError
 from ..tensor_watch import TensorWatch
 from .layout import is_dense, same_walk
 from .segment import Entry
 
-__all__ = ["Gradients", "Seen", "grad_dtype"]
+__all__ = ["Gradients", "Seen", "Stale", "grad_dtype"]
+
+_READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The dtypes of gradients that kernels read."""
+
+
+class Stale(Exception):
+    """The tables no longer describe the tensors: they must be built again."""
 
 
 def grad_dtype(param: torch.Tensor) -> torch.dtype:
     """The dtype of a parameter's gradients: its own, unless its attribute `grad_dtype` says otherwise.
+
+    None there allows any: then it is that of the gradient that the parameter has.
 
     Example:
         >>> weight = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
@@ -26,7 +36,12 @@ def grad_dtype(param: torch.Tensor) -> torch.dtype:
         >>> grad_dtype(weight)
         torch.float32
     """
-    return (getattr(param, "grad_dtype", None) if param.is_leaf else None) or param.dtype
+    if not param.is_leaf:
+        return param.dtype
+    declared = getattr(param, "grad_dtype", param.dtype)
+    if declared is None and param.grad is not None and param.grad.dtype in _READABLE:
+        return param.grad.dtype
+    return declared or param.dtype
 
 
 @dataclass
@@ -37,7 +52,7 @@ class Seen:
         active: places of the entries that have one.
         present: these gradients; in the place of one that is not dense, its copy.
         strided: shape and strides of those that lie in memory otherwise than their parameter, by place.
-        copies: each gradient that is not dense, and its copy.
+        copies: each gradient that kernels cannot read as it is (not dense, lazily negated, ...), and its copy.
     """
 
     active: list[int]
@@ -91,8 +106,14 @@ class Gradients:
             return False
         if not self._watch.same_addresses(present):
             self._watch.remember_addresses(present)
+            if not self._have_memory(present):
+                return False
             self._upload()
         return True
+
+    def _have_memory(self, present: Sequence[torch.Tensor]) -> bool:
+        """Whether none of these has elements and no memory, of which only low addresses can tell."""
+        return min(self._watch.addresses, default=_LOW) >= _LOW or all(map(has_memory, present))
 
     @property
     def settled(self) -> bool:
@@ -170,16 +191,31 @@ class Gradients:
         for index, (entry, gradient) in enumerate(zip(self.entries, gradients)):
             if gradient is None:
                 continue
+            given = gradient = ready(gradient)
+            _check_kind(entry, gradient)
+            gradient = resolved(gradient)
             _check(entry, gradient)
             if not is_dense(gradient) or (entry.ordered and not same_walk(gradient, entry.param)):
-                seen.copies.append((gradient, _in_order(gradient, entry)))
-                gradient = seen.copies[-1][1]
+                gradient = _in_order(gradient, entry)
+            if gradient is not given:
+                seen.copies.append((given, gradient))
             seen.active.append(index)
             seen.present.append(gradient)
             if not same_walk(gradient, entry.param):
                 # Shape and strides alone: the gradient itself must not outlive its step here.
                 seen.strided[index] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
         return seen
+
+    def usable(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """This step's gradients with copies in the place of those that were copied.
+
+        Args:
+            gradients: a gradient or None for each entry.
+        """
+        if not self._copies:
+            return gradients
+        copies = {id(given): copy for given, copy in self._copies}
+        return [copies.get(id(gradient), gradient) for gradient in gradients]
 
     def release(self) -> None:
         """Let go of what was needed for this step only."""
@@ -218,7 +254,8 @@ class Gradients:
         One whose elements share memory (an expanded one) cannot take it and stays as it is.
         """
         for gradient, copy in self._copies:
-            if not any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape)):
+            expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
+            if not expanded and not gradient._is_zerotensor():
                 gradient.copy_(copy)
 
     def _upload(self) -> None:
@@ -264,8 +301,21 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
         target.copy_(source)
 
 
+_LOW = 1 << 32
+"""Most memory lies above this address: below it may be an offset from no address at all."""
+
+
+def _check_kind(entry: Entry, gradient: torch.Tensor) -> None:
+    if gradient.layout is torch.strided and not gradient._is_zerotensor() and not has_memory(gradient):
+        kind = type(gradient).__name__
+        what = "no memory: its storage was freed" if kind in ("Tensor", "Parameter") else f"the type {kind}"
+        raise GradientError(
+            f"the gradient of {entry.label} has {what}; kernels read memory: give it a plain tensor with the values"
+        )
+
+
 def _check(entry: Entry, gradient: torch.Tensor) -> None:
-    param, dtype = entry.param, grad_dtype(entry.param)
+    param, dtype = entry.param, entry.grad_dtype
     device = entry.gradient_device or param.device
     alike = gradient.dtype is dtype and gradient.shape == param.shape and gradient.device == device
     if alike and gradient.layout is torch.strided and not gradient.is_complex():
@@ -277,6 +327,8 @@ def _check(entry: Entry, gradient: torch.Tensor) -> None:
         )
     if gradient.is_complex():
         raise GradientError(f"the gradient of {entry.label} is complex; split it with torch.view_as_real")
+    if gradient.dtype is not dtype and gradient.dtype in (grad_dtype(param), grad_dtype(entry.handle)):
+        raise Stale(f"the gradient of {entry.label} has become {gradient.dtype}")
     for what, given, wanted in (
         ("shape", tuple(gradient.shape), tuple(param.shape)),
         ("dtype", gradient.dtype, dtype),

@@ -13,7 +13,8 @@ import torch
 
 from ..codegen.launch_triton import Launch
 from ..codegen.spec import MAX_DIMS, KernelSpec
-from ..errors import GradientError
+from ..compat import has_memory
+from ..errors import GradientError, StateError
 from ..matrices.batches import MatrixBatches
 from ..matrices.shared import Exchange
 from .layout import cut_tiles, layout_record, same_walk
@@ -41,6 +42,7 @@ class Entry:
         share: what this rank's sums over the tensor count in sums over all ranks, see `placements.Agreement.share`.
         ordered: whether its gradient must lie in memory as it does itself; one that does not is copied.
         gradient_device: where its gradient is, if not beside it: in memory that kernels reach by address all the same.
+        grad_dtype: of the gradients that its kernels read; its own until an engine has it.
     """
 
     label: str
@@ -54,6 +56,10 @@ class Entry:
     ordered: bool = False
     gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
+    grad_dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grad_dtype = self.param.dtype
 
     @property
     def handle(self) -> torch.Tensor:
@@ -292,10 +298,14 @@ class Segment:
         return [entry.param for entry in self.entries]
 
     def read_addresses(self) -> None:
-        """Take the arrays' addresses as they are now."""
-        for row, name in enumerate(self.array_names):
-            for column, entry in enumerate(self.entries):
-                self.addresses[row, column] = entry.arrays[name].data_ptr()
+        """Take the arrays' addresses as they are now.
+
+        Raises:
+            GradientError: for a parameter without memory.
+            StateError: for state without memory.
+        """
+        found = [[_address(entry, name) for entry in self.entries] for name in self.array_names]
+        self.addresses[: len(found)] = found
 
     def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Describe the tensors that must be walked by coordinates.
@@ -358,6 +368,15 @@ def _require_no_exchange(entries: Sequence[Entry], spec: KernelSpec) -> None:
                 f"{entry.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
                 "C++ compiler, or Triton on a GPU"
             )
+
+
+def _address(entry: Entry, name: str) -> int:
+    tensor = entry.arrays[name]
+    if not has_memory(tensor):
+        what = entry.label if name == "param" else f"state {name!r} of {entry.label}"
+        error = GradientError if name == "param" else StateError
+        raise error(f"{what} has no memory: its storage was freed, or it is of a type that keeps its values elsewhere")
+    return tensor.data_ptr()
 
 
 def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:

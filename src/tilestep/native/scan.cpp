@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "arrivals.h"
@@ -29,8 +30,7 @@ struct Known {
   PyObject* layout;
   void* param_address;
   void* grad_address;
-  uint64_t layout_key, grad_layout_key;
-  c10::ScalarType dtype;
+  uint64_t description, grad_description;
   bool has_grad;
 };
 
@@ -43,6 +43,9 @@ struct Slots {
 struct Scanner {
   Slots slots;
   std::vector<Known> tensors;
+  // Memory of the gradients that the last look has seen: borrowed by the look, owned until `release`.
+  std::vector<c10::StorageImpl*> seen;
+  std::vector<c10::Storage> held;
 };
 
 void destroy(Scanner* scanner) {
@@ -65,30 +68,62 @@ bool is_plain(const at::Tensor& tensor) {
   // What a subclass holds its own way is not in the storage; a nested tensor has no sizes to ask for.
   const bool subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
   return !subclass && !tensor.is_nested() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_complex() &&
-         !tensor.is_conj();
+         !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
 void* address_of(const at::Tensor& tensor) {
   // The storage's pointer, without materializing a copy-on-write tensor.
   const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   auto* base = static_cast<const char*>(storage.data());
+  if (base == nullptr) return nullptr;
   return const_cast<char*>(base) + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
 }
 
-// Sizes and strides as one number: what is known of a tensor fits into a line of the cache that way, and a look at
-// thousands of them costs what it reads. Two that differ give the same number about once in 2^64.
-uint64_t mixed(uint64_t key, at::IntArrayRef numbers) {
-  key ^= numbers.size();
-  for (const int64_t number : numbers) {
-    key = (key ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
-    key ^= key >> 32;
-  }
-  return key;
+// Odd numbers without order.
+constexpr uint64_t ODD[] = {
+    0x91D93080F9B439FD, 0x3CEAAF308142C8EB, 0x627655DAA05F1119, 0x9DFB369BAB13DFAF,
+    0x0FF9BB510944FE0D, 0x6301BBFCA0C5154F, 0x047A8387CDDE8D51, 0x6FCED11D2BD8A1E7,
+    0xB7C1DCE27F7695F5, 0x3A124C647E02FF05, 0x5CBD0BA3A1A6BCDF, 0x66080F174C96D8E3,
+    0x42F2DC05873F9BD1, 0xB120A366F0BBE9CF, 0xCE4CDA11B43C589B, 0x78B7D0AC84773CE1,
+    0x48668D77E827062D, 0x2330FCF1562AE4B9, 0xE36BF9B3DDCB369D, 0xC1ACC9906424550B,
+    0xF065A1C284CC4549, 0x9AD9B9A25E78454D, 0xF6A730B7B12E9EED, 0x993565976FBAF663,
+    0xC5C2C2AF3977A655, 0x8DF08078A22EA181, 0x952C466E473A1797, 0xF3194A3B381E53E7,
+    0xDAFA3A387F006745, 0xC498B6E73648245F, 0x675A2E199B58BA8D, 0xAB57F9854332C3DB,
+    0x19F9CBEF0F69A4D1, 0xC1B87F1A7323691B, 0x75365E1458294A91, 0x2EB737282FEA875F,
+};
+constexpr size_t MOST_DIMS = (sizeof(ODD) / sizeof(ODD[0]) - 2) / 2;
+
+// A tensor is unchanged if its address and this number are: type of its elements, device, dispatch keys (lazy negation
+// and conjugation, zero tensors, subclasses), sizes, strides. `tensor_watch.py` says the same in Python. One number, since
+// what is known of a tensor then fits into a line of the cache, and a look at thousands of them costs what it reads. Its
+// products wait for no other. Two tensors that differ give the same number about once in 2^63.
+uint64_t description_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const c10::Device device = tensor.device();
+  const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+  const auto kind = sizes.size() << 24 | static_cast<uint64_t>(tensor.scalar_type()) << 16 |
+                    static_cast<uint64_t>(device.type()) << 8 | static_cast<uint8_t>(device.index());
+  uint64_t number = impl->key_set().raw_repr() * ODD[0] + kind * ODD[1];
+  const size_t dims = std::min(sizes.size(), MOST_DIMS);
+  for (size_t dim = 0; dim < dims; ++dim)
+    number += static_cast<uint64_t>(sizes[dim]) * ODD[2 * dim + 2] + static_cast<uint64_t>(strides[dim]) * ODD[2 * dim + 3];
+  for (size_t dim = dims; dim < sizes.size(); ++dim)
+    for (const int64_t each : {sizes[dim], strides[dim]}) number = (number ^ (number >> 32) ^ each) * ODD[0];
+  return number;
 }
 
-// Not from 0, which small sizes and strides lead back to: a number and a vector of one element would be the same.
-uint64_t layout_of(const at::Tensor& tensor) {
-  return mixed(mixed(0x243F6A8885A308D3u, tensor.sizes()), tensor.strides());
+void prefetch_object(PyObject* object) {
+  if (object != nullptr) __builtin_prefetch(object);
+}
+
+// All of a tensor but its storage; the object must be in the cache.
+void prefetch_tensor(const c10::TensorImpl* impl) {
+  const auto* bytes = reinterpret_cast<const char*>(impl);
+  for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(bytes + line);
+}
+
+void prefetch_storage(const c10::TensorImpl* impl) {
+  __builtin_prefetch(const_cast<c10::TensorImpl*>(impl)->unsafe_storage().unsafeGetStorageImpl());
 }
 
 // The place of a type's slot in its objects, or 0 where it keeps the attribute otherwise.
@@ -165,8 +200,7 @@ bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) 
   // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
   if (!is_plain(param) || param.is_inference() || THPVariable_Unpack(object).is_inference()) return false;
   known.param_address = address_of(param);
-  known.dtype = param.scalar_type();
-  known.layout_key = layout_of(param);
+  known.description = description_of(param);
   known.has_grad = whole_grad.defined();
   if (!known.has_grad) return true;
   PyObject* part = nullptr;
@@ -174,7 +208,7 @@ bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) 
   const at::Tensor& grad = part == nullptr ? whole_grad : THPVariable_Unpack(part);
   if (!is_plain(grad)) return false;
   known.grad_address = address_of(grad);
-  known.grad_layout_key = layout_of(grad);
+  known.grad_description = description_of(grad);
   return true;
 }
 
@@ -186,10 +220,12 @@ PyObject* create(PyObject*, PyObject* args) {
   auto* scanner = new Scanner;
   const Py_ssize_t count = PyList_GET_SIZE(list);
   scanner->tensors.reserve(count);
+  scanner->seen.resize(count);
+  scanner->held.resize(count);
   for (Py_ssize_t index = 0; index < count; ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     Py_INCREF(object);
-    scanner->tensors.push_back(Known{object, nullptr, nullptr, nullptr, nullptr, 0, 0, at::kFloat, false});
+    scanner->tensors.push_back(Known{object, nullptr, nullptr, nullptr, nullptr, 0, 0, false});
     if (!get_to_know(scanner->slots, names, object, scanner->tensors.back())) {
       destroy(scanner);
       Py_RETURN_NONE;
@@ -199,39 +235,94 @@ PyObject* create(PyObject*, PyObject* args) {
 }
 
 bool same_tensor(const Known& known, const at::Tensor& param, const at::Tensor& grad) {
-  if (grad.defined() != known.has_grad) return false;
-  if (address_of(param) != known.param_address || param.scalar_type() != known.dtype) return false;
-  if (layout_of(param) != known.layout_key) return false;
-  if (!known.has_grad) return true;
-  return is_plain(grad) && grad.scalar_type() == known.dtype && grad.device() == param.device() &&
-         layout_of(grad) == known.grad_layout_key;
+  if (grad.defined() != known.has_grad || address_of(param) != known.param_address) return false;
+  if (description_of(param) != known.description) return false;
+  return !known.has_grad || (grad.has_storage() && description_of(grad) == known.grad_description);
 }
 
-// What a tensor and its gradient are by now; the gradient's address goes into the table.
-int look_at(Known& known, const at::Tensor& param, const at::Tensor& grad, int64_t& entry) {
+// What a tensor and its gradient are by now; the gradient's address goes into the table, its memory into `seen`.
+int look_at(Known& known, const at::Tensor& param, const at::Tensor& grad, int64_t& entry, c10::StorageImpl*& seen) {
+  seen = nullptr;
   if (!same_tensor(known, param, grad)) return CHANGED;
   if (!known.has_grad) return SAME;
   void* address = address_of(grad);
+  // An empty gradient may have no address; it is there all the same. One with elements and no address is not.
+  if (address == nullptr && grad.numel() != 0) return CHANGED;
+  seen = grad.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   const bool moved = address != known.grad_address;
   known.grad_address = address;
-  // An empty gradient may have no address; it is there all the same.
   entry = param.numel() == 0 ? 1 : reinterpret_cast<int64_t>(address);
   return moved ? MOVED : SAME;
 }
 
-int look_at_part(const Slots& slots, Known& known, int64_t& entry, bool may_ask) {
+int look_at_part(Scanner& scanner, int64_t index, int64_t& entry, bool may_ask) {
+  const Slots& slots = scanner.slots;
+  Known& known = scanner.tensors[index];
+  c10::StorageImpl*& seen = scanner.seen[index];
   const at::Tensor& whole = THPVariable_Unpack(known.param);
   const at::Tensor& grad = whole.grad();
-  if (known.local == nullptr) return look_at(known, whole, grad, entry);
+  if (known.local == nullptr) return look_at(known, whole, grad, entry, seen);
   if (in_slot(slots, known.param, slots.local) != known.local) return CHANGED;
   const at::Tensor& param = THPVariable_Unpack(known.local);
-  if (!grad.defined()) return look_at(known, param, grad, entry);
+  if (!grad.defined()) return look_at(known, param, grad, entry, seen);
   PyObject* part = nullptr;
   const int answer = local_gradient(slots, known, grad, may_ask, part);
-  return answer == SAME ? look_at(known, param, THPVariable_Unpack(part), entry) : answer;
+  return answer == SAME ? look_at(known, param, THPVariable_Unpack(part), entry, seen) : answer;
 }
 
-// scan(scanner, address of int64[count], threads) -> SAME, MOVED (the addresses are written) or CHANGED
+// What a look reads of a tensor is asked for in five stages, each of which needs what the one before has asked for.
+template <int STAGE>
+inline void prefetch_stage(const Known& known) {
+  if constexpr (STAGE == 0) {
+    prefetch_object(known.param);
+    prefetch_object(known.local);
+    return;
+  }
+  const c10::TensorImpl* whole = THPVariable_Unpack(known.param).unsafeGetTensorImpl();
+  const c10::TensorImpl* own = known.local == nullptr ? whole : THPVariable_Unpack(known.local).unsafeGetTensorImpl();
+  const auto* meta = reinterpret_cast<const char*>(whole->autograd_meta());
+  if constexpr (STAGE == 1) {
+    prefetch_tensor(own);
+    if (own != whole) prefetch_tensor(whole);
+  } else if constexpr (STAGE == 2) {
+    prefetch_storage(own);
+    __builtin_prefetch(meta);
+    __builtin_prefetch(meta + 64);
+  } else if (meta != nullptr && whole->grad().defined()) {
+    const c10::TensorImpl* grad = whole->grad().unsafeGetTensorImpl();
+    if constexpr (STAGE == 3) prefetch_tensor(grad);
+    if constexpr (STAGE == 4)
+      if (known.local == nullptr && grad->has_storage()) prefetch_storage(grad);
+  }
+}
+
+// After a model has run nothing of these tensors is in a cache: each is asked for while others are looked at.
+int look_between(Scanner& scanner, int64_t begin, int64_t end, int64_t* table, bool may_ask) {
+  constexpr int64_t AHEAD = 8;
+  const auto& tensors = scanner.tensors;
+  const auto is_inside = [=](int64_t at) { return at >= begin && at < end; };
+  int seen = SAME;
+  for (int64_t index = begin; index < end + 5 * AHEAD; ++index) {
+    if (is_inside(index)) prefetch_stage<0>(tensors[index]);
+    if (is_inside(index - AHEAD)) prefetch_stage<1>(tensors[index - AHEAD]);
+    if (is_inside(index - 2 * AHEAD)) prefetch_stage<2>(tensors[index - 2 * AHEAD]);
+    if (is_inside(index - 3 * AHEAD)) prefetch_stage<3>(tensors[index - 3 * AHEAD]);
+    if (is_inside(index - 4 * AHEAD)) prefetch_stage<4>(tensors[index - 4 * AHEAD]);
+    const int64_t at = index - 5 * AHEAD;
+    if (at < begin) continue;
+    seen |= look_at_part(scanner, at, table[at], may_ask);
+    if (seen & CHANGED) return seen;
+  }
+  return seen;
+}
+
+void release_all(Scanner& scanner) {
+  // One by one: what is freed may run Python's code, and with it come here again.
+  for (auto& storage : scanner.held) c10::Storage gone(std::move(storage));
+}
+
+// scan(scanner, address of int64[count], threads) -> SAME, MOVED (the addresses are written) or CHANGED; but for CHANGED
+// the gradients' memory stays until `release`, whatever other threads do to the parameters' `grad` meanwhile
 PyObject* scan(PyObject*, PyObject* args) {
   PyObject* capsule;
   unsigned long long table_address;
@@ -241,27 +332,36 @@ PyObject* scan(PyObject*, PyObject* args) {
   if (scanner == nullptr) return nullptr;
   auto* table = reinterpret_cast<int64_t*>(table_address);
   const auto count = static_cast<int64_t>(scanner->tensors.size());
+  release_all(*scanner);
   int seen = threads > 1 ? SAME : UNSURE;
   if (threads > 1) {
     // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen)
-    for (int64_t index = 0; index < count; ++index)
-      seen |= look_at_part(scanner->slots, scanner->tensors[index], table[index], false);
+    for (int part = 0; part < threads; ++part)
+      seen |= look_between(*scanner, count * part / threads, count * (part + 1) / threads, table, false);
   }
-  if (seen & UNSURE) {
-    seen &= MOVED;
-    for (int64_t index = 0; index < count && !(seen & CHANGED); ++index)
-      seen |= look_at_part(scanner->slots, scanner->tensors[index], table[index], true);
+  if (seen & UNSURE) seen = (seen & MOVED) | look_between(*scanner, 0, count, table, true);
+  if (seen & CHANGED) return PyLong_FromLong(CHANGED);
+  // By this thread alone: counting a storage that has an object in Python counts that too.
+  for (int64_t index = 0; index < count; ++index) {
+    c10::StorageImpl* storage = scanner->seen[index];
+    if (storage != nullptr) scanner->held[index] = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
   }
-  return PyLong_FromLong(seen & CHANGED ? CHANGED : seen);
+  return PyLong_FromLong(seen);
+}
+
+// release(scanner): let go of the gradients' memory that the last look holds
+PyObject* release(PyObject*, PyObject* capsule) {
+  Scanner* scanner = unpack(capsule);
+  if (scanner == nullptr) return nullptr;
+  release_all(*scanner);
+  Py_RETURN_NONE;
 }
 
 struct Watched {
   PyTypeObject* type;
   void* address;
-  c10::ScalarType dtype;
-  c10::Device device;
-  uint64_t layout_key;
+  uint64_t description;
 };
 
 using Watch = std::vector<Watched>;
@@ -280,9 +380,107 @@ PyObject* watch(PyObject*, PyObject* list) {
       Py_RETURN_NONE;
     }
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    known->push_back({Py_TYPE(object), address_of(tensor), tensor.scalar_type(), tensor.device(), layout_of(tensor)});
+    known->push_back({Py_TYPE(object), address_of(tensor), description_of(tensor)});
   }
   return PyCapsule_New(known, "tilestep.Watch", forget);
+}
+
+// A tensor object that stays the same, a DTensor's local part, and what its memory was. What the object has is asked for
+// anew at each look: a reference to that, even a weak one, would forbid `swap_tensors`.
+struct Fixed {
+  PyObject* object;
+  PyObject* part;
+  void* address;
+  uint64_t description;
+};
+
+struct FixedTensors {
+  Slots slots;
+  std::vector<Fixed> tensors;
+  ~FixedTensors() {
+    for (auto& known : tensors) {
+      Py_DECREF(known.object);
+      Py_XDECREF(known.part);
+    }
+    Py_XDECREF(slots.type);
+  }
+};
+
+constexpr char FIXED[] = "tilestep.FixedTensors";
+
+// fix(tensors, names) -> what `unmoved` looks at, or None where a tensor is neither a plain strided one nor a DTensor of
+// such; names as for `create`
+PyObject* fix(PyObject*, PyObject* args) {
+  PyObject *list, *names;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;
+  auto* fixed = new FixedTensors;
+  PyObject* capsule = PyCapsule_New(fixed, FIXED, [](PyObject* own) { delete held_by<FixedTensors>(own, FIXED); });
+  fixed->tensors.reserve(PyList_GET_SIZE(list));
+  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
+    PyObject* object = PyList_GET_ITEM(list, index);
+    PyObject* part = nullptr;
+    if (THPVariable_Check(object) && !is_exact(object)) {
+      PyTypeObject* type = Py_TYPE(object);
+      const Py_ssize_t slot = type == fixed->slots.type ? fixed->slots.local : slot_of(type, PyTuple_GET_ITEM(names, 0));
+      if (slot != 0 && fixed->slots.type == nullptr) {
+        Py_INCREF(type);
+        fixed->slots = {type, slot, 0};
+      }
+      if (slot != 0) part = in_slot(fixed->slots, object, slot);
+    }
+    PyObject* own = part == nullptr ? object : part;
+    if (!THPVariable_Check(own) || !is_plain(THPVariable_Unpack(own))) {
+      Py_DECREF(capsule);
+      Py_RETURN_NONE;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(own);
+    Py_INCREF(object);
+    Py_XINCREF(part);
+    fixed->tensors.push_back({object, part, address_of(tensor), description_of(tensor)});
+  }
+  return capsule;
+}
+
+PyObject* own_object(const Fixed& known) { return known.part == nullptr ? known.object : known.part; }
+
+bool is_unmoved(const FixedTensors& fixed, const Fixed& known) {
+  if (known.part != nullptr && in_slot(fixed.slots, known.object, fixed.slots.local) != known.part) return false;
+  const at::Tensor& tensor = THPVariable_Unpack(own_object(known));
+  return tensor.has_storage() && address_of(tensor) == known.address && description_of(tensor) == known.description;
+}
+
+// Thousands of tensors, none of them in a cache after a model has run: each is asked for while others are looked at.
+bool are_unmoved(const FixedTensors& fixed, size_t begin, size_t end) {
+  constexpr size_t AHEAD = 12;
+  const auto& tensors = fixed.tensors;
+  for (size_t index = begin; index < end + 3 * AHEAD; ++index) {
+    if (index < end) {
+      prefetch_object(tensors[index].object);
+      prefetch_object(tensors[index].part);
+    }
+    if (index >= begin + AHEAD && index - AHEAD < end)
+      prefetch_tensor(THPVariable_Unpack(own_object(tensors[index - AHEAD])).unsafeGetTensorImpl());
+    if (index >= begin + 2 * AHEAD && index - 2 * AHEAD < end)
+      prefetch_storage(THPVariable_Unpack(own_object(tensors[index - 2 * AHEAD])).unsafeGetTensorImpl());
+    if (index >= begin + 3 * AHEAD && !is_unmoved(fixed, tensors[index - 3 * AHEAD])) return false;
+  }
+  return true;
+}
+
+// unmoved(fixed, threads) -> whether every tensor has its memory and description still
+PyObject* unmoved(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  int threads;
+  if (!PyArg_ParseTuple(args, "Oi", &capsule, &threads)) return nullptr;
+  const auto* fixed = held_by<FixedTensors>(capsule, FIXED);
+  if (fixed == nullptr) return nullptr;
+  const size_t count = fixed->tensors.size();
+  if (threads < 2) return PyBool_FromLong(are_unmoved(*fixed, 0, count));
+  bool same = true;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(&& : same)
+  for (int part = 0; part < threads; ++part)
+    same = are_unmoved(*fixed, count * part / threads, count * (part + 1) / threads) && same;
+  return PyBool_FromLong(same);
 }
 
 // compare(watch, tensors) -> SAME, MOVED or CHANGED
@@ -298,9 +496,7 @@ PyObject* compare(PyObject*, PyObject* args) {
     const Watched& one = (*known)[index];
     if (Py_TYPE(object) != one.type) return PyLong_FromLong(CHANGED);
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (!is_plain(tensor) || tensor.scalar_type() != one.dtype || tensor.device() != one.device ||
-        layout_of(tensor) != one.layout_key)
-      return PyLong_FromLong(CHANGED);
+    if (!tensor.has_storage() || description_of(tensor) != one.description) return PyLong_FromLong(CHANGED);
     if (address_of(tensor) != one.address) answer = MOVED;
   }
   return PyLong_FromLong(answer);
@@ -409,6 +605,9 @@ PyObject* survey(PyObject*, PyObject* list) {
 
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"scan", scan, METH_VARARGS, nullptr},
+                         {"release", release, METH_O, nullptr},
+                         {"fix", fix, METH_VARARGS, nullptr},
+                         {"unmoved", unmoved, METH_VARARGS, nullptr},
                          {"same_list", same_list, METH_VARARGS, nullptr},
                          {"bump", bump, METH_VARARGS, nullptr},
                          {"bump_list", bump_list, METH_O, nullptr},

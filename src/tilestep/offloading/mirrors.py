@@ -46,8 +46,9 @@ class Mirror:
     is_taken: bool = False
 
     def fits(self, part: torch.Tensor) -> bool:
-        """Whether this is still the part, of the same shape and type."""
-        return part is self.part and part.shape == self.host.shape and part.dtype is self.host.dtype
+        """Whether this is still the part, of the same shape and type, with gradients of the same type."""
+        alike = part.shape == self.host.shape and part.dtype is self.host.dtype
+        return part is self.part and alike and grad_dtype(self.param) is self.gradient.dtype
 
     def takes(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient can be copied here; one that cannot is an error that kernels' tables report."""
@@ -91,7 +92,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
             del self[param]
         missing = [param for param in params if param not in self]
         own = [parts[param] for param in missing]
-        dtypes = [grad_dtype(param) if param.is_leaf else param.dtype for param in missing]
+        dtypes = [grad_dtype(param) for param in missing]
         copied = own if self._has_parameters else []
         made = self._memory.like([*copied, *own], [*(part.dtype for part in copied), *dtypes])
         hosts = made[: len(copied)] or [part.detach().to("meta") for part in own]

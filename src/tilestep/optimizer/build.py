@@ -12,8 +12,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..codegen.spec import KernelSpec
+from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..engine import DeviceEngine, Entry, grad_dtype, kernel_spec
-from ..errors import MatrixError
+from ..errors import GradientError, MatrixError
 from ..graph import Graph
 from ..pairs import ComplexMembers, as_complex, as_real, real_shape
 from ..placements import (
@@ -42,7 +43,7 @@ from .watched_state import WatchedState
 if TYPE_CHECKING:
     from .optimizer import Optimizer
 
-__all__ = ["build_tables"]
+__all__ = ["build_tables", "require_no_real"]
 
 
 @contextmanager
@@ -72,6 +73,7 @@ class _Planned:
     spec: KernelSpec
     state: dict[str, Any]
     exchange: Any
+    is_unreal: bool = False
 
 
 class _Plans:
@@ -100,7 +102,8 @@ class _Plans:
             if graph.branches_on_sizes:
                 self._by_shape.add(kind)
                 alike = (*kind, shape)
-            spec = kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
+            kinds = storages(part, group, graph, grad_dtype(part if param.is_complex() else param))
+            spec = kernel_spec(graph, kinds, compute_dtype(part), part.device.type)
             self._known[alike] = graph, spec
         return self._known[alike]
 
@@ -121,6 +124,10 @@ def build_tables(optimizer: Optimizer) -> Tables:
     planned, dormant = _plan(optimizer, later)
     begin_missing(later, home)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in later.get(key, ()) if one.source is None}
+    unreal = [one for one in planned if one.is_unreal]
+    for one in unreal:
+        optimizer.state[one.param] = optimizer.state.entry(_distributed(one.state, one.param, one.graph))
+    planned = [one for one in planned if not one.is_unreal]
     sharded = [(one.label, one.param) for one in planned if is_distributed(one.param)]
     agreement = Agreement(sharded) if sharded else None
     engines, places, members = _engines(optimizer, planned, agreement)
@@ -129,6 +136,7 @@ def build_tables(optimizer: Optimizer) -> Tables:
         engines=engines,
         members=members,
         dormant=dormant,
+        unreal=[one.param for one in unreal],
         groups=list(optimizer.param_groups),
         params=[param for group in optimizer.param_groups for param in group["params"]],
         state=optimizer.state,
@@ -161,7 +169,7 @@ def _complex_members(tables: Tables) -> list[ComplexMembers]:
 
 def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torch.Tensor]]:
     """Every parameter with its kernels and state, of which `later` is still to be filled; and those without any."""
-    plans, exchanges = _Plans(optimizer), Exchanges()
+    plans, exchanges, fake = _Plans(optimizer), Exchanges(), fake_mode_is_active()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -173,6 +181,11 @@ def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torc
             dormant.append(param)
             continue
         whole = checked_part(label, param)
+        unreal = is_unreal(whole)
+        if fake and not unreal:
+            require_no_real(optimizer)
+        if not unreal:
+            _check_memory(label, whole)
         check_parameter(whole, label)
         part = optimizer._home.part(param, as_real(whole))
         check_master(label, part.dtype, group)
@@ -183,10 +196,12 @@ def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torc
         apart = {*graph.scalar_states, *graph.matrix_states}
         buffers, before = {*MASTER_KEYS, *rule.state_names} - apart, optimizer.state.get(param, {})
         known = local_state(label, before, param, buffers, graph.slice_states, graph.matrix_states)
+        if not unreal:
+            known = {name: value for name, value in known.items() if not is_unreal(value)}
         if param.is_complex():
             known = {name: as_real(value) if name in buffers else value for name, value in known.items()}
         state = initial_state(label, part, group, graph, rule, known, later, optimizer._home, param.shape)
-        planned.append(_Planned(label, group_index, param, graph, spec, state, exchange))
+        planned.append(_Planned(label, group_index, param, graph, spec, state, exchange, unreal))
     return planned, dormant
 
 
@@ -210,8 +225,12 @@ def _engines(
     by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
     engines, places = build_engines(optimizer, by_device, members, keys)
     for engine in engines:
+        states = []
         for entry in engine.entries:
-            optimizer.state[members[id(entry)]].update({**entry.scalars, **entry.matrices})
+            own = optimizer.state[members[id(entry)]]
+            own.update({**entry.scalars, **entry.matrices})
+            states += [own[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in own]
+        engine.watch_states(states)
     return engines, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]
 
 
@@ -279,4 +298,37 @@ def _makes_groups(rule: Rule, dim: int) -> str:
 
 def _is_dormant(param: torch.Tensor, state: Any) -> bool:
     # A lazy module's parameter has no shape before the first forward.
-    return is_lazy(param) or param.is_meta or (not param.requires_grad and param.grad is None and param not in state)
+    return is_lazy(param) or (
+        param.grad is None and (param.is_meta or (not param.requires_grad and param not in state))
+    )
+
+
+def is_unreal(tensor: Any) -> bool:
+    """Whether a tensor has a shape and no data: a fake one, or one on the meta device."""
+    return isinstance(tensor, torch.Tensor) and (tensor.is_meta or is_fake(tensor))
+
+
+def require_no_real(optimizer: Optimizer) -> None:
+    """Under a `FakeTensorMode`, whose operations give tensors without data: refuse parameters that have some.
+
+    Raises:
+        GradientError: naming one.
+    """
+    for label, _, _, param in labelled(optimizer):
+        if not is_unreal(local_part(param)):
+            raise GradientError(
+                f"{label} is a real tensor, and a FakeTensorMode is active: make the parameter under that mode too, or "
+                "step outside of it; nothing was updated"
+            )
+
+
+def _check_memory(label: str, part: torch.Tensor) -> None:
+    """Refuse a parameter that kernels cannot reach by an address; one whose memory holds other values gets its own."""
+    if part.layout is not torch.strided:
+        return
+    if part.is_neg() or part.is_conj():
+        part.data = resolved(part.data)
+    if not has_memory(part):
+        kind = type(part).__name__
+        what = "has no memory: its storage was freed" if kind in ("Tensor", "Parameter") else f"is of the type {kind}"
+        raise GradientError(f"{label} {what}; only parameters whose values lie in memory of their own can be updated")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..compat import opaque, step_is_watched
+from ..compat import fake_mode_is_active, opaque, step_is_watched
 from ..engine import DeviceEngine, Stale
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
@@ -18,7 +18,7 @@ from ..errors import GradientError
 from ..placements import Agreement
 from ..rules import Rule
 from ..rules.adaptive_clip import AdaGC
-from .build import build_tables
+from .build import build_tables, require_no_real
 from .checkpoint import loading_into_buffers, save_numbers, unchanged_on_error
 from .decide import (
     SkipPolicy,
@@ -353,17 +353,22 @@ class Optimizer(torch.optim.Optimizer):
         if is_capturing():
             step_in_capture(self)
             return
+        if fake_mode_is_active():
+            require_no_real(self)
         tables, gradients = self._prepared()
         if tables.further_rounds and getattr(self, "grad_scale", None) is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
-        tables.follow_parameters()
-        decide(self, tables.engines)
-        tables.run(gradients, range(len(tables.engines)), counts_versions=tables.scan is None)
-        if tables.further_rounds:
-            tables.run_further_rounds(gradients)
-        if tables.scan is not None:
-            tables.scan.mark_written()
-        tables.note_versions()
+        try:
+            tables.follow_parameters()
+            decide(self, tables.engines)
+            tables.run(gradients, range(len(tables.engines)), counts_versions=tables.scan is None)
+            if tables.further_rounds:
+                tables.run_further_rounds(gradients)
+            if tables.scan is not None:
+                tables.scan.mark_written()
+            tables.note_versions()
+        finally:
+            tables.release()
 
     def _prepared(self) -> tuple[Tables, list[list[torch.Tensor | None]]]:
         """Tables that are up to date, and the gradients of each engine's entries if they were looked at one by one."""

@@ -64,6 +64,8 @@ class Scan:
 
         Args:
             tables: the tables this scan was made of.
+
+        Memory of gradients that was seen is held until `release`: another thread may replace them meanwhile.
         """
         answers = []
         self._threads = [engine.looking_threads for engine in tables.engines]
@@ -92,6 +94,11 @@ class Scan:
     def same_params(self, left: list[Any], right: list[Any]) -> bool:
         """Whether two lists hold the same objects."""
         return self._module.same_list(left, right)
+
+    def release(self) -> None:
+        """Let go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
+        for scanner in self._scanners:
+            self._module.release(scanner)
 
     def mark_written(self) -> None:
         """Count a version of every parameter that has a gradient, as torch does for what is written in place."""

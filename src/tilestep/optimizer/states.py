@@ -69,12 +69,15 @@ def _state_dtype(param: torch.Tensor, group: Mapping[str, Any]) -> torch.dtype:
     return param.dtype if master_kind(param.dtype, group) is None else torch.float32
 
 
-def storages(param: torch.Tensor, group: Mapping[str, Any], graph: Graph) -> dict[str, Storage]:
-    """Storage of the parameter, its gradient and each element state, in buffer order."""
+def storages(
+    param: torch.Tensor, group: Mapping[str, Any], graph: Graph, dtype: torch.dtype | None = None
+) -> dict[str, Storage]:
+    """Storage of the parameter, its gradient (of a dtype of its own) and each element state, in buffer order."""
+    dtype = grad_dtype(param) if dtype is None else dtype
     kind = master_kind(param.dtype, group)
     found: dict[str, Storage] = {
         "param": Plain(param.dtype) if kind is None else kind.storage(param.dtype),
-        "grad": Plain(grad_dtype(param)),
+        "grad": Plain(dtype),
     }
     for name in graph.states:
         if name not in graph.scalar_states and name not in graph.matrix_states:
@@ -212,7 +215,8 @@ def _can_stay(
     follows = value.stride() == param.stride() or not is_dense(param)
     lies_well = follows if start.shape == "param" else value.is_contiguous()
     lives_well = home.keeps(value, param) if start.shape == "param" else value.device == param.device
-    return value.dtype is dtype and lives_well and lies_well
+    is_lazy = value.is_neg() or value.is_conj() or value._is_zerotensor()
+    return value.dtype is dtype and lives_well and lies_well and not is_lazy
 
 
 def _empty(one: Missing) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..compat import local_parts
+from ..compat import is_fake, local_parts
 from ..engine import DeviceEngine, Stale, run_passes
 from ..pairs import ComplexMembers
 from ..placements import Agreement, LocalGradients, SharedSums
@@ -32,6 +32,8 @@ class Tables:
         members: for each engine its parameters, in the order of its entries.
         dormant: parameters without gradient that need none so far: frozen ones, and those still on the meta device.
             They have no state, as in torch.
+        unreal: fake parameters, and those on the meta device with a gradient: they have state of their kind and nothing
+            to update.
         groups: the param groups.
         params: every parameter.
         state: the optimizer's state.
@@ -50,6 +52,7 @@ class Tables:
     engines: list[DeviceEngine]
     members: list[list[torch.Tensor]]
     dormant: list[torch.Tensor]
+    unreal: list[torch.Tensor]
     groups: list[dict[str, Any]]
     params: list[torch.Tensor]
     state: Any
@@ -77,7 +80,7 @@ class Tables:
         if self.scan is None:
             return False
         known = self.same_groups(optimizer) and self.scan.same_params(_all_params(optimizer), self.params)
-        if not known or any(param.grad is not None for param in self.dormant) or not self.scan.look(self):
+        if not known or not self._same_others() or not self.scan.look(self):
             self.scan = None
             return False
         for engine in self.engines:
@@ -110,10 +113,15 @@ class Tables:
             and _changes(self.state) == self.state_changes
             and _same(groups, self.groups)
             and _same(params, self.params)
-            and not any(param.grad is not None for param in self.dormant)
+            and self._same_others()
             and (self.agreement is None or self._same_parts())
             and all(members.lie_as_before() for members in self.complex_members)
         )
+
+    def _same_others(self) -> bool:
+        """Whether what is not updated needs no update still."""
+        awake = any(param.grad is not None for param in self.dormant)
+        return not awake and (not self.unreal or all(param.is_meta or is_fake(param) for param in self.unreal))
 
     def _same_parts(self) -> bool:
         """Whether DTensors still have the local parts that the tables describe; a model that is moved gets others."""
@@ -206,6 +214,11 @@ class Tables:
             ]
             self.prepare(own)
             self.run(own, range(len(self.engines)), counts_versions=True)
+
+    def release(self) -> None:
+        """After a step, or one that failed: let go of gradients that were held for it."""
+        if self.scan is not None:
+            self.scan.release()
 
     def same_versions(self) -> bool:
         """Whether no other code has written to a parameter of `masters` since the last step."""

@@ -208,6 +208,7 @@ class OverlappedOptimizer(Optimizer):
             self._count_versions(tables)
             groups = self._pending.order(self._grouping.groups)
             held = {group: self._take_gradients(group) for group in groups}
+            tables.release()
             self._had_gradients = any(held.values())
             if not self._had_gradients:
                 refuse_replaced(self._model, self._all_params())
@@ -249,6 +250,8 @@ class OverlappedOptimizer(Optimizer):
         @torch.no_grad()
         def work() -> None:
             with self._lane.after():
+                for place in places:
+                    tables.engines[place].follow_memory()
                 tables.run(gradients, places, counts_versions=False)
             held.clear()
             for place in places:

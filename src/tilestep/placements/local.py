@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import distributed_like, distributed_tensor_type, local_parts
+from ..compat import distributed_like, distributed_tensor_type, local_parts, ready
 from ..errors import GradientError, StateError
 
 if TYPE_CHECKING:
@@ -41,12 +41,6 @@ def is_distributed(tensor: Any) -> bool:
     """
     kind = distributed_tensor_type()
     return kind is not None and isinstance(tensor, kind)
-
-
-def ready(part: Any) -> Any:
-    """A local part once a collective that makes it has run; the current stream waits for it, not the host."""
-    wait = getattr(part, "wait", None) if type(part) not in (torch.Tensor, torch.nn.Parameter) else None
-    return part if wait is None else wait()
 
 
 def local_part(tensor: Any) -> Any:

@@ -1,0 +1,468 @@
+"""Memory that moves under a tensor, gradients of other kinds: a step uses what its tensors are now, in both looks."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from twins import assert_close, assert_unchanged, everything, make_params, set_gradients, train, twins
+
+import tilestep
+from tilestep import GradientError, StateError, native
+from tilestep.optimizer import tables
+from tilestep.tensor_watch import FixedTensors, TensorWatch
+
+Change = Callable[[torch.Tensor], Any]
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both looks before a step."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "module", lambda tensors: None)
+    elif not native.wait():
+        pytest.skip("no C++ compiler, or TILESTEP_NATIVE=0")
+    monkeypatch.setattr("tilestep.tensor_watch._WORTH_NATIVE", 1)
+    yield request.param
+
+
+def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; what the tensor's memory had is overwritten, as by its next owner."""
+    new = tensor.detach().clone()
+    with torch.no_grad():
+        tensor.fill_(1e30 if tensor.is_floating_point() else 12345)
+    return new
+
+
+def away_and_back(tensor: torch.Tensor) -> None:
+    kept = poisoned(tensor.data)
+    tensor.data = kept.double()
+    tensor.data = tensor.data.to(kept.dtype)
+
+
+def resized(tensor: torch.Tensor) -> None:
+    storage, size = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
+    values = tensor.detach().clone()
+    storage.resize_(0)
+    storage.resize_(size)
+    tensor.copy_(values)
+
+
+def swapped(tensor: torch.Tensor) -> None:
+    torch.utils.swap_tensors(tensor, poisoned(tensor))
+
+
+MOVES: dict[str, Change] = {
+    "data": lambda tensor: setattr(tensor, "data", poisoned(tensor)),
+    "set_": lambda tensor: tensor.set_(poisoned(tensor)),  # type: ignore[call-overload]
+    "share_memory_": lambda tensor: tensor.share_memory_(),
+    "away and back": away_and_back,
+    "resize_": resized,
+    "swap_tensors": swapped,
+    "negated": lambda tensor: setattr(tensor, "data", torch._neg_view(-poisoned(tensor))),
+}
+
+OPTIMIZERS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "AdamW": ({}, torch.float32),
+    "masters": ({"master_weights": True}, torch.bfloat16),
+    "remainders": ({"master_weights": "remainder"}, torch.bfloat16),
+    "NAdam": ({}, torch.float32),
+    "Adafactor": ({}, torch.float32),
+    "SOAP": ({"precondition_frequency": 2}, torch.float64),
+}
+
+
+def made(name: str, params: list[torch.nn.Parameter]) -> tilestep.Optimizer:
+    options, _ = OPTIMIZERS[name]
+    rule = name if name in tilestep.registry else "AdamW"
+    return tilestep.Optimizer(params, rule, lr=0.1, **options)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_gets_other_memory(name: str, move: str) -> None:
+    dtype = OPTIMIZERS[name][1]
+    shapes = [(4, 6), (5, 3), (16, 2)]
+    params, others = make_params(shapes, dtype=dtype), make_params(shapes, dtype=dtype)
+    optimizer, other = made(name, params), made(name, others)
+    for step in range(7):
+        train([(optimizer, params), (other, others)], range(step, step + 1))
+        if step in (2, 4):
+            for param in params:
+                for key, value in optimizer.state[param].items():
+                    if move == "negated" and not value.is_floating_point():
+                        continue
+                    if move == "resize_" and value.untyped_storage().nbytes() > value.nbytes:
+                        # A view of an array with other tensors' values.
+                        continue
+                    MOVES[move](value)
+                    assert key in optimizer.state[param]
+    assert all(map(torch.equal, params, others))
+    for param, twin in zip(params, others):
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(value, other.state[twin][key]), key
+
+
+def test_the_memory_of_state_that_was_moved_is_not_written() -> None:
+    params = make_params()
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(3))
+    before = [optimizer.state[param]["exp_avg"].data for param in params]
+    for param in params:
+        optimizer.state[param]["exp_avg"].data = optimizer.state[param]["exp_avg"].clone()
+    kept = [tensor.clone() for tensor in before]
+    train([(optimizer, params)], range(3, 5))
+    assert all(map(torch.equal, before, kept))
+
+
+@pytest.mark.parametrize("what", ["param", "exp_avg", "gradient"])
+@pytest.mark.parametrize("steady", [False, True])
+def test_memory_that_was_freed_is_refused(what: str, steady: bool) -> None:
+    """As fully sharded models free parameters; also where a tensor does not begin with its storage."""
+    whole = torch.nn.Parameter(torch.ones(9)[1:])
+    optimizer = tilestep.AdamW([whole, *make_params()])
+    for _ in range(4 if steady else 1):
+        whole.grad = torch.ones(9)[1:]
+        optimizer.step()
+    states = [value.clone() for value in optimizer.state[whole].values()]
+    tensor = {"param": whole, "exp_avg": optimizer.state[whole]["exp_avg"], "gradient": whole.grad}[what]
+    assert tensor is not None
+    size = tensor.untyped_storage().nbytes()
+    values = tensor.detach().clone()
+    tensor.untyped_storage().resize_(0)
+    message = {
+        "param": "parameter 0 of group 0",
+        "exp_avg": "state 'exp_avg' of parameter 0",
+        "gradient": "the gradient",
+    }
+    with pytest.raises((GradientError, StateError), match=f"{message[what]}.* has no memory: its storage was freed"):
+        optimizer.step()
+    tensor.untyped_storage().resize_(size)
+    with torch.no_grad():
+        tensor.copy_(values)
+    assert all(map(torch.equal, states, optimizer.state[whole].values()))
+    optimizer.step()
+    assert float(optimizer.state[whole]["step"]) == (5 if steady else 2)
+
+
+@pytest.mark.parametrize("keeps_gradients", [False, True])
+@pytest.mark.parametrize("turn", ["t", "square", "gaps", "shorter"])
+def test_a_parameter_that_lies_otherwise_at_its_old_address(turn: str, keeps_gradients: bool) -> None:
+    mine, theirs = make_params([(6, 6), (5,)]), make_params([(6, 6), (5,)])
+    ours, torchs = tilestep.SGD(mine, lr=0.1), torch.optim.SGD(theirs, lr=0.1, foreach=False)
+    train([(ours, mine), (torchs, theirs)], range(4))
+    for params in (mine, theirs):
+        data, gradient = params[0].data, params[0].grad
+        assert gradient is not None
+        params[0].grad = None
+        if turn == "t":
+            params[0].data = data.t()
+        elif turn == "square":
+            params[0].data, gradient = data.view(4, 9), gradient.view(4, 9)
+        elif turn == "gaps":
+            params[0].data, gradient = data[:, ::2], gradient[:, ::2]
+        else:
+            params[0].data, gradient = data[:3], gradient[:3]
+        params[0].grad = gradient if keeps_gradients else gradient.clone()
+    for _ in range(2):
+        ours.step()
+        torchs.step()
+    assert_close(mine, theirs)
+
+
+def test_a_parameter_turned_in_place_with_its_gradient_kept() -> None:
+    """Its address, its gradient and that one's address are what they were."""
+    mine, theirs = make_params([(6, 6)]), make_params([(6, 6)])
+    ours, torchs = tilestep.SGD(mine, lr=0.1), torch.optim.SGD(theirs, lr=0.1, foreach=False)
+    train([(ours, mine), (torchs, theirs)], range(4))
+    for params, optimizer in ((mine, ours), (theirs, torchs)):
+        params[0].data = params[0].data.t()
+        optimizer.step()
+    assert_close(mine, theirs)
+
+
+GRADIENT_DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("dtype", "other"), GRADIENT_DTYPES)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_gradients_dtype_that_changes(dtype: torch.dtype, other: torch.dtype, max_grad_norm: float | None) -> None:
+    params, twin = make_params(dtype=dtype), make_params(dtype=dtype)
+    ours = tilestep.AdamW(params, lr=0.1, max_grad_norm=max_grad_norm)
+    control = tilestep.AdamW(twin, lr=0.1, max_grad_norm=max_grad_norm)
+    for step, declared in enumerate([dtype, dtype, other, other, dtype, None, None]):
+        for param in params:
+            param.grad = None
+            param.grad_dtype = declared
+        set_gradients(twin, step=step)
+        for param, source in zip(params, twin):
+            assert source.grad is not None
+            # Numbers that every dtype here has, and the twin's too.
+            values = source.grad.to(torch.bfloat16).to(torch.float16).clamp(-4, 4)
+            source.grad = values.to(dtype)
+            param.grad = values.to((dtype, other)[step % 2] if declared is None else declared)
+        ours.step()
+        control.step()
+        # The norm of gradients is summed in another order for another dtype.
+        assert_close(params, twin, rtol=1e-6) if dtype is not torch.bfloat16 else assert_close(params, twin, rtol=1e-2)
+    assert float(ours.state[params[0]]["step"]) == 7
+
+
+def test_a_gradient_that_a_collective_still_makes(one_rank: None) -> None:
+    mine, theirs = make_params(), make_params()
+    ours, torchs = tilestep.AdamW(mine, lr=0.1, max_grad_norm=1.0), tilestep.AdamW(theirs, lr=0.1, max_grad_norm=1.0)
+    for step in range(6):
+        set_gradients(mine, theirs, step=step)
+        if step != 3:
+            for param in mine:
+                param.grad = _functional_collectives.all_reduce(param.grad, "sum", dist.group.WORLD)
+            assert type(mine[0].grad) is not torch.Tensor
+        ours.step()
+        torchs.step()
+    assert all(map(torch.equal, mine, theirs))
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that keeps its values elsewhere."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, requires_grad=values.requires_grad
+        )  # type: ignore[return-value]
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values_elsewhere = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values_elsewhere)
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_gradient_of_a_type_that_has_no_memory_is_refused(steps: int) -> None:
+    params = make_params()
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(steps))
+    set_gradients(params)
+    before = everything(optimizer)
+    params[2].grad = Wrapper(torch.ones_like(params[2]).detach())
+    with pytest.raises(GradientError, match="the gradient of parameter 2 of group 0 has the type Wrapper"):
+        optimizer.step()
+    params[2].grad = None
+    assert_unchanged(optimizer, before)
+
+
+def test_a_parameter_of_a_type_that_has_no_memory_is_refused() -> None:
+    with pytest.raises(GradientError, match="parameter 0 of group 0 is of the type Wrapper"):
+        tilestep.AdamW([Wrapper(torch.ones(3, requires_grad=True))])
+
+
+def test_lazy_negation_and_zeros_are_resolved() -> None:
+    start = [torch.randn(4, 6), torch.randn(5), torch.randn(3)]
+    mine = [torch.nn.Parameter(torch._neg_view(-value)) for value in start]
+    theirs = [torch.nn.Parameter(value.clone()) for value in start]
+    ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, foreach=False)
+    for step in range(6):
+        set_gradients(mine, theirs, step=step)
+        assert mine[0].grad is not None
+        mine[0].grad = torch._neg_view(-mine[0].grad)
+        mine[1].grad = torch._efficientzerotensor(5)
+        theirs[1].grad = torch.zeros(5)
+        if step == 3:
+            mine[2].data = torch._neg_view(-mine[2].data)
+        ours.step()
+        torchs.step()
+    assert_close(mine, theirs)
+
+
+def test_lazy_conjugation_is_resolved() -> None:
+    start = torch.randn(4, 3, dtype=torch.complex64)
+    mine, theirs = [torch.nn.Parameter(start.conj())], [torch.nn.Parameter(start.conj().resolve_conj())]
+    ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, foreach=False)
+    for step in range(5):
+        gradient = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(step))
+        mine[0].grad, theirs[0].grad = gradient.conj(), gradient.conj().resolve_conj()
+        ours.step()
+        torchs.step()
+    assert_close(mine, theirs)
+
+
+def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread replaces them when kernels have their addresses and have not read them."""
+    mine, theirs = make_params([(400,), (300, 3)]), make_params([(400,), (300, 3)])
+    ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
+    run, freed = tables.run_passes, []
+
+    def replaced(*args: Any) -> None:
+        storages = [param.grad.untyped_storage().data_ptr() for param in mine if param.grad is not None]
+        for param in mine:
+            param.grad = torch.full_like(param, 1e34)
+        freed.append(storages)
+        junk = [torch.full_like(param, 1e34) for param in mine for _ in range(4)]
+        assert not {each.data_ptr() for each in junk} & set(storages)
+        run(*args)
+
+    monkeypatch.setattr(tables, "run_passes", replaced)
+    for step in range(6):
+        set_gradients(mine, theirs, step=step)
+        ours.step()
+        torchs.step()
+    assert_close(mine, theirs)
+    assert len(freed) == 6
+
+
+def test_nothing_holds_gradients_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params([(400,), (300, 3)])
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(4))
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(tables, "run_passes", broken)
+    set_gradients(params)
+    with pytest.raises(RuntimeError, match="broken"):
+        optimizer.step()
+    storages = [weakref.ref(param.grad.untyped_storage()) for param in params]  # type: ignore[union-attr]
+    for param in params:
+        param.grad = None
+    assert [storage() for storage in storages] == [None, None]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_fake_parameters_have_fake_state(where: str) -> None:
+    kept: dict[type, Any] = {}
+    for kind in (tilestep.AdamW, torch.optim.AdamW):
+        mode = FakeTensorMode()
+        with mode:
+            model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+            optimizer = kind(model.parameters()) if where == "inside" else None
+            model(torch.randn(3, 4)).sum().backward()
+        if where == "outside":
+            optimizer = kind(model.parameters())
+            optimizer.step()
+        else:
+            with mode:
+                optimizer.step()  # type: ignore[union-attr]
+        assert optimizer is not None
+        kept[kind] = [
+            {key: (tuple(value.shape), value.dtype) for key, value in optimizer.state[param].items() if key != "step"}
+            for param in model.parameters()
+        ]
+    assert kept[tilestep.AdamW] == kept[torch.optim.AdamW]
+
+
+def test_real_parameters_under_a_fake_mode_are_refused() -> None:
+    params = make_params()
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(4))
+    set_gradients(params)
+    before = everything(optimizer)
+    with FakeTensorMode(), pytest.raises(GradientError, match="parameter 0 of group 0 is a real tensor"):
+        optimizer.step()
+    assert_unchanged(optimizer, before)
+    optimizer.step()
+
+
+def test_parameters_on_the_meta_device_have_state_there_once_they_have_gradients() -> None:
+    model = torch.nn.Linear(3, 2, device="meta")
+    optimizer = tilestep.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3, device="meta")).sum().backward()
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].device.type == "meta"
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    params = list(model.parameters())
+    with torch.no_grad():
+        for param, value in zip(params, make_params([(2, 3), (2,)])):
+            param.copy_(value)
+    theirs = twins(params)
+    train([(optimizer, params), (torch.optim.AdamW(theirs, lr=0.1), theirs)], range(3))
+    assert_close(params, theirs)
+
+
+LOOKS: dict[str, tuple[Change, bool]] = {
+    "nothing": (lambda tensor: None, True),
+    "values": (lambda tensor: tensor.fill_(3.0), True),
+    "requires_grad": (lambda tensor: tensor.requires_grad_(), True),
+    "address": (lambda tensor: setattr(tensor, "data", tensor.data.clone()), False),
+    "strides": (lambda tensor: setattr(tensor, "data", tensor.data.t()), False),
+    "in place": (lambda tensor: tensor.data.t_() if tensor.t_() is None else None, False),
+    "shape": (lambda tensor: setattr(tensor, "data", tensor.data.view(2, 8)), False),
+    "dtype": (
+        lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32).view(torch.float32).double()),
+        False,
+    ),
+    "dtype alone": (lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)), False),
+    "sign": (lambda tensor: setattr(tensor, "data", torch._neg_view(tensor.data)), False),
+    "storage": (lambda tensor: tensor.untyped_storage().resize_(0), False),
+}
+
+
+@pytest.mark.parametrize("change", LOOKS)
+def test_what_unchanged_means(change: str, look: str) -> None:
+    """One definition, for tensors that stay the same objects and for lists of tensors."""
+    tensor = torch.ones(4, 4)
+    others = [torch.zeros(3), torch.zeros(2, 3, 4).transpose(0, 1), torch.zeros(()), torch.zeros(0, 2)]
+    fixed, watch = FixedTensors([*others, tensor]), TensorWatch([*others, tensor])
+    for _ in range(3):
+        assert fixed.are_unmoved() and fixed.are_unmoved(threads=2)
+        assert watch.unchanged([*others, tensor])
+    assert (fixed._fixed is not None) is (look == "native") and (watch._known is not None) is (look == "native")
+    act, expected = LOOKS[change]
+    act(tensor)
+    for _ in range(2):
+        assert fixed.are_unmoved() is expected and fixed.are_unmoved(threads=2) is expected
+        assert watch.unchanged([*others, tensor]) is expected
+    assert watch.unchanged([*others[:3], others[3], tensor][:4]) is False
+
+
+def test_a_subclass_is_not_what_it_looks_like(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    plain = [torch.zeros(3), torch.zeros(2, 2)]
+    watch = TensorWatch(plain)
+    placed = [distribute_tensor(tensor, mesh, [Replicate()]) for tensor in plain]
+    assert not watch.same_metadata(placed) and watch.same_metadata(plain)
+    fixed = FixedTensors(placed)
+    assert fixed.are_unmoved() and fixed.are_unmoved()
+    placed[1]._local_tensor.data = torch.zeros(2, 2)  # type: ignore[attr-defined]
+    assert not fixed.are_unmoved()
+    fixed = FixedTensors(placed)
+    assert fixed.are_unmoved() and fixed.are_unmoved()
+    placed[0]._local_tensor = torch.zeros(3)  # type: ignore[attr-defined]
+    assert not fixed.are_unmoved()
+
+
+def test_copies_look_at_their_own_state() -> None:
+    params = make_params()
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(4))
+    copied = copy.deepcopy(optimizer)
+    theirs = copied.param_groups[0]["params"]
+    copied.state[theirs[0]]["exp_avg"].data = copied.state[theirs[0]]["exp_avg"].clone()
+    train([(optimizer, params), (copied, theirs)], range(4, 7))
+    assert all(map(torch.equal, params, theirs))
