@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import e2e
+import models
 import pytest
 import torch
+from e2e import BASELINE, ITERATION, STEP, run_e2e
+from models import Architecture, available, make_loss
+from speedups import plot_speedups as plot
 from torch import Tensor, nn
 
 from tilestep import cli
-from tilestep.bench import e2e, models
-from tilestep.bench.e2e import BASELINE, ITERATION, STEP, run_e2e
-from tilestep.bench.models import Architecture, available, make_loss
 from tilestep.bench.peers import OURS, Peer
-from tilestep.bench.report import plot
 from tilestep.bench.results import Result
 from tilestep.bench.sections import Settings
 

@@ -6,16 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from triton_assembler import require_assembler
 
 import tilestep
 
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "first_builds.py"
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tilestep.bench.first_builds", *arguments]
+    command = [sys.executable, str(SCRIPT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import first_step
 import pytest
 import torch
+from first_step import run_compile
 
 import tilestep
 from tilestep import cli
-from tilestep.bench import first_step
-from tilestep.bench.first_step import run_compile
 from tilestep.bench.results import Result
 from tilestep.bench.sections import Settings
 

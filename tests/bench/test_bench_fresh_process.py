@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import in_fresh_process
 
 import tilestep
 from tilestep import cache, tuning
-from tilestep.bench.fresh_process import in_fresh_process
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are forked")
 
@@ -98,7 +98,7 @@ def is_running(pid: int) -> bool:
 def test_the_program_is_not_run_again(tmp_path: Path) -> None:
     """A script without a guard for its main part can call it."""
     script = tmp_path / "script.py"
-    script.write_text("import math\nfrom tilestep.bench.fresh_process import in_fresh_process as call\n")
+    script.write_text("import math\nfrom fresh_process import in_fresh_process as call\n")
     script.write_text(script.read_text() + "print('begun', call(math.gcd, [12, 18]))\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import rule_steps
 import torch
+from rule_steps import run_rules
+from soap_steps import LOOP, SoapLoop
+from speedups import plot_speedups as plot
+from traffic import step_bytes
 
 import tilestep
-from tilestep.bench import rule_steps
 from tilestep.bench.peers import OURS
-from tilestep.bench.report import plot
 from tilestep.bench.results import Result
-from tilestep.bench.rule_steps import run_rules
 from tilestep.bench.sections import Settings
-from tilestep.bench.soap_steps import LOOP, SoapLoop
-from tilestep.bench.traffic import has_matrix_work, step_bytes
+from tilestep.bench.tune import has_matrix_work
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from first_step import run_compile
 
 from tilestep import cli
 from tilestep.bench import bandwidth, peers
-from tilestep.bench.first_step import run_compile
 from tilestep.bench.report import plot
 from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import Settings, run_cpu, run_norm, run_step

@@ -16,9 +16,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from first_builds import DEVICE, DTYPES, first_launches
 
 import tilestep
-from tilestep.bench.first_builds import DEVICE, DTYPES, first_launches
 from tilestep.codegen import launch_triton
 from tilestep.codegen.launch_triton import build_together
 from tilestep.compat import absent_gpu

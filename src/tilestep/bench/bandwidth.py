@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilestep.bench.measure import Contender
+from .measure import Contender
 
 __all__ = ["COPY", "LOOP_OVER_TENSORS", "PLAIN_LOOP", "READ", "copy", "flat_reads", "loop_over_tensors", "plain_loop"]
 
@@ -88,7 +88,7 @@ def flat_reads(device: torch.device, size: int) -> list[Contender]:
         Contender(f"{READ} (norm)", lambda: torch.linalg.vector_norm(flat), bytes_moved),
     ]
     if device.type == "cuda":
-        from tilestep.bench.flat_read import flat_read
+        from .flat_read import flat_read
 
         contenders.append(Contender(f"{READ} (tiles)", lambda: flat_read(flat), bytes_moved))
     return contenders

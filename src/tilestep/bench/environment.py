@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import tilestep
+from .._version import __version__
 
 __all__ = ["device_name", "environment"]
 
@@ -38,12 +38,12 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
     Args:
         device: the device in question; None takes the GPU if there is one, else the CPU.
 
-    >>> environment(torch.device("cpu"))["tilestep"] == tilestep.__version__
+    >>> environment(torch.device("cpu"))["tilestep"] == __version__
     True
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     described = {
-        "tilestep": tilestep.__version__,
+        "tilestep": __version__,
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "device": device_name(device),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tilestep.bench.trace import NotRecorded, Trace, trace
+from .trace import NotRecorded, Trace, trace
 
 __all__ = ["Contender", "Spread", "Timing", "measure", "spread", "synchronize"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tilestep
+from ..optimizer import Optimizer
 
 __all__ = ["OURS", "Peer", "peers", "step_of"]
 
@@ -56,8 +56,7 @@ def _torch_compiled(parameters: Sequence[Tensor]) -> Any:
 
 
 def _tilestep(parameters: Sequence[Tensor], **options: Any) -> Any:
-    adamw = tilestep.AdamW  # type: ignore[attr-defined]  # made from the registry
-    return adamw(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+    return Optimizer(parameters, "AdamW", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
 
 
 def _optimi(parameters: Sequence[Tensor]) -> Any:

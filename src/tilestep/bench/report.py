@@ -7,10 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tilestep.bench import speedups
-from tilestep.bench.measure import Spread
-from tilestep.bench.peers import OURS
-from tilestep.bench.results import Group, Result, Row
+from .measure import Spread
+from .peers import OURS
+from .results import Group, Result, Row
 
 __all__ = ["plot", "print_result"]
 
@@ -18,10 +17,7 @@ OURS_COLOUR, OTHER_COLOUR = "#c8553d", "#8a9ba8"
 
 
 def print_result(result: Result, console: Console) -> None:
-    """Print one table per group, then the notes; `e2e` and `rules` have tables over their groups."""
-    if result.section == "e2e":
-        speedups.print_iterations(result, console)
-    speedups.print_rules(result, console)
+    """Print one table per group, but for those that a table over several groups is made of, then the notes."""
     for group in result.groups:
         if not group.tags:
             console.print(_table(group))
@@ -71,8 +67,6 @@ def _time(figure: Spread | None) -> str:
 def plot(result: Result, path: Path) -> None:
     """Draw one panel per group: wall time of each contender, device time inside it, the limit's time as a line.
 
-    Speedups, where groups have them, are drawn instead.
-
     Args:
         result: what to draw.
         path: where to write the picture; the suffix chooses the format.
@@ -80,9 +74,6 @@ def plot(result: Result, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    if any(group.tags for group in result.groups):
-        speedups.plot_speedups(result, path)
-        return
     import matplotlib
 
     matplotlib.use("Agg")

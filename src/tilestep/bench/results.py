@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilestep.bench.measure import Spread, Timing
+from .measure import Spread, Timing
 
 __all__ = ["Group", "Result", "Row"]
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import tilestep
-from tilestep.bench import bandwidth
-from tilestep.bench.environment import environment
-from tilestep.bench.measure import Contender, Timing, measure
-from tilestep.bench.peers import OURS, Peer, peers, step_of
-from tilestep.bench.results import Group, Result, Row
-from tilestep.bench.workloads import Workload, adamw_bytes, cpu_workloads, gpu_workloads, make_parameters
+from ..norm import clip_grad_norm_, total_norm
+from ..optimizer import Optimizer
+from . import bandwidth
+from .environment import environment
+from .measure import Contender, Timing, measure
+from .peers import OURS, Peer, peers, step_of
+from .results import Group, Result, Row
+from .workloads import Workload, adamw_bytes, cpu_workloads, gpu_workloads, make_parameters
 
 __all__ = ["MAX_GRAD_NORM", "Settings", "free", "measured_group", "run_cpu", "run_norm", "run_step"]
 
@@ -76,11 +77,11 @@ def _norm_groups(workload: Workload, settings: Settings) -> list[Group]:
     read = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
     norms = [
         Contender("torch", lambda: torch.nn.utils.get_total_norm(gradients), read),
-        Contender(OURS, lambda: tilestep.total_norm(gradients), read),
+        Contender(OURS, lambda: total_norm(gradients), read),
     ]
     clips = [
         Contender("torch", lambda: torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read),
-        Contender(OURS, lambda: tilestep.clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read),
+        Contender(OURS, lambda: clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read),
     ]
     reads = bandwidth.flat_reads(settings.device, settings.buffer_bytes)
     copy = bandwidth.copy(settings.device, settings.buffer_bytes)
@@ -198,9 +199,7 @@ def _step_contender(peer: Peer, workload: Workload, device: torch.device, max_gr
 
 def _master_weights(workload: Workload, device: torch.device, max_grad_norm: float | None) -> Contender:
     parameters = make_parameters(workload, device)
-    optimizer = tilestep.AdamW(  # type: ignore[attr-defined]  # made from the registry
-        parameters, lr=1e-4, master_weights=True, max_grad_norm=max_grad_norm
-    )
+    optimizer = Optimizer(parameters, "AdamW", lr=1e-4, master_weights=True, max_grad_norm=max_grad_norm)
     moved = adamw_bytes(parameters, clip=max_grad_norm is not None, master_weights=True)
     return Contender(OURS, optimizer.step, moved)
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-import tilestep
-from tilestep.bench.measure import SETTLE_SECONDS, synchronize
-from tilestep.bench.traffic import has_matrix_work
-from tilestep.codegen.spec import KernelSpec
-from tilestep.optimizer.masters import MasterWeights
-from tilestep.rules import Rule, registry
-from tilestep.tuning import CANDIDATES, TileShape, forced_shape, save_shapes, signature, tile_shape
+from ..codegen.spec import KernelSpec
+from ..optimizer import Optimizer
+from ..optimizer.masters import MasterWeights
+from ..rules import Rule, registry
+from ..tuning import CANDIDATES, TileShape, forced_shape, save_shapes, signature, tile_shape
+from .measure import SETTLE_SECONDS, synchronize
 
 __all__ = ["KINDS", "Job", "Outcome", "jobs", "tiled_rules", "tune"]
 
@@ -72,7 +71,7 @@ class Outcome:
         return 1 - self.milliseconds[self.after] / self.milliseconds[self.before]
 
 
-def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> tilestep.Optimizer:
+def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> Optimizer:
     dtype, master_weights = KINDS[kind]
     # Matrices, since rules may treat other shapes apart.
     columns = min(1024, elements)
@@ -80,10 +79,22 @@ def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> ti
     params = [torch.nn.Parameter(torch.ones(rows, columns, dtype=dtype, device=device)) for _ in range(_TENSORS)]
     for param in params:
         param.grad = torch.full_like(param, 1e-3)
-    return tilestep.Optimizer(params, rule, master_weights=master_weights)
+    return Optimizer(params, rule, master_weights=master_weights)
 
 
-def _spec(optimizer: tilestep.Optimizer) -> KernelSpec:
+def has_matrix_work(optimizer: Optimizer) -> bool:
+    """Whether a step also works on whole matrices, which a count of bytes says nothing about.
+
+    >>> import torch
+    >>> has_matrix_work(Optimizer([torch.zeros(2, 2, requires_grad=True)], "SGD"))
+    False
+    """
+    tables = optimizer._tables
+    engines = tables.engines if tables is not None else []
+    return any(segment.spec.program.library.passes for engine in engines for segment in engine.segments)
+
+
+def _spec(optimizer: Optimizer) -> KernelSpec:
     return optimizer._current()[0].segments[0].spec
 
 
@@ -98,7 +109,7 @@ def tiled_rules() -> list[Rule]:
     parameter.grad = torch.ones(2, 2)
     found = []
     for rule in registry.values():
-        optimizer = tilestep.Optimizer([parameter], rule)
+        optimizer = Optimizer([parameter], rule)
         optimizer._current()
         if not has_matrix_work(optimizer):
             found.append(rule)

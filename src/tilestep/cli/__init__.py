@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from tilestep.errors import TilestepError
+from ..errors import TilestepError
 
 __all__ = ["build_app", "main"]
 

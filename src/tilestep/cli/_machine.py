@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from tilestep.cache import cache_directory, forget_directory
-from tilestep.codegen.compile_cpp import FLAGS, compiler, compiler_version
-from tilestep.native import module
+from ..cache import cache_directory, forget_directory
+from ..codegen.compile_cpp import FLAGS, compiler, compiler_version
+from ..native import module
 
 __all__ = ["complaints", "facts"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from tilestep.rules import Rule
+    from ..rules import Rule
 
 __all__ = ["load_rule", "parse_settings"]
 
@@ -31,7 +31,7 @@ def load_rule(name: str) -> Rule:
     >>> load_rule("adamw").name
     'AdamW'
     """
-    from tilestep.rules import Rule, registry, rule
+    from ..rules import Rule, registry, rule
 
     if ":" not in name:
         known = {key.lower(): key for key in registry}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +26,9 @@ class Section(str, Enum):
 
 ALL = ("norm", "step", "compile", "cpu")
 """What `all` runs; the others take minutes each."""
+
+OUTSIDE = {"compile": "first_step", "rules": "rule_steps", "e2e": "e2e"}
+"""Sections that only a checkout has, with their modules in its folder of benchmarks."""
 
 
 class Mode(str, Enum):
@@ -59,14 +64,11 @@ def register(app: typer.Typer) -> None:
         """Measure norms, optimizer steps and training iterations of tilestep and its peers, in interleaved rounds."""
         from rich.console import Console
 
-        from tilestep import native
-        from tilestep.bench.e2e import MODES, run_e2e
-        from tilestep.bench.first_step import run_compile
-        from tilestep.bench.report import plot, print_result
-        from tilestep.bench.results import Result
-        from tilestep.bench.rule_steps import run_rules
-        from tilestep.bench.sections import Settings, run_cpu, run_norm, run_step
-        from tilestep.cli._options import chosen_device, require_plotting
+        from ..bench.report import plot, print_result
+        from ..bench.results import Result
+        from ..bench.sections import Settings, run_cpu, run_norm, run_step
+        from ..native import wait
+        from ._options import chosen_device, require_plotting
 
         require_plotting()
         console = Console()
@@ -83,14 +85,17 @@ def register(app: typer.Typer) -> None:
             return Result.load(stored) if add and stored.exists() else None
 
         def end_to_end(settings: Settings) -> Result:
-            modes = MODES if mode is Mode.both else (mode.value,)
-            return run_e2e(settings, _names(models), modes, batch, keep, known("e2e"), seconds or math.inf)
+            module = _of_a_checkout("e2e")
+            modes = module.MODES if mode is Mode.both else (mode.value,)
+            return module.run_e2e(settings, _names(models), modes, batch, keep, known("e2e"), seconds or math.inf)
 
         def first_steps(settings: Settings) -> Result:
             known_result, limit = known("compile"), seconds or math.inf
-            return run_compile(settings, _names(rules), keep=keep, known=known_result, seconds=limit)
+            return _of_a_checkout("first_step").run_compile(
+                settings, _names(rules), keep=keep, known=known_result, seconds=limit
+            )
 
-        if not quick and section is not Section.compile and native.wait():  # first steps run in other processes
+        if not quick and section is not Section.compile and wait():  # first steps run in other processes
             say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")
         settings = Settings(chosen, quick=quick, compiled=compiled, rounds=rounds, say=say)
         runs = {
@@ -98,15 +103,39 @@ def register(app: typer.Typer) -> None:
             "step": run_step,
             "compile": first_steps,
             "cpu": run_cpu,
-            "rules": lambda settings: run_rules(settings, _names(rules)),
+            "rules": lambda settings: _of_a_checkout("rule_steps").run_rules(settings, _names(rules)),
             "e2e": end_to_end,
         }
         for name in ALL if section is Section.all else [section.value]:
+            if section is Section.all and name in OUTSIDE and not _folder().is_dir():
+                say(f"left out, since only a checkout of tilestep has it: {name}")
+                continue
             result = runs[name](settings)
             stored = result.save(out)
-            plot(result, stored.with_suffix(".png"))
+            if any(group.tags for group in result.groups):
+                speedups = _of_a_checkout("speedups")
+                speedups.plot_speedups(result, stored.with_suffix(".png"))
+                speedups.print_speedups(result, console)
+            else:
+                plot(result, stored.with_suffix(".png"))
             print_result(result, console)
             console.print(f"written: {stored} and {stored.with_suffix('.png')}", markup=False)
+
+
+def _folder() -> Path:
+    return Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+def _of_a_checkout(name: str) -> Any:
+    """A module of the folder of benchmarks, which a wheel does not have."""
+    if not (_folder() / f"{name}.py").is_file():
+        raise ValueError(
+            "an installed tilestep measures norm, step and cpu; the other sections are run in a checkout of it, with "
+            "its `pip install -e .` or `make bench`"
+        )
+    if str(_folder()) not in sys.path:
+        sys.path.insert(0, str(_folder()))
+    return importlib.import_module(name)
 
 
 def _names(listed: str) -> list[str]:

@@ -26,8 +26,8 @@ def register(app: typer.Typer) -> None:
         """
         from rich.console import Console
 
-        from tilestep.checking import check_rule
-        from tilestep.cli._rules import load_rule, parse_settings
+        from ..checking import check_rule
+        from ._rules import load_rule, parse_settings
 
         found = load_rule(rule)
         given = parse_settings(settings or [], found)

@@ -22,11 +22,11 @@ def register(app: typer.Typer) -> None:
         import torch
         from rich.console import Console
 
-        from tilestep.bench.environment import device_name
-        from tilestep.cli._options import chosen_device, require_plotting
-        from tilestep.demo.model import GPT
-        from tilestep.demo.report import picture, table
-        from tilestep.demo.train import Recipe, entries, train
+        from ..bench.environment import device_name
+        from ..demo.model import GPT
+        from ..demo.report import picture, table
+        from ..demo.train import Recipe, entries, train
+        from ._options import chosen_device, require_plotting
 
         require_plotting()
         console = Console()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilestep.cli.show import _TORCH_NAMES, Dtype
+from .show import _TORCH_NAMES, Dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tilestep.planning import Constants, Job, Plan
+    from ..planning import Constants, Job, Plan
 
 __all__ = ["elements_of", "register"]
 
@@ -88,9 +88,9 @@ def register(app: typer.Typer) -> None:
         import torch
         from rich.console import Console
 
-        from tilestep.cli._rules import load_rule, parse_settings
-        from tilestep.planning import Constants, Job, default_constants, footprint, meshes
-        from tilestep.planning import plan as planned
+        from ..planning import Constants, Job, default_constants, footprint, meshes
+        from ..planning import plan as planned
+        from ._rules import load_rule, parse_settings
 
         found = load_rule(rule)
         types = {each: getattr(torch, _TORCH_NAMES[each.value]) for each in Dtype}

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from tilestep.describe import RuleDescription
-    from tilestep.storage import Array
+    from ..describe import RuleDescription
+    from ..storage import Array
 
 
 class Backend(str, Enum):
@@ -56,8 +56,8 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.syntax import Syntax
 
-        from tilestep.cli._rules import load_rule, parse_settings
-        from tilestep.describe import describe
+        from ..describe import describe
+        from ._rules import load_rule, parse_settings
 
         found = load_rule(rule)
         description = describe(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tilestep.demo.traced import Traced
-    from tilestep.tracing import Report
+    from ..demo.traced import Traced
+    from ..tracing import Report
 
 
 class During(str, Enum):
@@ -49,9 +49,9 @@ def register(app: typer.Typer) -> None:
         """
         from rich.console import Console
 
-        from tilestep.cli._options import chosen_device, require_plotting
-        from tilestep.demo.model import Size
-        from tilestep.demo.traced import Traced
+        from ..demo.model import Size
+        from ..demo.traced import Traced
+        from ._options import chosen_device, require_plotting
 
         require_plotting()
         console = Console()
@@ -70,7 +70,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _demo(traced: Traced, out: Path) -> Report:
-    from tilestep.demo.traced import train_traced
+    from ..demo.traced import train_traced
 
     return train_traced(traced, out)
 
@@ -79,7 +79,7 @@ def _script(script: Path, arguments: list[str], out: Path) -> list[Report]:
     import runpy
     import sys
 
-    from tilestep.tracing import collecting
+    from ..tracing import collecting
 
     if not script.is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")

@@ -29,11 +29,11 @@ def register(app: typer.Typer) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Table
 
-        from tilestep.bench.tune import jobs, tiled_rules
-        from tilestep.bench.tune import tune as measured
-        from tilestep.cli._options import chosen_device
-        from tilestep.cli._rules import load_rule
-        from tilestep.tuning import device_key
+        from ..bench.tune import jobs, tiled_rules
+        from ..bench.tune import tune as measured
+        from ..tuning import device_key
+        from ._options import chosen_device
+        from ._rules import load_rule
 
         console = Console()
         chosen = chosen_device(device)

@@ -13,13 +13,13 @@ def register(app: typer.Typer) -> None:
         """Print versions, compilers and the device, and say in sentences what is wrong with this machine."""
         from rich.console import Console
 
-        from tilestep.bench.environment import environment
-        from tilestep.cli._machine import complaints, facts
+        from ..bench.environment import environment
+        from ._machine import complaints, facts
 
         console = Console(soft_wrap=True)
         for name, value in {**environment(), **facts()}.items():
             console.print(f"{name:<12} {value}", highlight=False, markup=False)
         wrong = complaints()
-        console.print("\nnothing is wrong with this machine" if not wrong else "\nwhat is wrong with this machine:")
+        console.print("nothing is wrong with this machine" if not wrong else "what is wrong with this machine:")
         for sentence in wrong:
             console.print(f"- {sentence}", highlight=False, markup=False)

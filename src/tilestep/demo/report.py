@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tilestep.bench.measure import spread
-from tilestep.demo.train import Run
+from ..bench.measure import spread
+from .train import Run
 
 __all__ = ["largest_difference", "picture", "table"]
 

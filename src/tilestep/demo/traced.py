@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
-import tilestep
-from tilestep.bench.environment import device_name
-from tilestep.demo.model import GPT, Size, documentation
-from tilestep.tracing import Report
+from ..bench.environment import device_name
+from ..optimizer import Optimizer
+from ..overlapping import overlap
+from ..tracing import Report, profile
+from .model import GPT, Size, documentation
 
 __all__ = ["Traced", "train_traced"]
 
@@ -71,10 +72,10 @@ def train_traced(traced: Traced, out: Path) -> Report:
 
     for _ in range(WARM_UP):
         iterate()
-    with tilestep.profile(out, title=_title(traced, parameters)) as profile:
+    with profile(out, title=_title(traced, parameters)) as profiled:
         for _ in range(traced.iterations):
             iterate()
-    return profile.report
+    return profiled.report
 
 
 def _one_ahead(device: torch.device) -> Callable[[], None]:
@@ -105,10 +106,10 @@ def _torch_step(parameters: Sequence[torch.Tensor], traced: Traced) -> Callable[
 
 
 def _tilestep_step(model: GPT, traced: Traced) -> Callable[[], None]:
-    optimizer = tilestep.Optimizer(model.parameters(), traced.optimizer, max_grad_norm=traced.clip or None)
+    optimizer = Optimizer(model.parameters(), traced.optimizer, max_grad_norm=traced.clip or None)
     if traced.during:
         during: Literal["backward", "forward"] = "backward" if traced.during == "backward" else "forward"
-        optimizer = tilestep.overlap(optimizer, model, during, bucket_cap_mb=1.0)
+        optimizer = overlap(optimizer, model, during, bucket_cap_mb=1.0)
 
     def take() -> None:
         optimizer.step()

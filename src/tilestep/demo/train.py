@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-import tilestep
-from tilestep.bench.measure import synchronize
-from tilestep.bench.trace import Trace, trace
-from tilestep.demo.model import GPT, Size, documentation
+from ..bench.measure import synchronize
+from ..bench.trace import Trace, trace
+from ..optimizer import Optimizer
+from .model import GPT, Size, documentation
 
 __all__ = ["TURN", "Entry", "Recipe", "Run", "entries", "train"]
 
@@ -111,8 +111,9 @@ def _torch(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim.Op
 
 
 def _tilestep(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim.Optimizer, Take]:
-    optimizer = tilestep.AdamW(
+    optimizer = Optimizer(
         parameters,
+        "AdamW",
         lr=recipe.lr,
         betas=recipe.betas,
         weight_decay=recipe.weight_decay,

@@ -1,6 +1,6 @@
 """What Triton builds before the first step of a rule can run, and how long that takes; no GPU is needed.
 
-`python -m tilestep.bench.first_builds --rules all --shapes 8x8` builds every kernel that the first clipped step of new
+`python benchmarks/first_builds.py --rules all --shapes 8x8` builds every kernel that the first clipped step of new
 parameters launches, for an H200, in a process with empty caches: one after the other as they are launched, and all at
 once as with TILESTEP_BUILD_THREADS=8. Loading and running kernels, and torch's own work, are not in it.
 """

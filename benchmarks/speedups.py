@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from e2e import BASELINE, ITERATION
 from rich.console import Console
 from rich.table import Table
 
-from tilestep.bench.e2e import BASELINE, ITERATION
 from tilestep.bench.peers import OURS
 from tilestep.bench.results import Group, Result
 
-__all__ = ["plot_speedups", "print_iterations", "print_rules"]
+__all__ = ["plot_speedups", "print_iterations", "print_rules", "print_speedups"]
 
 COLOURS = {"torch fused": "#8a9ba8", "torch compiled": "#c9a15a", OURS: "#c8553d"}
 PLAIN = "#777777"
+
+
+def print_speedups(result: Result, console: Console) -> None:
+    """Print the tables over the groups of a result."""
+    if result.section == "e2e":
+        print_iterations(result, console)
+    print_rules(result, console)
 
 
 def print_iterations(result: Result, console: Console) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from fresh_process import in_fresh_process
 
 import tilestep
 from tilestep.bench.environment import environment
-from tilestep.bench.fresh_process import in_fresh_process
 from tilestep.bench.measure import Spread, spread, synchronize
 from tilestep.bench.peers import OURS, peers, step_of
 from tilestep.bench.results import Group, Result, Row

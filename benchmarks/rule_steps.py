@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from soap_steps import soap_groups
 from torch import Tensor
+from traffic import step_bytes
 
 import tilestep
 from tilestep.bench import bandwidth
@@ -16,8 +18,7 @@ from tilestep.bench.measure import Contender
 from tilestep.bench.peers import OURS
 from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import Settings, free, measured_group
-from tilestep.bench.soap_steps import soap_groups
-from tilestep.bench.traffic import has_matrix_work, step_bytes
+from tilestep.bench.tune import has_matrix_work
 from tilestep.bench.workloads import Workload, cpu_workloads, gpu_workloads, make_parameters
 from tilestep.errors import MatrixError
 

@@ -1,4 +1,4 @@
-"""Symmetric products beside torch's full ones: `python -m tilestep.bench.symmetric_products`, on a GPU.
+"""Symmetric products beside torch's full ones: `python benchmarks/symmetric_products.py`, on a GPU.
 
 What `tilestep.matrices.symmetric.BLOCKS` and `tilestep.matrices.gram.takes` are chosen by.
 """

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from models import Architecture, available, make_loss
 from torch import Tensor, nn
 
 import tilestep
 from tilestep.bench.environment import environment
 from tilestep.bench.measure import Contender, Timing, measure, synchronize
-from tilestep.bench.models import Architecture, available, make_loss
 from tilestep.bench.peers import LEARNING_RATE, OURS, Peer, step_of
 from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import MAX_GRAD_NORM, Settings, free
@@ -80,7 +80,7 @@ def run_e2e(
     Args:
         settings: as for the other sections; `compiled` adds torch's compiled optimizer, which compiles for 15 to 60
             seconds a model.
-        models: names from `tilestep.bench.models.MODELS`; empty means all.
+        models: names from `models.MODELS`; empty means all.
         modes: `eager`, and `compiled` for models under `torch.compile`.
         batch: sequences or images in a batch; 0 takes each architecture's own.
         keep: called with the result so far after each model.

@@ -7,7 +7,7 @@ from tilestep.codegen.spec import KernelSpec
 from tilestep.engine import Entry
 from tilestep.storage import read_arrays
 
-__all__ = ["has_matrix_work", "step_bytes"]
+__all__ = ["step_bytes"]
 
 
 def step_bytes(optimizer: tilestep.Optimizer) -> int:
@@ -28,18 +28,6 @@ def step_bytes(optimizer: tilestep.Optimizer) -> int:
         return 0
     segments = [segment for engine in tables.engines for segment in engine.segments]
     return sum(_entry_bytes(segment.spec, entry) for segment in segments for entry in segment.entries)
-
-
-def has_matrix_work(optimizer: tilestep.Optimizer) -> bool:
-    """Whether a step also works on whole matrices, which a count of bytes says nothing about.
-
-    >>> import torch
-    >>> has_matrix_work(tilestep.SGD([torch.zeros(2, 2, requires_grad=True)]))
-    False
-    """
-    tables = optimizer._tables
-    engines = tables.engines if tables is not None else []
-    return any(segment.spec.program.library.passes for engine in engines for segment in engine.segments)
 
 
 def _entry_bytes(spec: KernelSpec, entry: Entry) -> int:
