@@ -108,7 +108,7 @@ def cache_directory() -> Path:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(directory):
-            _require_writable(directory)
+            _usable(directory)
             return directory
     except OSError as error:
         _warn_once(
@@ -119,7 +119,7 @@ def cache_directory() -> Path:
 
 
 @functools.lru_cache
-def _require_writable(directory: Path) -> None:
+def _usable(directory: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=directory):
         pass
 
@@ -140,7 +140,7 @@ def _warn_once(message: str, subject: str) -> None:
 
 def forget_directory() -> None:
     """Try again, at the next build, whether the directory can be used, and say again if not."""
-    _require_writable.cache_clear()
+    _usable.cache_clear()
     _require_owned.cache_clear()
     _warned.clear()
 

@@ -1,6 +1,6 @@
 """The Triton backend on a machine without a GPU: in Triton's interpreter, in a process of its own.
 
-Run as `python -m tilestep.checking.interpreted`, it reads a pickled rule and its hyperparameters and writes verdicts.
+That process calls `answer`, which reads a pickled rule and its hyperparameters and writes verdicts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from . import Verdict
+import torch
+
+from ..engine.backends import interpret_on_cpu
+from ..graph import Graph
+from ..rules import Rule, rule
+from .items import INTERPRETED, ITEMS
+from .trials import Subject, Verdict, run_item, trace_all
 
 __all__ = ["check_interpreted"]
 
@@ -41,7 +47,7 @@ def check_interpreted(rule: Any, given: Mapping[str, Any]) -> Iterator[Verdict]:
         yield Verdict(_BACKEND, None, f"another process cannot import the rule: {error}")
         return
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-c", f"from {__name__} import answer; answer()"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     ) as process:
@@ -66,16 +72,8 @@ def _require_importable(rule: Any) -> None:
         raise ValueError("it is defined inside a function; put it at the top of a module")
 
 
-def _main() -> None:
-    import torch
-
-    from ..engine.backends import interpret_on_cpu
-    from ..graph import Graph
-    from ..rules import Rule, rule
-    from . import run_item, trace_all
-    from .items import INTERPRETED, ITEMS
-    from .trials import Subject
-
+def answer() -> None:
+    """Check the rule that comes in, and write verdicts."""
     warnings.simplefilter("ignore")  # numpy's, about numbers that are masked out
     found, given = pickle.load(sys.stdin.buffer)
     subject_rule = found if isinstance(found, Rule) else rule(found)
@@ -89,7 +87,3 @@ def _main() -> None:
         return
     for name in INTERPRETED:
         print(json.dumps(asdict(run_item(subject, name, ITEMS[name], _BACKEND))), flush=True)
-
-
-if __name__ == "__main__":
-    _main()

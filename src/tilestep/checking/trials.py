@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from ..optimizer import Optimizer
 from ..rules import Rule
 from .reference import CheckFailure, Snapshot, compare
 
-__all__ = ["SHAPES", "Subject", "Trial", "draw"]
+__all__ = ["SHAPES", "Subject", "Trial", "Verdict", "draw", "run_item", "trace_all"]
+
+DEVICE_NAMES = {"cpu": "C++", "cuda": "Triton"}
 
 SHAPES = ((5, 7), (1300,), (), (3, 4, 5), (2, 3, 4, 5), (33, 2))
 """Shapes that most trials use, as far as the rule takes them."""
@@ -197,3 +200,69 @@ class Trial:
         for index in range(len(self.params)):
             found += [value.clone() for value in self.state(index).values() if isinstance(value, torch.Tensor)]
         return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one check found.
+
+    Args:
+        item: what was checked.
+        passed: whether it is as it should be; None if it could not be checked here.
+        text: what was found, in plain words; a failure names the rule's file and line.
+        seconds: how long it took.
+    """
+
+    item: str
+    passed: bool | None
+    text: str
+    seconds: float = 0.0
+
+
+def run_item(subject: Subject, name: str, item: Callable[[Subject], str], backend: str = "") -> Verdict:
+    """The verdict of one item.
+
+    Args:
+        subject: the rule under check.
+        name: the item's name.
+        item: the check.
+        backend: how the verdict calls the backend; empty names it by the device.
+    """
+    label = f"{backend or DEVICE_NAMES.get(subject.device.type, subject.device.type)}, {name}"
+    return timed(label, lambda: item(subject), subject)
+
+
+def timed(label: str, check: Callable[[], str], where: Subject | str) -> Verdict:
+    """A check's verdict: what it says, or how it fails and where."""
+    begin = time.perf_counter()
+    try:
+        passed, text = True, check()
+    except CheckFailure as failure:
+        place = where if isinstance(where, str) else where.line_of(failure.buffer)
+        passed, text = False, f"{failure}; see {place}"
+    except Exception as error:  # whatever goes wrong with a rule of the user's is the verdict
+        place = where if isinstance(where, str) else where.rule.where
+        reason = " ".join(str(error).split()) or type(error).__name__
+        named = reason if place.rpartition(":")[0] in reason else f"{reason}; see {place}"
+        passed, text = False, named
+    return Verdict(label, passed, text, time.perf_counter() - begin)
+
+
+def trace_all(rule: Rule, values: Mapping[str, Any], graphs: dict[int, Graph]) -> dict[int, RuleError]:
+    """Trace a rule for tensors of 0 to 4 dimensions.
+
+    Args:
+        rule: the rule.
+        values: all hyperparameters.
+        graphs: receives the graph for each number of dimensions that the rule takes.
+
+    Returns:
+        Why it does not take the others.
+    """
+    refusals: dict[int, RuleError] = {}
+    for dims in range(5):
+        try:
+            graphs[dims] = graph_for(rule, values, dims)
+        except RuleError as error:
+            refusals[dims] = error
+    return refusals

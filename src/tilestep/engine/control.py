@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..control_numbers import CLIP, CONTROL_SIZE, INVERSE_SCALE, MEAN, MEAN_COUNT, NORM, SKIP, SKIPPED, UNSCALE
 from ..errors import GradientError
-
-if TYPE_CHECKING:
-    from .limits import StepHistory, StepLimit
+from .limits import StepHistory, StepLimit
 
 __all__ = [
     "CLIP",
@@ -49,12 +47,6 @@ __all__ = [
     "decide_on_host",
     "fresh_control",
 ]
-
-NORM, SKIP, INVERSE_SCALE, UNSCALE, SKIPPED, MEAN, MEAN_COUNT, CLIP = range(8)
-"""Places in the control numbers. The first four are of one step (UNSCALE: tile passes write the unscaled gradients
-back), as is CLIP; the others outlive it: skipped steps, running mean of the norm, norms that went into it."""
-
-CONTROL_SIZE = 8
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,10 +12,15 @@ from .backends import apply_limit, build_decider, decide
 from .control import UNSCALE, Decision, fresh_control
 from .segment import Entry
 
-if TYPE_CHECKING:
-    from .engine import DeviceEngine
-
 __all__ = ["Decider", "JointNorm", "SharedNorm"]
+
+
+class NormedEngine(Protocol):
+    """An engine, as far as the norm of its gradients is concerned."""
+
+    device: torch.device
+    entries: list[Entry]
+    grads: torch.Tensor
 
 
 class Decider:
@@ -73,7 +78,7 @@ class JointNorm:
         engines: the engines.
     """
 
-    def __init__(self, entries: Sequence[Entry], engines: Sequence[DeviceEngine]) -> None:
+    def __init__(self, entries: Sequence[Entry], engines: Sequence[NormedEngine]) -> None:
         self._engines = list(engines)
         device = engines[0].device
         known = {id(entry): place for place, entry in enumerate(each for engine in engines for each in engine.entries)}
@@ -90,7 +95,7 @@ class JointNorm:
         """Whether engines' gradients can be summed one after the other."""
         return all(table.has_tiles for table in self._norm.tables)
 
-    def put(self, engine: DeviceEngine) -> None:
+    def put(self, engine: NormedEngine) -> None:
         """Sum the gradients of one engine, whose address table is up to date."""
         place = self._engines.index(engine)
         if place not in self._pieces:
@@ -98,7 +103,7 @@ class JointNorm:
         for own, whole, places in self._pieces[place]:
             own.put_tiles(engine.grads, whole, places)
 
-    def _piece(self, engine: DeviceEngine) -> list[tuple[NormTable, NormTable, torch.Tensor]]:
+    def _piece(self, engine: NormedEngine) -> list[tuple[NormTable, NormTable, torch.Tensor]]:
         """For each share: a table of the engine's tensors, the whole table, and the places of the tiles there."""
         at = {id(entry): place for place, entry in enumerate(self._entries)}
         own = [at[id(entry)] for entry in engine.entries]

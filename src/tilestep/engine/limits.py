@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .control import CLIP, NORM, SKIP, SKIPPED
+from ..control_numbers import CLIP, NORM, SKIP, SKIPPED
 
 __all__ = ["StepHistory", "Sigma", "StepLimit", "ZClip", "clip_code"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ..codegen.launch_triton import Launch
 from ..codegen.spec import MAX_DIMS, KernelSpec
 from ..compat import has_memory
 from ..errors import GradientError, StateError
+from ..graph.hyperparameters import group_value
 from ..matrices.batches import MatrixBatches
 from ..matrices.shared import Exchange
 from .layout import cut_tiles, layout_record, same_walk
@@ -341,24 +341,6 @@ class Segment:
                 if isinstance(value, torch.Tensor) and value.is_cuda:
                     found.append((row, column, value))
         return found
-
-
-def group_value(group: Mapping[str, Any], name: str) -> Any:
-    """The entry of a group that a column of the hyperparameter table holds.
-
-    Example:
-        >>> group_value({"betas": (0.9, 0.99)}, "betas.1")
-        0.99
-    """
-    key, index = _column(name)
-    value = group.get(key)
-    return value if index is None or value is None else value[index]
-
-
-@functools.cache
-def _column(name: str) -> tuple[str, int | None]:
-    key, _, index = name.partition(".")
-    return key, int(index) if index else None
 
 
 def _require_no_exchange(entries: Sequence[Entry], spec: KernelSpec) -> None:

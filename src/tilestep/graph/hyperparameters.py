@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,3 +46,21 @@ def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float],
     found = flat_numbers(hyperparameters)
     numbers = {name: value for name, value in found if not isinstance(value, torch.Tensor)}
     return numbers, {name for name, _ in found} - set(numbers)
+
+
+def group_value(group: Mapping[str, Any], name: str) -> Any:
+    """The entry of a group that a column of the hyperparameter table holds.
+
+    Example:
+        >>> group_value({"betas": (0.9, 0.99)}, "betas.1")
+        0.99
+    """
+    key, index = _column(name)
+    value = group.get(key)
+    return value if index is None or value is None else value[index]
+
+
+@functools.cache
+def _column(name: str) -> tuple[str, int | None]:
+    key, _, index = name.partition(".")
+    return key, int(index) if index else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,7 @@ from ..errors import RuleError
 from ..matrices import MATRIX_OPERATIONS
 from .ir import Graph, Level, Value, ancestors
 from .matrices import is_matrix_work
-
-if TYPE_CHECKING:
-    from .phases import TilePass
+from .passes import TilePass
 
 __all__ = ["Library", "LibraryPass", "plan", "stage_of"]
 

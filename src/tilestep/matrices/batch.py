@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "MatrixSegment"]
+
+
+class MatrixSegment(Protocol):
+    """A segment of the engine, as far as matrices are concerned: its tensors, and what is known of a step."""
+
+    spec: Any
+    entries: list[Any]
+    groups: Sequence[Mapping[str, Any]]
+    device: torch.device
+    grads: torch.Tensor
+    gradients: Sequence[torch.Tensor | None]
+    control: torch.Tensor
+    step: torch.Tensor
+    may_skip: bool
+
+    def row_table(self) -> torch.Tensor:
+        """The row table, on the device."""
 
 
 @dataclass

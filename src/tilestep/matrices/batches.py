@@ -5,22 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..graph import LibraryPass, evaluate
-from .batch import Batch
+from .batch import Batch, MatrixSegment
 from .conditions import Conditions, GroupNumbers
 from .operations import MATRIX_OPERATIONS
 from .recorded import LEAST_MATRICES, RecordedPass
 from .running import run_chunk
 from .shared import SharedMatrices
 from .workspace import matrices_at_once
-
-if TYPE_CHECKING:
-    from ..engine.segment import Segment
 
 __all__ = ["MatrixBatches", "Spared"]
 
@@ -36,7 +33,7 @@ class MatrixBatches:
             their matrix states.
     """
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: MatrixSegment) -> None:
         self.segment = segment
         self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.groups
         self.library = self.spec.program.library

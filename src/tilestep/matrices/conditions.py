@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import RuleError
 from ..graph import LibraryPass, Value, evaluate
+from ..graph.hyperparameters import group_value
+from ..graph.library import Condition
 from .operations import MATRIX_OPERATIONS
 from .step_bounds import StepBounds
-
-if TYPE_CHECKING:
-    from ..graph.library import Condition
 
 __all__ = ["Conditions", "GroupNumbers"]
 
@@ -34,8 +33,6 @@ class GroupNumbers(Mapping[str, float]):
         self.group, self.step = group, step
 
     def __getitem__(self, name: str) -> float:
-        from ..engine.segment import group_value  # the engine uses this module
-
         if name == "step" and self.step is not None:
             return self.step
         value = group_value(self.group, name)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..control_numbers import SKIP
 from ..graph import SCALAR_LEVELS, LibraryPass, Value
+from .batch import Batch, MatrixSegment
 from .elementwise import elementwise
 from .operations import MATRIX_OPERATIONS
-
-if TYPE_CHECKING:
-    from ..engine.segment import Segment
-    from .batch import Batch
 
 __all__ = ["run_chunk"]
 
@@ -22,7 +19,7 @@ Known = dict[int, torch.Tensor]
 
 
 def run_chunk(
-    segment: Segment, here: LibraryPass, batch: Batch, chunk: slice, spared: frozenset[int], stores: bool
+    segment: MatrixSegment, here: LibraryPass, batch: Batch, chunk: slice, spared: frozenset[int], stores: bool
 ) -> None:
     """Compute a pass for some matrices of a batch.
 
@@ -54,7 +51,7 @@ def run_chunk(
 
 
 def _compute(
-    segment: Segment, value: Value, known: Known, batch: Batch, chunk: slice, out: torch.Tensor | None
+    segment: MatrixSegment, value: Value, known: Known, batch: Batch, chunk: slice, out: torch.Tensor | None
 ) -> torch.Tensor:
     compute = segment.spec.compute
     operation = MATRIX_OPERATIONS.get(value.operation)
@@ -70,7 +67,7 @@ def _compute(
     return result if out is None else out.copy_(result)
 
 
-def _number(segment: Segment, value: Value, batch: Batch, chunk: slice) -> torch.Tensor:
+def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) -> torch.Tensor:
     """A number of each tensor, [matrices, 1, 1]; a constant without dimensions."""
     table = segment.row_table()
     if value.operation == "constant":
@@ -80,10 +77,8 @@ def _number(segment: Segment, value: Value, batch: Batch, chunk: slice) -> torch
     return numbers != 0 if value.is_bool else numbers
 
 
-def _store(segment: Segment, states: Mapping[str, Value], known: Known, batch: Batch, chunk: slice) -> None:
+def _store(segment: MatrixSegment, states: Mapping[str, Value], known: Known, batch: Batch, chunk: slice) -> None:
     """Write new matrix states where the tensor has a gradient and the step is not skipped."""
-    from ..engine.control import SKIP  # the engine uses this module
-
     active = (segment.grads[batch.index[chunk]] != 0) & (segment.control[SKIP] == 0)
     found = {name: known.get(id(value)) for name, value in states.items()}
     new = {name: value for name, value in found.items() if value is not None}

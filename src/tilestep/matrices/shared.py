@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from ..graph import LibraryPass
-from .batch import Batch
+from .batch import Batch, MatrixSegment
 from .running import run_chunk
-
-if TYPE_CHECKING:
-    from ..engine.segment import Segment
 
 __all__ = ["Exchange", "SharedMatrices"]
 
@@ -54,7 +51,7 @@ class SharedMatrices:
         batches: batches of these tensors, without arrays and with all members.
     """
 
-    def __init__(self, segment: Segment, batches: Sequence[Batch]) -> None:
+    def __init__(self, segment: MatrixSegment, batches: Sequence[Batch]) -> None:
         self._segment = segment
         self._scratch = {
             name: dtype or segment.spec.compute for name, dtype in segment.spec.program.library.scratch.items()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from .operations import MATRIX_OPERATIONS
 
-if TYPE_CHECKING:
-    from ..graph import Value
-
 __all__ = ["limit_workspace", "matrices_at_once"]
 
 _limit: int = 1 << 30
+
+
+class Operation(Protocol):
+    """A value of a graph, as far as its memory is concerned."""
+
+    @property
+    def operation(self) -> str: ...
 
 
 def limit_workspace(size: int) -> int:
@@ -44,7 +48,7 @@ def limit_workspace(size: int) -> int:
     return before
 
 
-def matrices_at_once(work: Sequence[Value], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
+def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
     """How many of a number of matrices are worked on together.
 
     Args:

@@ -1,0 +1,9 @@
+"""The control numbers of a step: eight float64 on its device."""
+
+from __future__ import annotations
+
+NORM, SKIP, INVERSE_SCALE, UNSCALE, SKIPPED, MEAN, MEAN_COUNT, CLIP = range(8)
+"""Places in the control numbers. The first four are of one step (UNSCALE: tile passes write the unscaled gradients
+back), as is CLIP; the others outlive it: skipped steps, running mean of the norm, norms that went into it."""
+
+CONTROL_SIZE = 8

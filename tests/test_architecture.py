@@ -1,0 +1,238 @@
+"""The arrows between modules: no circles, one direction, nothing reaches into another module or asks for its face.
+
+The allow-lists below may only shrink: what stands there is still to be done.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import tilestep
+
+SOURCE = Path(tilestep.__file__).parent
+FACE = ""
+"""The package itself, as a module."""
+
+LAYERS = (
+    ("errors", "_version", "counters", "threads", "control_numbers"),
+    ("compat", "cache"),
+    ("marks",),
+    ("rules", "graph", "matrices", "storage"),
+    ("codegen", "native", "tuning", "schedule"),
+    ("tensor_watch", "placements", "gradientless", "taken", "guards", "accumulating", "combinations"),
+    ("norm", "engine"),
+    ("optimizer",),
+    ("amp", "cuda_graphs", "overlapping", "offloading", "sharding"),
+    ("describe", "planning", "tracing", "checking"),
+    ("bench", "demo", "cli"),
+)
+"""From the ground up. A module imports from its own layer and from those before it."""
+
+CIRCLES: set[tuple[str, ...]] = {("optimizer",), ("overlapping",)}
+"""Circles that are still there, by the folders that they go through."""
+
+UPWARD: set[tuple[str, str]] = {("matrices.symmetric", "codegen.launch_triton"), ("placements.sums", "engine.segment")}
+"""Arrows against the layers that are still there."""
+
+REACHING: dict[str, int] = {
+    "amp": 7,
+    "bench": 4,
+    "cuda_graphs": 7,
+    "graph": 6,
+    "guards": 1,
+    "offloading": 7,
+    "optimizer": 70,
+    "overlapping": 30,
+    "rules": 2,
+    "sharding": 20,
+    "tensor_watch": 1,
+}
+"""Underscore attributes of other modules' objects that a folder still reads."""
+
+DEVICES: dict[str, int] = {
+    "amp": 1,
+    "checking": 2,
+    "offloading": 12,
+    "optimizer": 4,
+    "overlapping": 4,
+    "placements": 2,
+    "sharding": 1,
+    "tuning": 3,
+}
+"""Comparisons with "cuda" or "cpu" in a folder, outside of the backends, that are still there."""
+
+REASSIGNED = 6
+"""Assignments to `__class__` that are still there."""
+
+BACKENDS = ("codegen", "engine", "norm", "compat", "matrices", "bench", "demo", "cli")
+"""Folders that may ask for the type of a device."""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.lru_cache(maxsize=1)
+def trees() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def folder_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@functools.lru_cache(maxsize=1)
+def packages() -> frozenset[str]:
+    return frozenset(name_of(path) for path in SOURCE.rglob("__init__.py"))
+
+
+def imports(module: str) -> Iterator[str]:
+    """What a module imports of the package: anywhere, for types or inside functions too."""
+    inside = module.split(".") if module in packages() and module else module.split(".")[:-1]
+    for node in ast.walk(trees()[module]):
+        if isinstance(node, ast.Import):
+            named = [alias.name.split(".")[1:] for alias in node.names if alias.name.split(".")[0] == "tilestep"]
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "tilestep"):
+            start = inside[: len(inside) - (node.level - 1)] if node.level else []
+            words = (node.module or "").split(".")
+            base = [word for word in start + (words if node.level else words[1:]) if word]
+            named = [[*base, alias.name] if ".".join([*base, alias.name]) in trees() else base for alias in node.names]
+        else:
+            continue
+        yield from (".".join(words) for words in named if ".".join(words) != module)
+
+
+@functools.lru_cache(maxsize=1)
+def arrows() -> dict[str, frozenset[str]]:
+    return {module: frozenset(name for name in imports(module) if name in trees()) for module in trees()}
+
+
+def circles(graph: dict[str, frozenset[str]]) -> list[list[str]]:
+    """Sets of modules that all lead to one another (Tarjan's)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for target in sorted(graph[module]):
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            place = stack.index(module)
+            if len(stack) - place > 1:
+                found.append(sorted(stack[place:]))
+            del stack[place:]
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_circles_are_found() -> None:
+    chain = {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")}
+    assert circles(chain) == [["a", "b", "c"]]
+    assert circles({"a": frozenset("b"), "b": frozenset(), "c": frozenset("ab")}) == []
+
+
+def test_imports_of_all_kinds_are_seen() -> None:
+    assert "engine.eager" in arrows()["engine.backends"], "inside a function"
+    assert "errors" in arrows()["cache"] and "rules.protocol" in arrows()["rules"]
+    assert len(arrows()) > 100 and sum(map(len, arrows().values())) > 500
+
+
+def test_nothing_imports_in_circles() -> None:
+    seen = [circle for circle in circles(arrows()) if tuple(sorted(set(map(folder_of, circle)))) not in CIRCLES]
+    assert not seen, seen
+
+
+def test_nothing_inside_imports_the_face() -> None:
+    assert [module for module in arrows() if FACE in arrows()[module]] == []
+
+
+def test_imports_run_down() -> None:
+    height = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
+    upward = {
+        (module, target)
+        for module, targets in arrows().items()
+        for target in targets
+        if module != FACE and height.get(folder_of(module), 99) < height.get(folder_of(target), 0)
+    }
+    assert upward <= UPWARD, sorted(upward - UPWARD)
+
+
+def reaching(module: str) -> list[str]:
+    """Underscore attributes that a module reads of objects whose class is another module's."""
+    tree = trees()[module]
+    own = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    }
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in own
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+        and not ast.unparse(node.value).startswith(("torch", "dist"))
+    ]
+
+
+def asked_devices(module: str) -> list[str]:
+    """Comparisons with a type of device."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(trees()[module])
+        if isinstance(node, ast.Compare)
+        and any(
+            isinstance(end, ast.Constant) and end.value in ("cuda", "cpu") for end in (node.left, *node.comparators)
+        )
+    ]
+
+
+def test_no_module_reaches_into_another() -> None:
+    """Private APIs of torch and Triton are in compat."""
+    seen: Counter[str] = Counter()
+    for module in trees():
+        if folder_of(module) != "compat":
+            seen[folder_of(module)] += len(reaching(module))
+    more = {folder: count for folder, count in seen.items() if count > REACHING.get(folder, 0)}
+    assert not more, {module: reaching(module) for module in trees() if folder_of(module) in more and reaching(module)}
+
+
+def test_few_ask_for_the_type_of_a_device() -> None:
+    seen: Counter[str] = Counter()
+    for module in trees():
+        if folder_of(module) not in BACKENDS:
+            seen[folder_of(module)] += len(asked_devices(module))
+    more = {folder: count for folder, count in seen.items() if count > DEVICES.get(folder, 0)}
+    assert not more, {m: asked_devices(m) for m in trees() if folder_of(m) in more and asked_devices(m)}
+
+
+def test_classes_stay_what_they_are() -> None:
+    """Nothing assigns to `__class__`, but for what is still listed."""
+    assigned = Counter(
+        module
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and target.attr == "__class__"
+    )
+    assert sum(assigned.values()) <= REASSIGNED, assigned
