@@ -19,7 +19,7 @@ FACE = ""
 
 LAYERS = (
     ("errors", "_version", "counters", "threads", "control_numbers"),
-    ("compat", "cache"),
+    ("compat", "cache", "pairs"),
     ("marks",),
     ("rules", "graph", "matrices", "storage"),
     ("codegen", "native", "tuning", "schedule"),
