@@ -19,11 +19,11 @@ FACE = ""
 
 LAYERS = (
     ("errors", "_version", "counters", "threads", "control_numbers"),
-    ("compat", "cache", "pairs"),
+    ("compat", "cache"),
     ("marks",),
     ("rules", "graph", "matrices", "storage"),
     ("codegen", "native", "tuning", "schedule"),
-    ("tensor_watch", "placements", "gradientless", "taken", "guards", "accumulating", "combinations"),
+    ("tensor_watch", "placements", "pairs", "gradientless", "taken", "guards", "accumulating", "combinations"),
     ("norm", "engine"),
     ("optimizer",),
     ("amp", "cuda_graphs", "overlapping", "offloading", "sharding"),
