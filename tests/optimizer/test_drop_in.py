@@ -14,6 +14,8 @@ import torch
 from twins import make_params, set_gradients, twins
 
 import tilestep
+from tilestep.engine import backends
+from tilestep.engine.eager import EagerSegment
 from tilestep.errors import CaptureError, GradientError
 from tilestep.sharding.optimizer import _prepared as prepared
 
@@ -85,6 +87,32 @@ def test_numbers_and_tensors_may_stand_beside_each_other(rate: Any, betas: Any) 
     others = twins(params)
     mine, theirs = tilestep.Adam(params, lr=rate, betas=betas), torch.optim.Adam(others, lr=0.1, betas=(0.5, 0.75))
     for step in range(2):
+        set_gradients(params, others, step=step)
+        mine.step()
+        theirs.step()
+    for left, right in zip(params, others, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+class OnGpu(torch.Tensor):
+    """Stands for a number on a GPU, of parameters on the CPU."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("backend", ["compiled", "eager"])
+def test_a_number_may_live_on_another_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate, beta = torch.tensor(0.1).as_subclass(OnGpu), torch.tensor(0.5).as_subclass(OnGpu)
+    params = make_params()
+    others = twins(params)
+    if backend == "eager":
+        monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+    mine, theirs = tilestep.Adam(params, lr=rate, betas=(beta, 0.75)), torch.optim.Adam(others, betas=(0.5, 0.75))
+    for step in range(3):
+        value = 0.1 / (step + 1)
+        torch.Tensor.fill_(rate, value)
+        theirs.param_groups[0]["lr"] = value
         set_gradients(params, others, step=step)
         mine.step()
         theirs.step()

@@ -163,6 +163,10 @@ class CpuSegment(Segment):
         """Write the hyperparameter table."""
         self.hyper[:] = rows
 
+    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
+        """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
+        self.hyper[row][column] = float(tensor)
+
     def scalar_pass(self, index: int) -> None:
         """Run scalar pass `index`."""
         self._scalar[index](self._argument)

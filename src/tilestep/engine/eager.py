@@ -55,6 +55,10 @@ class EagerSegment(Segment):
         """Remember the hyperparameter table."""
         self.hyper = [list(row) for row in rows]
 
+    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
+        """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
+        self.hyper[row][column] = float(tensor)
+
     def scalar_pass(self, index: int) -> None:
         """Run everything at the last scalar pass; earlier ones have nothing to do."""
         if index < len(self.spec.program.scalars) - 1 or float(self.control[SKIP]):
