@@ -134,11 +134,11 @@ def check_together(
     names, lines = tried_together(ranks, described)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(ranks.everyone(digest))) > 1:
-        raise ValueError(_first_difference(ranks.everyone(lines)))
+        raise ValueError(first_difference(ranks.everyone(lines)))
     return names
 
 
-def _first_difference(everyone: list[list[str]]) -> str:
+def first_difference(everyone: list[list[str]]) -> str:
     for at_each in itertools.zip_longest(*everyone, fillvalue="nothing more"):
         other = next((rank for rank, line in enumerate(at_each) if line != at_each[0]), None)
         if other is not None:
@@ -173,7 +173,7 @@ def _described(
         yield f"group {index} rule={rule.name}"
         for key in sorted({*group, *GROUP_OPTIONS}, key=str):
             if key not in ("params", "param_names", "rule"):
-                yield f"group {index} {key}={_plain(group.get(key, GROUP_OPTIONS.get(key)))}"
+                yield f"group {index} {key}={plain_value(group.get(key, GROUP_OPTIONS.get(key)))}"
         for graph in {id(each): each for each in _graphs(rule, group)}.values():
             yield from (f"in group {index} rule {rule.name} with {step}" for step in _steps(graph))
 
@@ -197,10 +197,10 @@ def _steps(graph: Graph) -> Iterator[str]:
     yield ", ".join(f"new {name} [{places[id(value)]}]" for name, value in graph.outputs.items())
 
 
-def _plain(value: Any) -> str:
+def plain_value(value: Any) -> str:
     """A hyperparameter as text that is the same in every process."""
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_plain, value))})"
+        return f"({', '.join(map(plain_value, value))})"
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
     if callable(value) and not dataclasses.is_dataclass(value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ def _pieces(optimizer: Optimizer, sharding: Sharding) -> dict[Any, dict[str, Any
         known = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
         if known:
             found[member.param] = {name: _as_piece(member, sharding, value) for name, value in known.items()}
-        elif member.piece is None:
+        elif member.piece is None and sharding.holds_state(member):
             found[member.param] = _elsewhere(optimizer, member, sharding)
     return found
 
@@ -127,6 +128,7 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
     ]
     merged += [group for group in given["param_groups"] if ANCHOR in group]
     inner.load_state_dict({"state": states, "param_groups": merged})
+    sharding.note_loaded(param for number, param in zip(numbers, params) if state_dict["state"].get(number))
     mirror([_hyperparameters(group) for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
         post(optimizer)
@@ -183,29 +185,53 @@ def full_state_dict(optimizer: Optimizer, sharding: Sharding, rank: int | None) 
     packed = optimizer.state_dict()
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # Numbers of parameters that one rank has alone are known there alone.
-    missing = [number for number, param in zip(numbers, params) if sharding.member_of[param].is_whole]
-    scalars = {number: _scalars(packed["state"].get(number, {})) for number in missing}
-    known = ranks.each(scalars) if missing else []
+    # What one rank has alone is known there alone, numbers and whether there is any state.
+    wholes = {number: sharding.member_of[param] for number, param in zip(numbers, params)}
+    wholes = {number: member for number, member in wholes.items() if member.is_whole}
+    own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
+    said = ranks.each({number: _told(values) for number, values in own.items()}) if wholes else []
+    told = {number: values for each in reversed(said) for number, values in each.items()}
     state: dict[Any, Any] = {}
     for number in numbers:
-        if number not in packed["state"]:
+        values = packed["state"].get(number, {})
+        if number in wholes:
+            here = values if number in own else {}
+            values = {
+                name: here[name] if name in here else _as_told(value, wholes[number], ranks)
+                for name, value in told[number].items()
+            }
+        if not values:
             continue
-        values = packed["state"][number]
-        for other in known:
-            values = {**other.get(number, {}), **values}
         gathered = {name: _gathered(value, wants) for name, value in values.items()}
         if wants:
             state[number] = gathered
     return {**packed, "state": state} if wants else {}
 
 
-def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass
+class _Elsewhere:
+    """What the other ranks need to know of a buffer that one rank has alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state as its rank tells it: numbers as they are, and of buffers what they are like."""
     return {
-        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        name: _Elsewhere(tuple(value.shape), value.dtype)
+        if isinstance(value, ShardedTensorPiece)
+        else value.detach().cpu()
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in values.items()
-        if not isinstance(value, ShardedTensorPiece)
     }
+
+
+def _as_told(value: Any, member: Member, ranks: Any) -> Any:
+    if not isinstance(value, _Elsewhere):
+        return value
+    return ShardedTensorPiece.alone(None, value.shape, member, ranks, value.dtype)
 
 
 def _gathered(value: Any, wants: bool) -> Any:

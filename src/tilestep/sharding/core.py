@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ..gradientless import gradientless
 from ..norm import NormTable
 from ..optimizer import Optimizer
 from ..tensor_watch import survey
+from .alike import Alike
 from .buckets import Bucket, Options, make_buckets, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
@@ -48,6 +50,9 @@ class Member:
     slot: Slot
     piece: torch.Tensor | None = None
     known_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
+    has_begun: bool | None = None
+    """Whether a step, or a checkpoint, has given it state: known on all ranks, whichever has the state. None before the
+    first step, which gives state to whatever trains."""
 
     @property
     def is_whole(self) -> bool:
@@ -140,11 +145,14 @@ class Sharding:
         wholes = self._cut(self.members)
         pieces = [self._named_pieces(group["params"]) for group in optimizer.param_groups]
         self.inner = make_inner(optimizer, pieces, ranks, self.deciders, wholes)
-        self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel, model)
+        self.alike = Alike(weakref.ref(optimizer), ranks)
+        self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel, self.alike, model)
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
         self._known: _Known | None = None
         self._stepped: _Known | None = None
         """What was known at the last step, if nobody has written to the pieces since."""
+        self._begun: _Known | None = None
+        """What was known when it was last noted which parameters have state."""
         self.captures_alone = False
         """Whether a step is being captured without the backward before it."""
 
@@ -183,7 +191,7 @@ class Sharding:
         self.inner.add_pieces(group, optimizer.rule_of(group), self._named_pieces(group["params"]), wholes)
         self.gradients.take_in(self.buckets[buckets:], places)
         self.parameters.take_in(self.model, self.buckets[buckets:])
-        self._known = None
+        self._known = self._begun = None
 
     @torch.no_grad()
     def _align(self, buckets: Sequence[Bucket]) -> None:
@@ -248,6 +256,12 @@ class Sharding:
         """Have every piece hold its summed gradient, and the pieces be what the parameters are."""
         seen = survey(self.gradients.params)
         self.gradients.finish(seen)
+        if not is_capturing():
+            try:
+                self.alike.check()
+            except ValueError:
+                self.gradients.ask_again()
+                raise
         self.follow_parameters(seen.versions)
         now = _Known([sums.section for sums in self.gradients.sums], self.gradients.has_gradient(), seen.trains)
         if not now.same(self._known):
@@ -291,10 +305,37 @@ class Sharding:
         self._stepped = None
         self.inner._step()
         self._stepped = self._known
+        self._note_begun()
         updates = self.gradients.updates()
         if not captures or self.gradients.summed_in_graph:
             self.gradients.forget()
         self.parameters.gather(updates)
+
+    def _note_begun(self) -> None:
+        """After a step: what trains has state when the first one begins, and all else when it has a gradient."""
+        known = self._known
+        if known is None or known is self._begun:
+            return
+        self._begun = known
+        for member, has_gradient, trains in zip(self.members, known.has_gradient, known.trains):
+            member.has_begun = bool(member.has_begun or has_gradient or (member.has_begun is None and trains))
+
+    def note_loaded(self, begun: Iterable[torch.Tensor]) -> None:
+        """After a checkpoint: these parameters have state, and others that train begin with the next step.
+
+        Args:
+            begun: the parameters of which the checkpoint has state.
+        """
+        having = set(map(id, begun))
+        for member in self.members:
+            member.has_begun = True if id(member.param) in having else None
+        self._begun = None
+
+    def holds_state(self, member: Member) -> bool:
+        """Whether a parameter has state, on whichever rank."""
+        if member.piece is not None:
+            return bool(self.inner.state.get(member.piece))
+        return member.param.requires_grad if member.has_begun is None else member.has_begun
 
     def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:
         """Before a capture or a replay: bring everything that a graph takes for granted to where it looks for it.

@@ -15,6 +15,7 @@ from ..engine.capturing import is_capturing, require
 from ..gradientless import gradientless
 from ..taken import announce_taker
 from ..tensor_watch import Survey, any_gradient, which_train
+from .alike import Alike
 from .arrivals import Arrivals
 from .buckets import Bucket, Options
 from .groups import Ranks
@@ -37,6 +38,7 @@ class GradientSync(Accumulating):
         ranks: the ranks that share them.
         options: what `shard` was told.
         channel: where communication runs.
+        alike: compares what ranks are going to step with.
         model: whose gradients they are.
     """
 
@@ -47,8 +49,10 @@ class GradientSync(Accumulating):
         ranks: Ranks,
         options: Options,
         channel: Channel,
+        alike: Alike,
         model: torch.nn.Module | None = None,
     ) -> None:
+        self.alike = alike
         self.ranks = ranks
         self.options = options
         self.channel = channel
@@ -122,11 +126,15 @@ class GradientSync(Accumulating):
         self._all_have = (True,) * len(self.params)
         self._none_used, self._all_used = bytearray(len(self.params)), bytearray(b"\1" * len(self.params))
         self._used_here = bytearray(self._none_used)
-        self.used = torch.zeros(len(self.params), dtype=torch.float32, device=buckets[0].flat.device)
-        """For each parameter how many ranks had a gradient of it since the last step."""
+        size = len(self.params) + Alike.PARTS
+        self.used = torch.zeros(size, dtype=torch.float32, device=buckets[0].flat.device)
+        """For each parameter how many ranks had a gradient of it since the last step; then what `alike` compares."""
         self._used_work: Any = None
         self._used_known = bytes(self._none_used)
         self._used_sent = self.used.clone()
+        self._used_is_due = False
+        """Whether there was a round since other ranks were last told."""
+        self.alike.begin()
         self._announce(len(self.sums) - len(added))
 
     def _announce(self, first: int) -> None:
@@ -288,35 +296,46 @@ class GradientSync(Accumulating):
             for sums, places in zip(self.sums, self._places):
                 for place, is_there in zip(places, sums.filled):
                     self._used_here[place] |= is_there
-        self._send_used()
-        with self.channel.after_compute(self.used, self._used_sent):
-            self.used.copy_(self._used_sent)
-            self._used_work = self.ranks.begin_to_add(self.used)
-            if self.channel.in_order:
-                self._finish_used()
+        self._used_is_due = True
         self.channel.forget_writers()
         self._open, self._reducing, self._passes = False, False, set()
         self._follow(None)
         self._rounds += 1
         self.summed_in_graph = is_capturing()
 
+    def _send_used(self) -> None:
+        """Begin to tell the other ranks what this one has used, once for each step, and with what it is going to step.
+
+        Not in backward, where nothing runs in order: another optimizer's may come first on another rank.
+        """
+        self._used_is_due = False
+        with self.channel.after_compute(self.used, self._used_sent):
+            if self._used_here != self._used_known:
+                self._used_known = bytes(self._used_here)
+                source = torch.tensor(list(self._used_known), dtype=torch.float32, device="cpu")
+                if self.used.is_cuda:
+                    source = source.pin_memory()
+                self._used_sent[: len(source)].copy_(source, non_blocking=True)
+            if not is_capturing():
+                self.alike.write(self._used_sent[-Alike.PARTS :])
+            self.used.copy_(self._used_sent)
+            self._used_work = self.ranks.begin_to_add(self.used)
+            if self.channel.in_order:
+                self._finish_used()
+
+    def ask_again(self) -> None:
+        """Have the next `finish` tell the other ranks once more; all of them call it."""
+        self._used_is_due = True
+
     def _finish_used(self) -> None:
         """What remains once the numbers of the ranks that split the state are added up."""
-        # Not in backward, where nothing runs in order: another optimizer's may be awaited first on another rank.
         if self._used_work is not None:
             self._used_work.wait()
             self._used_work = None
             if self.ranks.copies > 1:
                 self.ranks.add_in(self.ranks.replicate, self.used)
-
-    def _send_used(self) -> None:
-        """Bring what this rank has used to the device if it is not what it has used before."""
-        if self._used_here != self._used_known:
-            self._used_known = bytes(self._used_here)
-            source = torch.tensor(list(self._used_known), dtype=torch.float32, device="cpu")
-            if self.used.is_cuda:
-                source = source.pin_memory()
-            self._used_sent = source.to(self.used.device, non_blocking=True)
+            if not is_capturing():
+                self.alike.hear(self.used[-Alike.PARTS :])
 
     def _await_all(self) -> None:
         # In this order on every rank: copies exchange sections here.
@@ -337,6 +356,8 @@ class GradientSync(Accumulating):
             self._begin_round()
         if self._open:
             self._end_round()
+        if self._used_is_due:
+            self._send_used()
         self._await_all()
 
     def _was_given(self, seen: Survey | None = None) -> bool:
