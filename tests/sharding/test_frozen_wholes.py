@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -12,6 +14,7 @@ from test_checkpoints import assert_same, shared_folder
 from torch import nn
 
 import tilestep
+from tilestep.sharding.pieces import ShardedTensorPiece
 
 RULES = {
     "Adafactor": {"lr": 0.1},
@@ -110,4 +113,30 @@ def frozen_from_the_start_before_a_step() -> None:
         assert everyone[0] == everyone[1] and set(everyone[0]) <= {1, 3}
 
 
-test_two_ranks = each_passes([adafactor, muon, soap, frozen_from_the_start_before_a_step], 2)
+def a_framework_that_saves_on_one_rank() -> None:
+    """As Lightning does: it asks for `consolidate_state_dict`, and the first rank pickles what it then has."""
+    model, optimizer = training("Muon")
+    steps(model, optimizer, range(2))
+    if dist.get_rank() == 0:
+        with pytest.raises(TypeError, match=r"call consolidate_state_dict\(\) on all ranks"):
+            torch.save(optimizer.state_dict(), io.BytesIO())
+    optimizer.consolidate_state_dict()
+    full = optimizer.full_state_dict()
+    saved = optimizer.state_dict()
+    if dist.get_rank() == 0:
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        assert_same(torch.load(file), full)
+        file.seek(0)
+        whole = Matrices()
+        alone = tilestep.Muon(whole.parameters(), **RULES["Muon"])  # type: ignore[attr-defined]
+        alone.load_state_dict(torch.load(file))
+    # The next one is for torch.distributed.checkpoint again.
+    assert isinstance(optimizer.state_dict()["state"][1]["momentum_buffer"], ShardedTensorPiece)
+    optimizer.load_state_dict(full)
+
+
+test_two_ranks = each_passes(
+    [adafactor, muon, soap, frozen_from_the_start_before_a_step, a_framework_that_saves_on_one_rank], 2
+)

@@ -178,11 +178,12 @@ def _local(member: Member, rule: Rule, name: str, value: Any) -> Any:
     return mine
 
 
-def full_state_dict(optimizer: Optimizer, sharding: Sharding, rank: int | None) -> dict[str, Any]:
-    """All of the state in CPU memory; see `ShardedOptimizer.full_state_dict`."""
+def full_state_dict(
+    optimizer: Optimizer, sharding: Sharding, rank: int | None, packed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All of the state in CPU memory, of which `packed` has this rank's; see `ShardedOptimizer.full_state_dict`."""
     ranks = sharding.ranks
     wants = rank is None or ranks.rank == rank
-    packed = optimizer.state_dict()
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # What one rank has alone is known there alone, numbers and whether there is any state.

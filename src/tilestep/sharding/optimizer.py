@@ -170,6 +170,9 @@ class ShardedOptimizer(Optimizer):
 
     _sharding: Sharding
 
+    _consolidated: dict[str, Any] | None = None
+    """What `consolidate_state_dict` has gathered for the next `state_dict`."""
+
     _overflows_are_shared = False
     """Whether overflows that a scaler has found since the last step are known on all ranks."""
 
@@ -277,6 +280,13 @@ class ShardedOptimizer(Optimizer):
         No rank waits for another. Loading it on another number of ranks, or in an optimizer that is not sharded, is
         `torch.distributed.checkpoint`'s work; `full_state_dict` is for everything else.
         """
+        if self._consolidated is not None:
+            consolidated, self._consolidated = self._consolidated, None
+            return consolidated
+        return self._own_state_dict()
+
+    def _own_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state."""
         with sharded_states(self, self._sharding):
             self._known_control = self._sharding.inner._known_control
             return super().state_dict()
@@ -292,7 +302,17 @@ class ShardedOptimizer(Optimizer):
         Returns:
             A state_dict that optimizers of the same rule take, torch's too; an empty one on ranks that did not ask.
         """
-        return full_state_dict(self, self._sharding, rank)
+        return full_state_dict(self, self._sharding, rank, self._own_state_dict())
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather all of the state on one rank, whose next `state_dict()` is all of it; frameworks do so before they save.
+
+        All ranks must call it, as torch's ZeroRedundancyOptimizer's. The other ranks' `state_dict()` stays their part.
+
+        Args:
+            to: the rank, by its place among those that share the optimizer.
+        """
+        self._consolidated = self.full_state_dict(to) or None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the state of a checkpoint: what `state_dict` has given here, or a full one of any optimizer of the rule.

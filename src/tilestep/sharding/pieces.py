@@ -164,8 +164,9 @@ class ShardedTensorPiece(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a piece of a sharded optimizer's state cannot be pickled or copied: use torch.distributed.checkpoint, or "
-            "full_state_dict()"
+            "a piece of a sharded optimizer's state cannot be pickled or copied, as torch.save would: use "
+            "torch.distributed.checkpoint, or full_state_dict(); where one rank saves state_dict(), call "
+            "consolidate_state_dict() on all ranks before it"
         )
 
     @classmethod
