@@ -305,7 +305,7 @@ class ShardedOptimizer(Optimizer):
         return full_state_dict(self, self._sharding, rank, self._own_state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather all of the state on one rank, whose next `state_dict()` is all of it; frameworks do so before they save.
+        """Gather all of the state on one rank, whose next `state_dict()` is all of it, as frameworks do before they save.
 
         All ranks must call it, as torch's ZeroRedundancyOptimizer's. The other ranks' `state_dict()` stays their part.
 
