@@ -27,6 +27,7 @@ from torch.optim.optimizer import ParamsT
 from .decide import TimesMean
 from .masters import MasterWeights
 from .optimizer import Optimizer
+from .state_formats import StateDtype
 
 # None where the rule says what it means.
 Number = float | torch.Tensor | Callable[[Any], Any] | None
@@ -35,6 +36,7 @@ Number = float | torch.Tensor | Callable[[Any], Any] | None
 OWN = {
     "max_grad_norm": "float | torch.Tensor | None",
     "master_weights": "MasterWeights",
+    "state_dtype": "StateDtype",
     "skip_nonfinite": "bool",
     "skip_above": "float | TimesMean | None",
     "params": "ParamsT",

@@ -119,7 +119,7 @@ def spec_for(
     group = {**given, "master_weights": master_weights}
     check_choice(master_weights)
     check_master("a parameter", dtype, group)
-    return kernel_spec(graph, storages(param, group, graph), compute_dtype(param), device_type)
+    return kernel_spec(graph, storages(param, group, graph, rule), compute_dtype(param), device_type)
 
 
 def generated_code(spec: KernelSpec, backend: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ class _Plans:
         """The graph and the kernels of a parameter, of which a part is here."""
         like = _as_a_whole(self._optimizer, param)
         shape = real_shape(like)
-        kind = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
+        kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
+        if "state_dtype" in group:
+            kind = (*kind, label, shape)
         alike = (*kind, shape) if kind in self._by_shape else kind
         if alike not in self._known:
             rule = self._optimizer.rule_of(group)
@@ -102,8 +105,9 @@ class _Plans:
             if graph.branches_on_sizes:
                 self._by_shape.add(kind)
                 alike = (*kind, shape)
-            kinds = storages(part, group, graph, grad_dtype(part if param.is_complex() else param))
-            spec = kernel_spec(graph, kinds, compute_dtype(part), part.device.type)
+            own = grad_dtype(part if param.is_complex() else param)
+            formats = storages(part, group, graph, rule, own, label, math.prod(shape))
+            spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
             self._known[alike] = graph, spec
         return self._known[alike]
 
@@ -200,7 +204,9 @@ def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torc
             known = {name: value for name, value in known.items() if not is_unreal(value)}
         if param.is_complex():
             known = {name: as_real(value) if name in buffers else value for name, value in known.items()}
-        state = initial_state(label, part, group, graph, rule, known, later, optimizer._home, param.shape)
+        state = initial_state(
+            label, part, group, graph, rule, known, later, optimizer._home, param.shape, spec.storages
+        )
         planned.append(_Planned(label, group_index, param, graph, spec, state, exchange, unreal))
     return planned, dormant
 

@@ -18,6 +18,7 @@ from ..storage import MasterFormat
 from .hyperparameters import about_group, check_group, without_defaults
 from .masters import MASTER_KEYS, master_kind, other_master, start_of
 from .parameters import labelled
+from .state_formats import saved_choice
 from .states import TRAINING, restart
 from .watched_state import WatchedState
 
@@ -141,8 +142,8 @@ def complete_groups(
 ) -> None:
     """Give loaded param groups the keys that the checkpoint does not have.
 
-    How state is kept is not the checkpoint's business: `master_weights` stays as this optimizer was made. Nor is code:
-    hyperparameters that are functions of the step stay as they are.
+    How state is kept is not the checkpoint's business: `master_weights` and `state_dtype` stay as this optimizer was
+    made. Nor is code: hyperparameters that are functions of the step stay as they are.
 
     Args:
         groups: the loaded groups.
@@ -158,6 +159,7 @@ def complete_groups(
             group[key] = _with_functions(old[key], group[key])
         group.setdefault("max_grad_norm", old.get("max_grad_norm"))
         group["master_weights"] = old.get("master_weights", False)
+        group["state_dtype"] = old.get("state_dtype")
         group.pop("rule", None)
         if "rule" in old:
             group["rule"] = old["rule"]
@@ -178,6 +180,8 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
         saved: its param groups in the checkpoint.
     """
     for group, other in zip(optimizer.param_groups, saved):
+        if "state_dtype" in other:
+            other["state_dtype"] = saved_choice(other["state_dtype"])
         functions = [key for key, value in other.items() if key != "params" and changes(value)]
         if functions:
             steps = [_number(optimizer.state[param]["step"]) for param in group["params"] if param in optimizer.state]

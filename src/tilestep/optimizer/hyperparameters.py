@@ -14,10 +14,11 @@ from ..rules import Rule, registry
 from ..rules.protocol import at_step
 from ..rules.scalars import as_python
 from .masters import MASTER_KEYS, check_choice
+from .state_formats import check_state_dtype
 
 __all__ = ["GROUP_OPTIONS", "OWN_KEYS", "about_group", "check_group", "current_value", "find_rule", "without_defaults"]
 
-GROUP_OPTIONS: Mapping[str, Any] = {"max_grad_norm": None, "master_weights": False}
+GROUP_OPTIONS: Mapping[str, Any] = {"max_grad_norm": None, "master_weights": False, "state_dtype": None}
 """What a param group may say for any rule, and what a group means that does not say it."""
 
 OWN_KEYS = (*GROUP_OPTIONS, "rule")
@@ -83,7 +84,7 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: for a number out of its range or NaN, a tensor of more than one element, `differentiable=True`, a
-            `master_weights` that there is not.
+            `master_weights` or `state_dtype` that there is not.
         TypeError: for what should be a number and is none.
     """
     given = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
@@ -99,6 +100,7 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     if limit is not None and not isinstance(limit, torch.Tensor) and not limit >= 0:
         raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")
     check_choice(group.get("master_weights", False))
+    check_state_dtype(rule, group.get("state_dtype"))
     if group.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the step writes behind autograd's back; "

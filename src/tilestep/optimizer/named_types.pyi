@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 from .decide import TimesMean
 from .masters import MasterWeights
 from .optimizer import Optimizer
+from .state_formats import StateDtype
 
 # None where the rule says what it means.
 Number = float | torch.Tensor | Callable[[Any], Any] | None
@@ -60,8 +61,10 @@ class ADOPT(Optimizer):
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class ASGD(Optimizer):
@@ -80,8 +83,10 @@ class ASGD(Optimizer):
         *,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class AdEMAMix(Optimizer):
@@ -98,8 +103,10 @@ class AdEMAMix(Optimizer):
         *,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Adadelta(Optimizer):
@@ -117,8 +124,10 @@ class Adadelta(Optimizer):
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Adafactor(Optimizer):
@@ -135,8 +144,10 @@ class Adafactor(Optimizer):
         foreach: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Adagrad(Optimizer):
@@ -155,8 +166,10 @@ class Adagrad(Optimizer):
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Adam(Optimizer):
@@ -177,8 +190,10 @@ class Adam(Optimizer):
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class AdamW(Optimizer):
@@ -199,8 +214,10 @@ class AdamW(Optimizer):
         decoupled_weight_decay: bool = True,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Adamax(Optimizer):
@@ -218,8 +235,10 @@ class Adamax(Optimizer):
         capturable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Adan(Optimizer):
@@ -236,8 +255,10 @@ class Adan(Optimizer):
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class LAMB(Optimizer):
@@ -255,8 +276,10 @@ class LAMB(Optimizer):
         use_nvlamb: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class LARS(Optimizer):
@@ -273,8 +296,10 @@ class LARS(Optimizer):
         exclude_bias_and_norm: bool = True,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Lion(Optimizer):
@@ -288,8 +313,10 @@ class Lion(Optimizer):
         maximize: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Muon(Optimizer):
@@ -307,8 +334,10 @@ class Muon(Optimizer):
         *,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class NAdam(Optimizer):
@@ -328,8 +357,10 @@ class NAdam(Optimizer):
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Prodigy(Optimizer):
@@ -351,8 +382,10 @@ class Prodigy(Optimizer):
         fsdp_in_use: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class RAdam(Optimizer):
@@ -371,8 +404,10 @@ class RAdam(Optimizer):
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class RMSprop(Optimizer):
@@ -392,8 +427,10 @@ class RMSprop(Optimizer):
         *,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Rprop(Optimizer):
@@ -410,8 +447,10 @@ class Rprop(Optimizer):
         differentiable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class SGD(Optimizer):
@@ -430,8 +469,10 @@ class SGD(Optimizer):
         fused: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class SOAP(Optimizer):
@@ -450,8 +491,10 @@ class SOAP(Optimizer):
         *,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class ScheduleFreeAdamW(Optimizer):
@@ -469,8 +512,10 @@ class ScheduleFreeAdamW(Optimizer):
         foreach: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class ScheduleFreeSGD(Optimizer):
@@ -487,8 +532,10 @@ class ScheduleFreeSGD(Optimizer):
         foreach: Any = None,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class SophiaG(Optimizer):
@@ -505,8 +552,10 @@ class SophiaG(Optimizer):
         capturable: bool = False,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class StableAdamW(Optimizer):
@@ -520,8 +569,10 @@ class StableAdamW(Optimizer):
         *,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...
 
 class Tiger(Optimizer):
@@ -537,6 +588,8 @@ class Tiger(Optimizer):
         center: Number = 0.0,
         max_grad_norm: float | torch.Tensor | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
+        track_grad_norm: bool = False,
     ) -> None: ...

@@ -46,6 +46,7 @@ from .masters import MasterWeights
 from .parameters import LISTED_TWICE
 from .scan import Scan
 from .squares import keeping_squares
+from .state_formats import StateDtype
 from .tables import Tables
 from .watched_state import plain_states
 
@@ -66,6 +67,10 @@ class Optimizer(torch.optim.Optimizer):
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
             written in the same pass. For bfloat16 parameters there are also "remainder", the same masters in 16 bits of
             state with the parameters as the other half; "kahan", a compensation in bfloat16; "int8", eight bits more.
+        state_dtype: what states like the parameters are kept in: a dtype or its name (`torch.bfloat16`, "float16"), a
+            mapping from names of states to these, or a function that gives any of these for a parameter's name; None
+            for the parameter's dtype, float32 beside masters. Parameters of fewer than 4,096 elements, states that
+            begin as copies of parameters and squares of embeddings' gradients keep float32, see "How it works".
         skip_nonfinite: leave parameters, state and step count as they are when a gradient is not finite.
         skip_above: the same when the global 2-norm of the unscaled gradients is above this, or above a multiple of its
             running mean: `tilestep.TimesMean(3.0)`, or so many standard deviations above the mean of the last norms and
@@ -128,6 +133,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         max_grad_norm: float | torch.Tensor | ZClip | AdaGC | None = None,
         master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | Sigma | None = None,
         track_grad_norm: bool = False,
@@ -138,7 +144,12 @@ class Optimizer(torch.optim.Optimizer):
             rule, max_grad_norm = max_grad_norm.on(find_rule(rule, self._rules)), None
         self._rule = self._adopt(rule)
         self._given = frozenset(hyperparameters)
-        given = {**hyperparameters, "max_grad_norm": max_grad_norm, "master_weights": master_weights}
+        given = {
+            **hyperparameters,
+            "max_grad_norm": max_grad_norm,
+            "master_weights": master_weights,
+            "state_dtype": state_dtype,
+        }
         unknown = self._given.difference(self._rule.hyperparameters, self._rule.options)
         self._rule.check({key: hyperparameters[key] for key in unknown})
         check_group(self._rule, given)

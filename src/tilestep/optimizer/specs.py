@@ -44,4 +44,4 @@ def spec_of(rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: tor
         torch.float32
     """
     graph = graph_of(rule, group, part.shape if shape is None else shape)
-    return kernel_spec(graph, storages(part, group, graph), compute_dtype(part), part.device.type)
+    return kernel_spec(graph, storages(part, group, graph, rule), compute_dtype(part), part.device.type)

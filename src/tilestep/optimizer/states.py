@@ -17,6 +17,7 @@ from ..rules.protocol import at_step
 from ..storage import Plain, Storage
 from .homes import StateHome
 from .masters import MASTER_KEYS, master_kind, other_master, start_of
+from .state_formats import compute_dtype, state_formats
 
 __all__ = [
     "Later",
@@ -60,29 +61,32 @@ Later = dict[str, list[Missing]]
 """Missing buffers by their name."""
 
 
-def compute_dtype(param: torch.Tensor) -> torch.dtype:
-    """The type a parameter's update is computed in: float64 for float64, else float32."""
-    return torch.float64 if param.dtype is torch.float64 else torch.float32
-
-
-def _state_dtype(param: torch.Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    return param.dtype if master_kind(param.dtype, group) is None else torch.float32
-
-
 def storages(
-    param: torch.Tensor, group: Mapping[str, Any], graph: Graph, dtype: torch.dtype | None = None
+    param: torch.Tensor,
+    group: Mapping[str, Any],
+    graph: Graph,
+    rule: Rule,
+    dtype: torch.dtype | None = None,
+    label: str = "",
+    numel: int | None = None,
 ) -> dict[str, Storage]:
-    """Storage of the parameter, its gradient (of a dtype of its own) and each element state, in buffer order."""
-    dtype = grad_dtype(param) if dtype is None else dtype
+    """Storage of the parameter, its gradient and each element state, in buffer order.
+
+    Args:
+        param: the parameter, or what of it is here.
+        group: its param group.
+        graph: the rule traced for it.
+        rule: the rule.
+        dtype: of its gradient, where that is another than its own.
+        label: how messages call it.
+        numel: elements of the whole parameter, where that is more.
+    """
     kind = master_kind(param.dtype, group)
-    found: dict[str, Storage] = {
+    return {
         "param": Plain(param.dtype) if kind is None else kind.storage(param.dtype),
-        "grad": Plain(dtype),
+        "grad": Plain(grad_dtype(param) if dtype is None else dtype),
+        **state_formats(param, group, graph, rule, label, param.numel() if numel is None else numel),
     }
-    for name in graph.states:
-        if name not in graph.scalar_states and name not in graph.matrix_states:
-            found[name] = Plain(graph.state_dtypes.get(name, _state_dtype(param, group)))
-    return found
 
 
 def initial_state(
@@ -95,6 +99,7 @@ def initial_state(
     later: Later,
     home: StateHome,
     whole: torch.Size,
+    formats: Mapping[str, Storage],
 ) -> dict[str, Any]:
     """The state of a parameter: known buffers are kept, missing ones begin as the rule says.
 
@@ -108,13 +113,15 @@ def initial_state(
         later: gets the missing buffers, which are None until `begin_missing`.
         home: where element buffers live.
         whole: shape of the tensor of which `param` may be a part; matrices beside it have its sides.
+        formats: of its buffers, see `storages`.
 
     Raises:
         StateError: for a known buffer of another shape.
     """
-    dtypes = dict.fromkeys(graph.states, _state_dtype(param, group))
+    kept = [name for name in graph.states if name in formats and name not in graph.matrix_states]
+    dtypes = {name: formats[name].arrays(name)[0].dtype for name in kept}
     dtypes.update(dict.fromkeys((*graph.matrix_states, *graph.scalar_states), compute_dtype(param)))
-    dtypes.update({"step": torch.float32, **graph.state_dtypes})
+    dtypes["step"] = torch.float32
     starts = {"step": State(0.0, shape="scalar"), **{name: rule.states[name] for name in graph.states}}
     kind = master_kind(param.dtype, group)
     if kind is not None:

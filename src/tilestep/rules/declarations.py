@@ -26,6 +26,7 @@ NOT_FOR_HYPERPARAMETERS = {
     "machine_epsilon": "that of the parameter",
     "max_grad_norm": "the optimizer's clip",
     "master_weights": "the optimizer's argument",
+    "state_dtype": "the optimizer's argument",
     "skip_nonfinite": "the optimizer's argument",
     "skip_above": "the optimizer's argument",
     "rule": "the param group's rule",

@@ -18,7 +18,7 @@ from ..optimizer.hyperparameters import about_group, check_group
 from ..optimizer.masters import MASTER_KEYS
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import graph_of
-from ..optimizer.states import TRAINING, begin_missing, initial_state
+from ..optimizer.states import TRAINING, begin_missing, initial_state, storages
 from ..rules import Rule
 from .inner import ANCHOR, mirror
 from .pieces import ShardedTensorPiece
@@ -83,7 +83,8 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     like = torch.empty_like(member.param, device="meta")
     graph = graph_of(rule, group, like.shape)
     later: Any = {}
-    state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome(), like.shape)
+    formats = storages(like, group, graph, rule, label=f"({member.name})")
+    state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome(), like.shape, formats)
     begin_missing(later, StateHome())
     return {
         name: ShardedTensorPiece.alone(None, tuple(value.shape), member, sharding.ranks, value.dtype)

@@ -13,10 +13,12 @@ from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
 from .plain import Plain
 from .remainder import Remainder
+from .states import STATE_FORMATS, state_format
 from .terms import Term, dtype_name
 
 __all__ = [
     "MASTER_FORMATS",
+    "STATE_FORMATS",
     "Array",
     "Codec",
     "Master",
@@ -28,6 +30,7 @@ __all__ = [
     "codec_of",
     "dtype_name",
     "read_arrays",
+    "state_format",
     "stored_in",
     "values_of",
 ]
