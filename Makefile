@@ -10,10 +10,11 @@ TESTS ?=
 ARGS ?=
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test gpu-test bench lint format types docs examples dist clean
+.PHONY: help setup demo test test-frameworks gpu-test bench lint format types docs examples dist clean
 help:
 	@echo "make demo      train a small GPT twice, with torch's AdamW and with tilestep's, and compare (ARGS=...)"
 	@echo "make test      all tests and doctests (JOBS=2 TESTS=path)"
+	@echo "make test-frameworks  tests with transformers, accelerate, Lightning and torchtitan, which it installs"
 	@echo "make gpu-test  the tests that need a GPU"
 	@echo "make bench     all benchmarks on this machine (ARGS='step --out results')"
 	@echo "make lint      ruff: rules and formatting;   make format  applies both"
@@ -26,9 +27,9 @@ $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh scripts/setup.sh "$(VENV)"
 	@touch $@
 
-# What only the site needs is installed by the first `make docs`.
-$(READY)-docs: $(READY)
-	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" EXTRAS=dev,docs sh scripts/setup.sh "$(VENV)"
+# What only the site or the frameworks' tests need is installed by the first `make docs`, `make test-frameworks`.
+$(READY)-%: $(READY)
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" EXTRAS=dev,$* sh scripts/setup.sh "$(VENV)"
 	@touch $@
 
 setup: $(READY)
@@ -39,6 +40,9 @@ demo: $(READY)
 # Two test processes share the cores: OpenMP threads that wait must not spin.
 test: $(READY)
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) $(TESTS)
+
+test-frameworks: $(READY)-frameworks
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) tests/frameworks
 
 gpu-test: $(READY)
 	$(VENV)/bin/python -m pytest -rs tests/gpu $(ARGS)
