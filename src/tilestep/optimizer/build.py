@@ -42,7 +42,7 @@ from .tables import Tables
 from .watched_state import WatchedState
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = ["build_tables", "require_no_real"]
 

@@ -23,7 +23,7 @@ from .states import TRAINING, restart
 from .watched_state import WatchedState
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = [
     "check_rules",

@@ -21,7 +21,7 @@ from .specs import spec_of
 if TYPE_CHECKING:
     from ..engine.decider import JointNorm
     from ..placements import Agreement
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = [
     "SkipPolicy",

@@ -15,7 +15,7 @@ from .parameters import labelled, param_states
 from .states import TRAINING, compute_dtype, slice_overs
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = ["hold_averages", "hold_training_weights", "holds_averages", "keeps_averages"]
 

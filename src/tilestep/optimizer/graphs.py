@@ -19,7 +19,7 @@ from .parameters import LISTED_TWICE
 from .specs import graph_of
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
     from .tables import Tables
 
 __all__ = ["KEEP", "Graphs", "note_lost", "prepare_by_hand", "prepare_capture", "push", "step_in_capture"]

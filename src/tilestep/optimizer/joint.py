@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import GradientError
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = ["JointGradNorm", "joint_norm"]
 
@@ -107,13 +107,11 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
         >>> round(left.item(), 4), round(right.item(), 4), optimizers[0].grad_norm.item()
         (-0.6, -0.8, 5.0)
     """
-    from .optimizer import Optimizer
-
     given = list(optimizers)
     if len(given) < (2 if group is None else 1) or len({id(optimizer) for optimizer in given}) < len(given):
         raise ValueError(f"joint_norm: {len(given)} optimizers; it takes two or more, each once")
     for place, optimizer in enumerate(given):
-        if not isinstance(optimizer, Optimizer):
+        if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "power_sum")):
             raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not one of tilestep's")
         if not optimizer.has_whole_gradients:
             raise TypeError(

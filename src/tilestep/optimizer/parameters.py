@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -74,7 +74,14 @@ def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool
     )
 
 
-def labelled(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict[str, Any], torch.Tensor]]:
+class Grouped(Protocol):
+    """An optimizer, as far as its parameters and their state are concerned."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+
+def labelled(optimizer: Grouped) -> Iterator[tuple[str, int, dict[str, Any], torch.Tensor]]:
     """Every parameter in order: what messages call it, index of its group, its group, and itself."""
     for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
@@ -83,7 +90,7 @@ def labelled(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict[
             yield (f"{label} ({names[index]})" if names else label), group_index, group, param
 
 
-def further_rounds(optimizer: torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
+def further_rounds(optimizer: Grouped) -> tuple[frozenset[int], ...]:
     """For parameters that a group lists several times, which torch updates as often: those of each further round.
 
     Args:
@@ -129,6 +136,6 @@ def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
         raise GradientError(f"{LISTED_TWICE}, which torch updates twice, and {caller} once: list it once")
 
 
-def param_states(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+def param_states(optimizer: Grouped) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """Every parameter that has state, with it; not what else a user keeps in the optimizer's state."""
     return [(param, state) for param, state in optimizer.state.items() if isinstance(param, torch.Tensor)]

@@ -11,7 +11,7 @@ from ..codegen.spec import KernelSpec
 from ..engine import Decider, DeviceEngine, Entry, JointNorm
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = ["build_engines"]
 

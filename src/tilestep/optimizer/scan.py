@@ -11,7 +11,7 @@ from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts
 
 if TYPE_CHECKING:
-    from .tables import Tables
+    from .protocol import Tables
 
 __all__ = ["Scan"]
 

@@ -13,7 +13,7 @@ from ..rules import Rule
 from .parameters import labelled
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = ["keeping_squares"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ..compat import after_backward, backward_pass, count_scaled_losses, local_p
 from ..engine import Stale
 from ..errors import GradientError
 from ..optimizer.decide import decide, needs_norm
+from ..optimizer.protocol import Optimizer
 from ..placements.local import is_distributed, ready
 from ..taken import announce_taker
 from .groups import Group
@@ -24,9 +25,35 @@ from .lanes import Lane
 
 if TYPE_CHECKING:
     from ..optimizer.tables import Tables
-    from .optimizer import OverlappedOptimizer
 
 __all__ = ["Round", "scale_error"]
+
+
+class Overlapped(Optimizer, Protocol):
+    """`optimizer.OverlappedOptimizer`, as far as its rounds are concerned."""
+
+    _elsewhere: Any
+    _grouping: Any
+    _model: Any
+    _norms: Any
+    _pending: Any
+
+    @property
+    def _is_scaled(self) -> Any:
+        """Whether gradients carry a loss scale."""
+
+    @property
+    def _needs_norm_early(self) -> Any:
+        """Whether a norm is needed before the last gradient is there."""
+
+    def _all_params(self) -> Any:
+        """Every parameter."""
+
+    def _follow_wrapper(self, wrapper: Any) -> Any:
+        """Look at a wrapper that has come around the model."""
+
+    def _label(self, param: torch.Tensor) -> str:
+        """What messages call a parameter."""
 
 
 class Round(Accumulating):
@@ -41,7 +68,7 @@ class Round(Accumulating):
         updates: whether to update in backward at all.
     """
 
-    def __init__(self, optimizer: OverlappedOptimizer, lane: Lane, *, updates: bool) -> None:
+    def __init__(self, optimizer: Overlapped, lane: Lane, *, updates: bool) -> None:
         self._optimizer = optimizer
         self._lane = lane
         self._updates = updates

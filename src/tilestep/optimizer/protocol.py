@@ -1,0 +1,84 @@
+"""What the parts of an optimizer know of it, and of its tables: types only, so that imports run one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ..placements import Agreement
+from ..rules import Rule
+
+
+class Tables(Protocol):
+    """`tables.Tables`, as far as the look before a step is concerned."""
+
+    params: Any
+    members: Any
+    engines: Any
+    home: Any
+    agreement: Agreement | None
+    further_rounds: Any
+    complex_members: Any
+
+
+class Optimizer(Protocol):
+    """`optimizer.Optimizer`, for the functions that its methods are made of."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    _check_overflow: Any
+    _evaluating: bool
+    _flat_part: str
+    _gradients_scaled: Any
+    _graphs: Any
+    _history: Any
+    _home: Any
+    _joint: Any
+    _skip: Any
+    _tables: Any
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What ranks decide together, if there are several."""
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Whether gradients are those of whole parameters."""
+
+    def rule_of(self, group: Mapping[str, Any]) -> Rule:
+        """The rule of a param group."""
+
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
+        """Take a step."""
+
+    def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
+        """The sum of squares of its gradients."""
+
+    def prepare_capture(self) -> None:
+        """Make ready for a capture."""
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's."""
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's."""
+
+    def _build(self) -> Any:
+        """Build the tables."""
+
+    def _rebuild(self) -> Any:
+        """Build the tables anew, unless they fit."""
+
+    def _current(self) -> Any:
+        """The engines, up to date."""
+
+    def _fitting_tables(self) -> Any:
+        """The tables, built if there are none that fit."""
+
+    def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The whole parameter that a part belongs to."""
+
+    def _part_of(self, param: torch.Tensor) -> Any:
+        """The part of a parameter that is here."""
