@@ -385,3 +385,17 @@ def test_the_host_knows_counts_that_live_on_a_device() -> None:
     counts.now, counts._version = np.asarray([9.0, 9.0]), 1  # a checkpoint was loaded
     low, high = bounds.read()
     assert (low.tolist(), high.tolist()) == ([9, 9], [9, 9]) and counts.reads == 2
+
+
+@pytest.mark.parametrize("frequency", [1, 10])
+def test_gradients_whose_products_overflow_raise_nothing_and_are_adams(frequency: int) -> None:
+    """Their Gram matrices are infinite in float32: they are turned by the identity, where the step is Adam's."""
+    weight, other = torch.nn.Parameter(torch.ones(5, 6)), torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = tilestep.SOAP([weight, other], weight_decay=0.0, precondition_frequency=frequency)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        weight.grad = torch.randn(5, 6, generator=generator) * 1e20
+        other.grad = torch.randn(4, 4, generator=generator)
+        optimizer.step()
+    assert weight.isfinite().all() and (weight - 1).abs().max() < 0.1
+    assert other.isfinite().all() and not torch.equal(other.detach(), torch.ones(4, 4))

@@ -22,13 +22,22 @@ def _into(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def _eigenbasis(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
-    square = operands[0]
+    square = _finite(operands[0])
     shift = _SHIFT * torch.eye(square.size(-1), dtype=square.dtype, device=square.device)
     return _into(torch.linalg.eigh(square + shift).eigenvectors.flip(-1), out)
 
 
 def _orthogonal_basis(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
-    return _into(torch.linalg.qr(operands[0]).Q, out)
+    return _into(torch.linalg.qr(_finite(operands[0])).Q, out)
+
+
+def _finite(squares: torch.Tensor) -> torch.Tensor:
+    """The matrices, with the identity for those that have overflowed: LAPACK raises for them, or gives NaN.
+
+    What is turned by the identity is updated as Adam would update it.
+    """
+    identity = torch.eye(squares.size(-1), dtype=squares.dtype, device=squares.device)
+    return torch.where(squares.isfinite().all(dim=-1).all(dim=-1)[..., None, None], squares, identity)
 
 
 def _descending(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:

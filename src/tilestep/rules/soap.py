@@ -11,6 +11,8 @@ from .protocol import State, at_least, between, rule
 
 __all__ = ["soap"]
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @rule(
     name="SOAP",
@@ -79,6 +81,7 @@ def soap(
     turned = _turned(grad, left, right)
     mean = torch.where(first, exp_avg, exp_avg + (1 - beta1) * (turned - exp_avg))
     square = torch.where(first, exp_avg_sq, beta2 * exp_avg_sq + (1 - beta2) * turned * turned)
+    square = torch.clamp(square, max=_LARGEST)  # products that only reorder it would make NaN of an infinity
     update = _turned_back(mean / (square.sqrt() + eps), left, right)
     if normalize_grads:
         update = update / (1e-30 + (update * update).mean().sqrt())
