@@ -146,6 +146,18 @@ def test_a_job_of_nothing_is_refused() -> None:
             job(**{name: 0})
 
 
+def test_absurd_sizes_are_refused_and_large_ones_return() -> None:
+    """A list of all buckets of 10^21 elements did not end."""
+    for name, value in (("elements", 1e21), ("elements", math.inf), ("shard", 10**400), ("tokens", 10**30)):
+        with pytest.raises(ValueError, match=f"Invalid {'ranks' if name == 'shard' else name}: it must be at most"):
+            job(**{name: value})
+    with pytest.raises(ValueError, match="Invalid bucket: 10 bytes; it must be at least"):
+        plan(job(elements=1e10, bucket=10), CONSTANTS)
+    large = job(elements=1e12, shard=4096, bucket=None)
+    assert math.isfinite(plan(large, CONSTANTS).iteration)
+    assert best_bucket(large, CONSTANTS) >= large.smallest_bucket
+
+
 def test_constants_are_kept_with_their_source(tmp_path: Path) -> None:
     measured = dataclasses.replace(CONSTANTS, sources={**CONSTANTS.sources, "compute": "measured here"})
     measured.save(tmp_path / "all.json")

@@ -25,6 +25,10 @@ _CLOSE = 1.005
 """Iterations that differ by less are taken for equal."""
 
 
+_MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5
+"""Each bucket is looked at: more would take minutes, or all memory."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be trained, and on what.
@@ -53,6 +57,14 @@ class Job:
         for name in ("elements", "shard", "replicate", "tokens", *([] if self.bucket is None else ["bucket"])):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
+        for name, most in (("elements", _MOST_ELEMENTS), ("ranks", _MOST_RANKS), ("tokens", _MOST_ELEMENTS)):
+            if not getattr(self, name) <= most:
+                raise ValueError(f"Invalid {name}: it must be at most {most:g}")
+
+    @property
+    def smallest_bucket(self) -> float:
+        """Bytes of the smallest buckets that are looked at one by one."""
+        return self.elements * self.footprint.gradient / _MOST_BUCKETS
 
     @property
     def ranks(self) -> int:
@@ -65,6 +77,11 @@ class Job:
         total = self.elements * self.footprint.gradient
         if self.bucket is None:
             return default_sizes(total)
+        if self.bucket < self.smallest_bucket:
+            fewest = math.ceil(self.smallest_bucket)
+            raise ValueError(
+                f"Invalid bucket: {self.bucket:g} bytes; it must be at least {fewest:,} for so many elements"
+            )
         count = math.ceil(total / self.bucket)
         return [total / count] * count
 
@@ -213,7 +230,7 @@ def best_bucket(job: Job, constants: Constants) -> float:
         job: its own bucket does not matter.
         constants: those of the machine.
     """
-    sizes = [mebibytes * 2**20 for mebibytes in BUCKETS]
+    sizes = [size for mebibytes in BUCKETS if (size := mebibytes * 2**20) >= job.smallest_bucket]
     times = [plan(dataclasses.replace(job, bucket=size), constants).iteration for size in sizes]
     return max(size for size, time in zip(sizes, times) if time <= min(times) * _CLOSE)
 
