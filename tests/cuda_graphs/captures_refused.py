@@ -124,7 +124,14 @@ def other_state(params: Params, optimizer: Any) -> None:
     optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2, device=DEVICE)))
 
 
-CHANGES = [load, add, flag, move_one, move_and_keep, forget_gradients, other_gradient, other_state]
+def move_state(params: Params, optimizer: Any) -> None:
+    """Whether something else keeps the old memory or not, every replay would write to it."""
+    state = optimizer.state[params[2]]["exp_avg"]
+    optimizer.kept = state.data
+    state.data = state.data.clone()
+
+
+CHANGES = [move_state, load, add, flag, move_one, move_and_keep, forget_gradients, other_gradient, other_state]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -289,3 +289,24 @@ def test_parameters_outside_of_the_model() -> None:
         assert torch.equal(extras[0], extras[1])
         twins.reference.zero_grad()
     twins.compare()
+
+
+@both
+@pytest.mark.parametrize("waits", [True, False])
+def test_state_that_gets_other_memory(during: str, waits: bool) -> None:
+    """Updates that are still to come say so, where nothing has waited for them."""
+    twins = Twins(clipped, during)
+    for step in range(8):
+        states = [state["exp_avg"] for state in twins.optimizer.state.values()]
+        twins.step(step)
+        if step not in (3, 5):
+            continue
+        if waits:
+            twins.optimizer.synchronize()  # type: ignore[attr-defined]
+        for state in states:
+            state.data = state.data.clone()
+        if not waits:
+            with pytest.raises(tilestep.StateError, match="an update was still to come: call optimizer.synchronize"):
+                twins.optimizer.synchronize()  # type: ignore[attr-defined]
+            return
+    twins.compare()

@@ -101,6 +101,13 @@ def give_memory(model: nn.Module, optimizer: Any) -> None:
     model[0].bias.data = model[0].bias.data + 1
 
 
+def give_state_memory(model: nn.Module, optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            before, value.data = value.data, value.data.clone()
+            before.fill_(1e30)
+
+
 def set_rate(model: nn.Module, optimizer: Any) -> None:
     optimizer.param_groups[0]["lr"] = 0.01
 
@@ -129,7 +136,18 @@ def write_state(model: nn.Module, optimizer: Any) -> None:
     optimizer.state[model[2].weight]["exp_avg"].zero_()
 
 
-CHANGES = [write, give_memory, set_rate, set_flag, freeze, load, load_model, clip_by_hand, write_state]
+CHANGES = [
+    write,
+    give_memory,
+    give_state_memory,
+    set_rate,
+    set_flag,
+    freeze,
+    load,
+    load_model,
+    clip_by_hand,
+    write_state,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

@@ -241,6 +241,8 @@ class _Memory:
         self._turn += 1
         if not addresses_equal(engine.params, self._addresses, self._turns[turn % len(self._turns)]):
             return "parameters have moved"
+        if not engine.states_are_unmoved:
+            return "state was given other memory"
         if self._gradients:
             for index in self._gradient_turns[turn % len(self._gradient_turns)]:
                 known = self._gradients[index]
