@@ -10,11 +10,12 @@ TESTS ?=
 ARGS ?=
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-frameworks gpu-test bench lint format types docs examples dist clean
+.PHONY: help setup demo test test-frameworks fuzz gpu-test bench lint format types docs examples dist clean
 help:
 	@echo "make demo      train a small GPT twice, with torch's AdamW and with tilestep's, and compare (ARGS=...)"
 	@echo "make test      all tests and doctests (JOBS=2 TESTS=path)"
 	@echo "make test-frameworks  tests with transformers, accelerate, Lightning and torchtitan, which it installs"
+	@echo "make fuzz      random trainings beside torch's (SEEDS=500 FIRST=0)"
 	@echo "make gpu-test  the tests that need a GPU"
 	@echo "make bench     all benchmarks on this machine (ARGS='step --out results')"
 	@echo "make lint      ruff: rules and formatting;   make format  applies both"
@@ -43,6 +44,9 @@ test: $(READY)
 
 test-frameworks: $(READY)-frameworks
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) tests/frameworks
+
+fuzz: $(READY)
+	TILESTEP_FUZZ_SEEDS=$(or $(SEEDS),500) TILESTEP_FUZZ_FIRST=$(or $(FIRST),0) $(VENV)/bin/python -m pytest -o timeout=0 tests/fuzz $(ARGS)
 
 gpu-test: $(READY)
 	$(VENV)/bin/python -m pytest -rs tests/gpu $(ARGS)

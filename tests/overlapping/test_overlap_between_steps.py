@@ -306,7 +306,7 @@ def test_state_that_gets_other_memory(during: str, waits: bool) -> None:
         for state in states:
             state.data = state.data.clone()
         if not waits:
-            with pytest.raises(tilestep.StateError, match="an update was still to come: call optimizer.synchronize"):
+            with pytest.raises(tilestep.StateError, match="an update was still to come"):
                 twins.optimizer.synchronize()  # type: ignore[attr-defined]
             return
     twins.compare()
