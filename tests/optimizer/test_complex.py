@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from twins import twins
 
 import tilestep
 from tilestep.errors import CaptureError, GradientError, OffloadError
+from tilestep.overlapping.data_parallel import follow_buckets
 from tilestep.sharding.optimizer import _prepared as prepared
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -235,6 +237,23 @@ def test_overlapped_updates_are_those_of_steps(during: Any, limit: float | None)
             optimizer.zero_grad()
         results.append([param.detach() for param in model.parameters()])
     assert all(map(torch.equal, *results))
+
+
+def test_buckets_of_data_parallel_are_refused() -> None:
+    net = Waves()
+    wrapper = types.SimpleNamespace(find_unused_parameters=False, static_graph=False, module=net)
+    with pytest.raises(ValueError, match=r'complex gradients .* during="forward"'):
+        follow_buckets(wrapper, None, None)
+
+
+def test_matrices_of_complex_numbers_are_not_for_muon() -> None:
+    net = torch.nn.ModuleDict({"plain": torch.nn.Linear(3, 4), "waves": torch.nn.Linear(3, 4, dtype=torch.complex64)})
+    groups = tilestep.muon_groups(net, outside="nothing")
+    assert [[name for name, _ in group["params"]] for group in groups] == [
+        ["plain.weight"],
+        ["plain.bias", "waves.weight", "waves.bias"],
+    ]
+    tilestep.Muon(groups)
 
 
 def test_sharding_refuses() -> None:

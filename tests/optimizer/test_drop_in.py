@@ -38,6 +38,7 @@ NUMPY: dict[str, dict[str, Any]] = {
     "float64 and float16": {"lr": np.float64(0.1), "eps": np.float16(0.5)},
     "integer": {"lr": np.int64(1), "weight_decay": np.int32(0)},
     "array of one": {"lr": np.array(0.1)},
+    "array of two": {"betas": np.array([0.5, 0.75])},
     "betas": {"betas": (np.float64(0.5), np.float64(0.75)), "amsgrad": np.bool_(True)},
 }
 
@@ -46,7 +47,7 @@ NUMPY: dict[str, dict[str, Any]] = {
 def test_numbers_may_be_those_of_numpy(kind: str) -> None:
     mine, theirs = alike(lambda module, params: module.Adam(params, **NUMPY[kind]), make_params())
     for key in NUMPY[kind]:
-        assert mine.param_groups[0][key] == theirs.param_groups[0][key], key
+        assert np.all(np.asarray(mine.param_groups[0][key]) == np.asarray(theirs.param_groups[0][key])), key
     loaded = tilestep.Adam(mine.param_groups[0]["params"])
     loaded.load_state_dict(copy.deepcopy(mine.state_dict()))
     loaded.step()

@@ -62,7 +62,8 @@ def muon_groups(
     for name, param in named:
         if not param.requires_grad:
             continue
-        is_inside = param.dim() == 2 and param not in ends and not re.search(outside, name)
+        is_matrix = param.dim() == 2 and not param.is_complex()
+        is_inside = is_matrix and param not in ends and not re.search(outside, name)
         (inside if is_inside else rest).append((name, param))
     if not inside:
         raise ValueError(f"no matrix is left for Muon: {_why(rest)}")

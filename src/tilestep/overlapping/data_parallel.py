@@ -36,13 +36,19 @@ def follow_buckets(wrapper: DistributedDataParallel, gradients: Round, comm_hook
         The parameters whose gradients come so, by `id`.
 
     Raises:
-        ValueError: for a module whose buckets do not say which gradients there are; for one with a comm hook.
+        ValueError: for a module whose buckets do not say which gradients there are, or with complex parameters; for one
+            with a comm hook.
     """
     if wrapper.find_unused_parameters or wrapper.static_graph:
         option = "static_graph" if wrapper.static_graph else "find_unused_parameters"
         raise ValueError(
             f"DistributedDataParallel with {option}=True says at the end of backward which gradients there are, and "
             'puts zeros in the place of others before: use during="forward"'
+        )
+    if any(param.is_complex() for param in wrapper.module.parameters()):
+        raise ValueError(
+            "buckets of DistributedDataParallel do not hold complex gradients as their parameters have them: use "
+            'during="forward"'
         )
     group = wrapper.process_group
     state, reduce = comm_hook or (None, lambda _, bucket: _mean(group, bucket))

@@ -38,7 +38,7 @@ _TORCH_NAMES = {"fabs": "abs", "pow": "pow", "copysign": "copysign"}
 
 
 def as_python(value: Any) -> Any:
-    """A numpy number, or array of one element, as Python's; a tuple or list entry by entry; anything else as it is.
+    """A numpy number, or array of one element, as Python's; tuples, lists, arrays by entries; anything else as it is.
 
     Example:
         >>> import numpy as np
@@ -51,7 +51,7 @@ def as_python(value: Any) -> Any:
         return type(value)(map(as_python, value)) if type(value) in (tuple, list) else value
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
         return value.item()
-    return value
+    return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
 
 
 _PYTHON = (float, int, bool, type(None), str)
