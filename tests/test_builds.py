@@ -301,3 +301,29 @@ def test_the_scanner_s_build_waits_until_a_process_has_lived_for_a_while(monkeyp
             assert native_build.module(1000) is None and len(started) == expected
     finally:
         native_build._loaded.cache_clear()
+
+
+def test_a_damaged_scanner_is_not_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.cached("scan-test.so", lambda path: path.write_bytes(b"\x7fELF" + bytes(4000))).close()  # type: ignore[arg-type, return-value]
+    whole = directory / "scan-test.so"
+    monkeypatch.setattr(native_build, "_file_name", lambda: whole.name)
+    monkeypatch.setattr(native_build, "_builder", None)
+    monkeypatch.setattr(native_build, "_known_absent", False)
+    for damage in (whole.read_bytes(), bytes(4100), b""):  # no library at all, zeroed, cut
+        whole.write_bytes(damage)
+        native_build._loaded.cache_clear()
+        try:
+            assert native_build.module(1) is None
+        finally:
+            native_build._loaded.cache_clear()
+
+
+def test_a_build_in_the_background_says_nothing_while_it_waits(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_WORD", 0.1)
+    directory.mkdir(0o700)
+    with FileLock(f"{directory / 'kernel.txt'}.lock"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BuildError, match="has not finished building"):
+            cache.cached("kernel.txt", lambda path: None, seconds=0.5, says=False)

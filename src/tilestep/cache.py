@@ -241,7 +241,13 @@ def cached_names(pattern: str) -> list[str]:
 
 
 def cached(
-    name: str, build: Callable[[Path], None], *, seconds: float = 60.0, by: str = "", anew: bool = False
+    name: str,
+    build: Callable[[Path], None],
+    *,
+    seconds: float = 60.0,
+    by: str = "",
+    anew: bool = False,
+    says: bool = True,
 ) -> CachedFile:
     """The verified file of this name, built first if there is none.
 
@@ -252,6 +258,7 @@ def cached(
         seconds: how long another process's build is waited for.
         by: what builds it, for messages.
         anew: build it even if it is there.
+        says: whether a warning says that another process is waited for.
 
     Raises:
         BuildError: if another process holds the lock for too long.
@@ -260,7 +267,7 @@ def cached(
     if file is not None:
         return file
     directory = _present(cache_directory())
-    with _locked(directory / name, seconds, by):
+    with _locked(directory / name, seconds, by, says):
         file = None if anew else _open_verified(directory, name)
         if file is None:
             _write_whole(directory, name, build)
@@ -305,7 +312,7 @@ def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
         The path of the file.
     """
     directory = _present(cache_directory())
-    with _locked(directory / name, 60.0, ""):
+    with _locked(directory / name, 60.0, "", True):
         file = _open_verified(directory, name)
         text = None
         if file is not None:
@@ -383,14 +390,14 @@ def _present(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, seconds: float, by: str) -> Iterator[None]:
+def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
     """A block that one process at a time is in; what it waits for is said after a while, and not waited for forever."""
     lock = FileLock(f"{path}.lock")
     begin = time.monotonic()
     what = f"{path.name} with {by}" if by else path.name
     try:
         try:
-            lock.acquire(timeout=min(_WORD, seconds))
+            lock.acquire(timeout=min(_WORD, seconds) if says else seconds)
         except Timeout:
             left = seconds - (time.monotonic() - begin)
             if left <= 0:
