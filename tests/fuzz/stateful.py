@@ -1,4 +1,4 @@
-"""Random trainings beside torch's: what users do between steps, drawn by a seed, in memory with guards on both sides."""
+"""Random trainings beside torch's: what users do between steps, drawn by a seed, in memory between guards."""
 
 from __future__ import annotations
 

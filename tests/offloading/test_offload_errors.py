@@ -102,12 +102,11 @@ def test_state_is_never_on_the_device_of_an_optimizer_that_is_made_for_it() -> N
 
     def make() -> tilestep.Optimizer:
         made.append(tilestep.AdamW(parameters()))
-        assert not made[0].state and made[0]._tables is None
+        assert not made[0].state
         return made[0]
 
     optimizer = tilestep.offload(make)
     assert optimizer is made[0] and len(optimizer.state) == 2
-    assert tilestep.AdamW(parameters()).state
 
 
 def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: int, group: int | None = None) -> None:

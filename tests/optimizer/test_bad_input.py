@@ -108,8 +108,9 @@ def test_a_parameter_that_cannot_be_updated(kind: str) -> None:
     with pytest.raises(GradientError, match=message.replace("group 0", "group 1")):
         optimizer.add_param_group({"params": params})
     assert_unchanged(optimizer, before)
-    assert set(optimizer.state) == set(first)
+    assert not optimizer.state
     train([(optimizer, first)], range(1))
+    assert set(optimizer.state) == set(first)
 
 
 def test_parameters_that_interleave_are_no_overlap() -> None:
@@ -310,7 +311,7 @@ def test_a_checkpoint_that_does_not_fit(kind: str) -> None:
 def test_a_checkpoint_without_a_buffer_that_the_rule_needs() -> None:
     params = make_params()
     optimizer = tilestep.AdamW(params)
-    saved = tilestep.AdamW(twins(params)).state_dict()
+    saved = checkpoint("AdamW", params)
     del saved["state"][2]["exp_avg_sq"]
     with pytest.raises(StateError, match="has no state 'exp_avg_sq' for parameter 2 of group 0"):
         optimizer.load_state_dict(saved)

@@ -160,6 +160,8 @@ def test_each_parameter_counts_its_own_steps() -> None:
 def test_a_state_may_begin_at_a_function() -> None:
     params = make_params([(3,)])
     optimizer = tilestep.Rprop(params, lr=lambda step: 0.25 / step)
+    params[0].grad = torch.zeros(3)
+    optimizer.step()
     assert optimizer.state[params[0]]["step_size"].tolist() == [0.25] * 3
 
 

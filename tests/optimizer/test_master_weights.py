@@ -65,14 +65,15 @@ def test_a_master_trains_as_float32_does(rule: str, dtype: torch.dtype) -> None:
 def test_parameters_of_higher_precision_have_no_master() -> None:
     params = [*make_params([(3,)]), *make_params([(3,)], torch.bfloat16)]
     optimizer = tilestep.AdamW(params, master_weights=True)
+    optimizer.step()
     assert ["master_param" in optimizer.state[param] for param in params] == [False, True]
 
 
 def test_a_group_decides_for_itself() -> None:
     params = make_params([(3,), (4,)], torch.bfloat16)
     optimizer = tilestep.AdamW([{"params": params[:1], "master_weights": True}, {"params": params[1:]}])
-    assert ["master_param" in optimizer.state[param] for param in params] == [True, False]
     train([(optimizer, params)], range(2))
+    assert ["master_param" in optimizer.state[param] for param in params] == [True, False]
     optimizer.param_groups[1]["master_weights"] = True
     train([(optimizer, params)], range(2, 3))
     assert optimizer.state[params[1]]["master_param"].dtype is torch.float32

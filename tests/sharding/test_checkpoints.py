@@ -16,6 +16,7 @@ from sharded_twins import TINY, Convolutions, Pair, inputs, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _init_optim_state,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -137,6 +138,8 @@ def load_everywhere(folder: Path) -> None:
         assert_same(optimizer.full_state_dict(), plain.state_dict())
         whole = model_for(name)
         other = MAKERS[name](whole.parameters())
+        # As torch's, an optimizer that has not stepped has nothing to load into.
+        _init_optim_state(other)
         loaded = {"optimizer": other.state_dict()}
         dcp.load(loaded, checkpoint_id=folder / name)
         other.load_state_dict(loaded["optimizer"])

@@ -145,13 +145,14 @@ class CapturedStep:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before replay()")
         if self._is_alone:
             _require_unscaled(optimizer)
-        with optimizer._for_graph(alone=self._is_alone, replays=True):
+        with optimizer._for_graph(alone=self._is_alone, replays=True) as updating:
             tables = self._current()
             try:
                 tables.engines[0].push_hypers()
             except Stale as stale:
                 raise _stale(str(stale)) from None
             with marked(REPLAY) if self._is_alone else nullcontext():
+                tables.begin_states(updating, all_of_them=True)
                 if not self._choices.suffices():
                     optimizer._step()
                     return self.output

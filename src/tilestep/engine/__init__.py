@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .ahead import are_built_ahead, build_ahead
+from .backends import load_ahead, segment_class
 from .control import Decision
 from .decider import Decider, JointNorm, SharedNorm
 from .engine import DeviceEngine, Stale
@@ -27,5 +28,7 @@ __all__ = [
     "graph_for",
     "is_dense",
     "kernel_spec",
+    "load_ahead",
     "run_passes",
+    "segment_class",
 ]

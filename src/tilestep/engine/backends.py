@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ..codegen import compile_triton
 from ..codegen.compile_cpp import warn_of_failure
+from ..codegen.spec import KernelSpec
 from ..errors import BuildError
 from .control import Decision, decide_on_host
 from .limits import StepLimit
@@ -20,6 +22,7 @@ __all__ = [
     "decide",
     "interpret_on_cpu",
     "is_interpreting",
+    "load_ahead",
     "segment_class",
 ]
 
@@ -74,6 +77,20 @@ def build_segment(device: torch.device, *args: object) -> Segment:
 
         warn_of_failure(error)
         return EagerSegment(*args)  # type: ignore[arg-type]
+
+
+def load_ahead(spec: KernelSpec, device: torch.device) -> None:
+    """Build or load what the first step on a CPU would wait for; a GPU's kernels are built beside each other later.
+
+    Args:
+        spec: what the kernels are built from.
+        device: where they run.
+    """
+    if segment_class(device).__name__ == "CpuSegment":
+        from .cpu import load
+
+        with suppress(BuildError):
+            load(spec)
 
 
 def decide(control: torch.Tensor, decision: Decision, known: dict[Any, Any]) -> None:

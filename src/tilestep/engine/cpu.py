@@ -19,12 +19,13 @@ from .cpu_slices import CpuSlices
 from .segment import Entry, Segment
 from .windows import Window
 
-__all__ = ["CpuSegment"]
+__all__ = ["CpuSegment", "load"]
 
 _libraries: dict[int, ctypes.CDLL] = {}
 
 
-def _library(spec: KernelSpec) -> ctypes.CDLL:
+def load(spec: KernelSpec) -> ctypes.CDLL:
+    """The kernels of a spec, built or from the cache."""
     if id(spec) not in _libraries:
         _libraries[id(spec)] = load_library(spec.name, cpp.source(spec), _flags(spec))
     return _libraries[id(spec)]
@@ -48,7 +49,7 @@ class CpuSegment(Segment):
     ) -> None:
         self.tile_size = tile_shape(spec, grads.device).span
         super().__init__(spec, entries, groups, grads, control)
-        library = _library(spec)
+        library = load(spec)
         count = len(self.entries)
         program = spec.program
         compute = np.float64 if spec.compute is torch.float64 else np.float32

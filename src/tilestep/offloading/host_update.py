@@ -55,6 +55,10 @@ class HostState(StateHome):
         self._entries: list[Entry] = []
         self._norm: DeviceNorm | None = None
 
+    def check(self, label: str, param: torch.Tensor) -> None:
+        """Parameters are on the device that this home was made for."""
+        check_device(label, param, self.device)
+
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Have copies of these parameters."""
         for label, param in params:

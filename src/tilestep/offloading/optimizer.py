@@ -287,7 +287,7 @@ def move_state(optimizer: Optimizer, home: StateHome, where: str, reason: str) -
             optimizer.__class__ = extended_class(OffloadedOptimizer, kind)
             assert isinstance(optimizer, OffloadedOptimizer)
             optimizer._choice = where, reason
-            optimizer._build()
+            optimizer._make_tables(ahead=True)
     except BaseException:
         optimizer.__class__ = kind
         raise

@@ -78,6 +78,10 @@ class StreamedState(StateHome):
         """Whether a buffer lies in this memory."""
         return buffer.device.type == "cpu" and self.memory.holds(buffer)
 
+    def check(self, label: str, param: torch.Tensor) -> None:
+        """Parameters are on the device that this home was made for."""
+        check_device(label, param, self.device)
+
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Let go of what the tables before have moved."""
         for label, param in params:

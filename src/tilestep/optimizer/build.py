@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from ..codegen.spec import KernelSpec
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
-from ..engine import DeviceEngine, Entry, grad_dtype, kernel_spec
-from ..errors import GradientError, MatrixError
+from ..engine import DeviceEngine, Entry, grad_dtype, kernel_spec, load_ahead
+from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
 from ..pairs import ComplexMembers, as_complex, as_real, real_shape
 from ..placements import (
@@ -31,20 +31,21 @@ from ..placements import (
 )
 from ..placements.local import local_part
 from ..rules import Rule
+from .homes import StateHome
 from .hyperparameters import OWN_KEYS
 from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
-from .parameters import check_pairs, check_parameter, further_rounds, labelled
+from .parameters import check_pairs, check_parameter, further_rounds, labelled, listed_once
 from .parts import build_engines
 from .specs import graph_of
-from .states import Later, begin_missing, compute_dtype, initial_state, storages
+from .states import Later, begin_missing, compute_dtype, has_begun, initial_state, storages
 from .tables import Tables
-from .watched_state import WatchedState
+from .watched_state import ParameterState, WatchedState
 
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
-__all__ = ["build_tables", "require_no_real"]
+__all__ = ["build_tables", "check_params", "loaded_states", "require_no_real"]
 
 
 @contextmanager
@@ -113,27 +114,67 @@ class _Plans:
 
 
 @_without_collection()
-def build_tables(optimizer: Optimizer) -> Tables:
-    """Engines for an optimizer's parameters as they are now; its state is made complete on the way.
+def check_params(optimizer: Optimizer) -> None:
+    """Raise for parameters that cannot be updated, and for rules that cannot be translated, before there is state.
+
+    On a CPU this also builds or loads the kernels, so that the first step does not wait for them.
+
+    Raises:
+        GradientError, MatrixError, RuleError: naming the parameter.
+    """
+    plans, by_device = _Plans(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
+    specs: dict[tuple[int, torch.device], KernelSpec] = {}
+    for label, group_index, group, param in listed_once(optimizer):
+        if not _begins(param, optimizer.state):
+            continue
+        optimizer._home.check(label, param)
+        part = as_real(_checked(optimizer, label, param))
+        check_master(label, part.dtype, group)
+        _, spec = plans.of(label, group_index, group, param, part)
+        if not is_unreal(part):
+            by_device.setdefault(part.device, []).append((label, part))
+            specs[id(spec), part.device] = spec
+    for (_, device), spec in specs.items():
+        load_ahead(spec, device)
+    for tensors in by_device.values():
+        check_not_shared(tensors)
+
+
+@_without_collection()
+def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
+    """Engines for an optimizer's parameters as they are now; the state that steps need is made on the way.
+
+    Args:
+        optimizer: the optimizer.
+        ahead: whether no step needs them yet. Then the new state begins once more, with the values of its first step;
+            so does that of parameters without gradient.
 
     Raises:
         GradientError: for parameters that cannot be updated in place.
         StateError: for state that has another shape than its parameter.
     """
-    if not isinstance(optimizer.state, WatchedState):
-        optimizer.state = WatchedState(dict, optimizer.state)
+    state = _watched(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    _forget_replaced(state, params)
     home = optimizer._home
-    home.begin([(label, p) for label, _, _, p in labelled(optimizer) if not _is_dormant(p, optimizer.state)])
+    together = optimizer._begins_together or type(home) is not StateHome
+    home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state)])
     later: Later = {}
     planned, dormant = _plan(optimizer, later)
     begin_missing(later, home)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in later.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
     for one in unreal:
-        optimizer.state[one.param] = optimizer.state.entry(_distributed(one.state, one.param, one.graph))
+        state[one.param] = state.entry(_distributed(one.state, one.param, one.graph))
     planned = [one for one in planned if not one.is_unreal]
     sharded = [(one.label, one.param) for one in planned if is_distributed(one.param)]
     agreement = Agreement(sharded) if sharded else None
+    for one in planned:
+        known = state.get(one.param)
+        is_ahead = ahead or (one.param.grad is None and not together)
+        if known:
+            is_ahead = isinstance(known, ParameterState) and known.is_ahead
+        state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=is_ahead)
     engines, places, members = _engines(optimizer, planned, agreement)
     stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
     tables = Tables(
@@ -142,14 +183,15 @@ def build_tables(optimizer: Optimizer) -> Tables:
         dormant=dormant,
         unreal=[one.param for one in unreal],
         groups=list(optimizer.param_groups),
-        params=[param for group in optimizer.param_groups for param in group["params"]],
-        state=optimizer.state,
-        state_changes=optimizer.state.changes,
+        params=params,
+        state=state,
+        state_changes=state.changes,
         masters=Masters(stated, fresh, have_parts=agreement is not None),
         agreement=agreement,
         places=places,
         home=home,
         further_rounds=further_rounds(optimizer),
+        ahead=[one.param for one in planned if state[one.param].is_ahead],
     )
     if agreement is not None:
         tables.local_gradients = [
@@ -171,44 +213,115 @@ def _complex_members(tables: Tables) -> list[ComplexMembers]:
     ]
 
 
+def _watched(optimizer: Optimizer) -> WatchedState:
+    """The optimizer's state, which counts its changes from now on."""
+    if not isinstance(optimizer.state, WatchedState):
+        optimizer.state = WatchedState(dict, optimizer.state)
+    return optimizer.state
+
+
+def _forget_replaced(state: WatchedState, params: Sequence[torch.Tensor]) -> None:
+    """Drop state that was made ahead for parameters that have left their group before any step."""
+    kept = set(map(id, params))
+    for param in [param for param, values in state.items() if id(param) not in kept]:
+        if isinstance(state[param], ParameterState) and state[param].is_ahead:
+            del state[param]
+
+
 def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torch.Tensor]]:
     """Every parameter with its kernels and state, of which `later` is still to be filled; and those without any."""
-    plans, exchanges, fake = _Plans(optimizer), Exchanges(), fake_mode_is_active()
+    plans, exchanges = _Plans(optimizer), Exchanges()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
-    seen: set[int] = set()
-    for label, group_index, group, param in labelled(optimizer):
-        if id(param) in seen:
-            continue
-        seen.add(id(param))
-        if _is_dormant(param, optimizer.state):
+    for label, group_index, group, param in listed_once(optimizer):
+        known = optimizer.state.get(param, {})
+        if not _begins(param, optimizer.state):
             dormant.append(param)
             continue
-        whole = checked_part(label, param)
-        unreal = is_unreal(whole)
-        if fake and not unreal:
-            require_no_real(optimizer)
-        if not unreal:
-            _check_memory(label, whole)
-        check_parameter(whole, label)
-        part = optimizer._home.part(param, as_real(whole))
-        check_master(label, part.dtype, group)
-        rule = optimizer.rule_of(group)
-        graph, spec = plans.of(label, group_index, group, param, part)
-        gathered = spec.program.library.scratch and not is_whole(param)
-        exchange = exchanges.add(label, param, everywhere=bool(graph.matrix_states)) if gathered else None
-        apart = {*graph.scalar_states, *graph.matrix_states}
-        buffers, before = {*MASTER_KEYS, *rule.state_names} - apart, optimizer.state.get(param, {})
-        known = local_state(label, before, param, buffers, graph.slice_states, graph.matrix_states)
-        if not unreal:
-            known = {name: value for name, value in known.items() if not is_unreal(value)}
-        if param.is_complex():
-            known = {name: as_real(value) if name in buffers else value for name, value in known.items()}
-        state = initial_state(
-            label, part, group, graph, rule, known, later, optimizer._home, param.shape, spec.storages
-        )
-        planned.append(_Planned(label, group_index, param, graph, spec, state, exchange, unreal))
+        one = _planned(optimizer, plans, (label, group_index, group, param), known, later)
+        gathered = one.spec.program.library.scratch and not is_whole(param)
+        one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states)) if gathered else None
+        planned.append(one)
     return planned, dormant
+
+
+def _planned(
+    optimizer: Optimizer,
+    plans: _Plans,
+    labelled_param: tuple[str, int, dict[str, Any], torch.Tensor],
+    known: Mapping[str, Any],
+    later: Later,
+    live: Mapping[str, Any] | None = None,
+) -> _Planned:
+    """A parameter with its kernels and state; `known` and `live` are those of `initial_state`."""
+    label, group_index, group, param = labelled_param
+    home, rule = optimizer._home, optimizer.rule_of(group)
+    whole = _checked(optimizer, label, param)
+    part = home.part(param, as_real(whole))
+    check_master(label, part.dtype, group)
+    graph, spec = plans.of(label, group_index, group, param, part)
+    apart = {*graph.scalar_states, *graph.matrix_states}
+    buffers = {*MASTER_KEYS, *rule.state_names} - apart
+
+    def here(values: Mapping[str, Any]) -> dict[str, Any]:
+        """What kernels see of a state."""
+        own = local_state(label, values, param, buffers, graph.slice_states, graph.matrix_states)
+        if not is_unreal(whole):
+            own = {name: value for name, value in own.items() if not is_unreal(value)}
+        if param.is_complex():
+            own = {name: as_real(value) if name in buffers else value for name, value in own.items()}
+        return own
+
+    others = None if live is None else here(live)
+    known = here(known)
+    state = initial_state(label, part, group, graph, rule, known, later, home, param.shape, spec.storages, others)
+    return _Planned(label, group_index, param, graph, spec, state, None, is_unreal(whole))
+
+
+def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
+    """What of a parameter is here, if it can be updated."""
+    whole = checked_part(label, param)
+    if not is_unreal(whole):
+        if fake_mode_is_active():
+            require_no_real(optimizer)
+        _check_memory(label, whole)
+    check_parameter(whole, label)
+    return whole
+
+
+@_without_collection()
+def loaded_states(
+    optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """The states of parameters with a checkpoint's values, which are copied unless they are the optimizer's buffers.
+
+    Where the checkpoint has some state, the other parameters that train get theirs too.
+
+    Args:
+        optimizer: its groups are the checkpoint's.
+        saved: values for each parameter that the checkpoint has state of.
+
+    Raises:
+        StateError: for values of another shape, and for a checkpoint that has only some of a parameter's states.
+    """
+    plans, later = _Plans(optimizer), Later()
+    every = listed_once(optimizer)
+    optimizer._home.begin([(label, p) for label, _, _, p in every if p in saved or _begins(p, optimizer.state)])
+    chosen = [one for one in every if saved and (one[3] in saved or _begins(one[3], {})) and not one[3].is_meta]
+    planned = [
+        _planned(optimizer, plans, one, saved.get(one[3], {}), later, optimizer.state.get(one[3], {})) for one in chosen
+    ]
+    begun = {id(one.state): one for one in planned if has_begun(saved.get(one.param, {}))}
+    for name, missing in later.items():
+        for each in missing:
+            one = begun.get(id(each.state))
+            if one is not None and each.source is None and name not in MASTER_KEYS:
+                raise StateError(
+                    f"the checkpoint has no state {name!r} for {one.label}: it is of another optimizer, or of other "
+                    "hyperparameters"
+                )
+    begin_missing(later, optimizer._home)
+    return {one.param: _distributed(one.state, one.param, one.graph) for one in planned}
 
 
 def _engines(
@@ -217,11 +330,9 @@ def _engines(
     """Engines of planned parameters, which get their states now; the engines' places, and their parameters."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     members: dict[int, torch.Tensor] = {}
-    watched: Any = optimizer.state
     for one in planned:
         entry = _entry(optimizer, one)
         entry.share = 1.0 if agreement is None else agreement.share(one.param)
-        watched[one.param] = watched.entry(_distributed(one.state, one.param, one.graph))
         optimizer._home.arrange(one.spec, entry)
         members[id(entry)] = one.param
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)
@@ -302,11 +413,14 @@ def _makes_groups(rule: Rule, dim: int) -> str:
     return f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
 
 
-def _is_dormant(param: torch.Tensor, state: Any) -> bool:
+def _begins(param: torch.Tensor, state: Mapping[Any, Any]) -> bool:
+    """Whether a parameter takes part in steps: it trains, or has a gradient or state."""
     # A lazy module's parameter has no shape before the first forward.
-    return is_lazy(param) or (
-        param.grad is None and (param.is_meta or (not param.requires_grad and param not in state))
-    )
+    if is_lazy(param):
+        return False
+    if param.grad is not None:
+        return True
+    return not param.is_meta and (param.requires_grad or bool(state.get(param)))
 
 
 def is_unreal(tensor: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,26 +12,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import StateError
-from ..pairs import as_real
 from ..placements.local import copy_into, distribute, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
-from ..storage import MasterFormat
+from .build import loaded_states
+from .homes import StateHome
 from .hyperparameters import about_group, check_group, without_defaults
-from .masters import MASTER_KEYS, master_kind, other_master, start_of
+from .masters import MASTER_KEYS, master_kind
 from .parameters import labelled
 from .state_formats import saved_choice
-from .states import TRAINING, restart
+from .states import TRAINING, shape_of, starts_of
 from .watched_state import WatchedState
 
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
 __all__ = [
+    "after_hooks",
     "check_rules",
-    "complete_groups",
-    "loading_into_buffers",
+    "load",
+    "loaded_groups",
     "save_numbers",
+    "states_of_groups",
     "unchanged_on_error",
 ]
 
@@ -64,45 +68,90 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def loading_into_buffers(optimizer: Optimizer, finish: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """A block for torch's `load_state_dict`: states come as they are, uncast, into the buffers that are there.
+def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take a checkpoint's groups and states as torch does, but uncast, and whole or not at all.
+
+    Values are copied into new buffers, so that nothing that was handed out before is written to; a buffer that is the
+    optimizer's own, as after `dcp.load` in place, stays. Tables and graphs made before are used no more.
 
     Args:
-        optimizer: unchanged if anything in the block fails.
-        finish: called with the checkpoint when groups and states are loaded, before the user's own hooks.
+        optimizer: unchanged if anything fails, its hooks too.
+        state_dict: the checkpoint.
 
     Raises:
         StateError: for other shapes or another rule; ValueError for other groups.
     """
-    # The user's hooks may change what is loaded; torch gets no state, which it would cast.
-    given: list[dict[str, Any]] = []
-    before, state = optimizer.param_groups, optimizer.state
-
-    def take(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        check_rules(before, loaded["param_groups"], optimizer.rule_of)
-        given.append(loaded)
-        return {**loaded, "state": {}}
-
-    def install(_: torch.optim.Optimizer) -> None:
-        optimizer.state.update(state)
-        complete_groups(optimizer.param_groups, before, optimizer.rule_of)
-        for index, group in enumerate(optimizer.param_groups):
-            about_group(index, partial(check_group, optimizer.rule_of(group), group))
-            without_defaults(group)
-        _install_states(optimizer, given[-1])
-        finish(given[-1])
-
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(take),
-        optimizer.register_load_state_dict_post_hook(install, prepend=True),
-    ]
     try:
         with unchanged_on_error(optimizer):
-            yield
+            given = after_hooks(optimizer, state_dict)
+            optimizer.param_groups = groups = loaded_groups(optimizer, given["param_groups"])
+            for group in groups:
+                without_defaults(group)
+            identifiers = [identifier for group in given["param_groups"] for identifier in group["params"]]
+            saved = _saved_states(optimizer, identifiers, given["state"])
+            states = loaded_states(optimizer, saved)
+            for param, values in saved.items():
+                _add_training(param, values, states.setdefault(param, dict(values)))
+            known = set(identifiers)
+            others = {key: value for key, value in given["state"].items() if key not in known}
+            optimizer._take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
+            for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+                hook(optimizer)
+    except BaseException:
+        if type(optimizer._home) is not StateHome:
+            # It has let go of what the tables have moved.
+            optimizer._tables = None
+        raise
+
+
+def after_hooks(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint as the hooks that were registered for loading leave it; the caller's dict is left alone."""
+    given = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, given)
+        given = given if replaced is None else replaced
+    return given
+
+
+def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A checkpoint's param groups with the optimizer's parameters, checked and complete.
+
+    Args:
+        optimizer: whose groups they are going to replace.
+        saved: the checkpoint's.
+
+    Raises:
+        ValueError: for other groups and hyperparameters out of their ranges; StateError for another rule.
+    """
+    before = optimizer.param_groups
+    if len(before) != len(saved):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if any(len(own["params"]) != len(other["params"]) for own, other in zip(before, saved)):
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
+    check_rules(before, saved, optimizer.rule_of)
+    groups = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in saved])
+    for index, (group, old) in enumerate(zip(groups, before)):
+        _complete_group(group, old, optimizer.rule_of(old))
+        about_group(index, partial(check_group, optimizer.rule_of(old), group))
+    return groups
+
+
+@contextmanager
+def states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A block in which an optimizer's `state` has nothing of parameters that have left its groups."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    state = optimizer.state
+    if all(not isinstance(key, torch.Tensor) or id(key) in held for key in state):
+        yield
+        return
+    kept = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor) or id(key) in held}
+    optimizer.state = kept  # type: ignore[assignment]
+    try:
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        optimizer.state = state
 
 
 def check_rules(
@@ -135,34 +184,23 @@ def check_rules(
             )
 
 
-def complete_groups(
-    groups: Sequence[dict[str, Any]],
-    before: Sequence[Mapping[str, Any]],
-    rule_of: Callable[[Mapping[str, Any]], Rule],
-) -> None:
-    """Give loaded param groups the keys that the checkpoint does not have.
+def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
+    """Give a loaded param group its parameters and the keys that the checkpoint does not have.
 
     How state is kept is not the checkpoint's business: `master_weights` and `state_dtype` stay as this optimizer was
     made. Nor is code: hyperparameters that are functions of the step stay as they are.
-
-    Args:
-        groups: the loaded groups.
-        before: the groups they replace.
-        rule_of: the rule of a param group.
     """
-    for group, old in zip(groups, before):
-        rule = rule_of(old)
-        for key in (*rule.hyperparameters, *rule.options):
-            if key in old:
-                group.setdefault(key, old[key])
-        for key in rule.hyperparameters:
-            group[key] = _with_functions(old[key], group[key])
-        group.setdefault("max_grad_norm", old.get("max_grad_norm"))
-        group["master_weights"] = old.get("master_weights", False)
-        group["state_dtype"] = old.get("state_dtype")
-        group.pop("rule", None)
-        if "rule" in old:
-            group["rule"] = old["rule"]
+    for key in ("params", "param_names", *rule.hyperparameters, *rule.options):
+        if key in old:
+            group.setdefault(key, old[key])
+    for key in rule.hyperparameters:
+        group[key] = _with_functions(old[key], group[key])
+    group.setdefault("max_grad_norm", old.get("max_grad_norm"))
+    group["master_weights"] = old.get("master_weights", False)
+    group["state_dtype"] = old.get("state_dtype")
+    group.pop("rule", None)
+    if "rule" in old:
+        group["rule"] = old["rule"]
 
 
 def _with_functions(old: Any, loaded: Any) -> Any:
@@ -189,6 +227,11 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
             other.update({key: _numbers(at_step(other[key], step, key)) for key in functions})
 
 
+def _number(value: Any) -> float:
+    # Reading a step count from a device waits for it; a checkpoint's is usually on the host.
+    return float(value) if value is not None else 0.0
+
+
 def _numbers(value: Any) -> Any:
     """A hyperparameter with its tensors as numbers."""
     if isinstance(value, (tuple, list)):
@@ -196,35 +239,63 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
 
 
-def _install_states(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Bring a checkpoint's states, in the precision they have, into buffers where they are.
+def _saved_states(
+    optimizer: Optimizer, identifiers: Sequence[Any], state: Mapping[Any, Mapping[str, Any]]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """The values that a checkpoint has for each parameter, checked as far as names and shapes tell.
 
     Args:
         optimizer: its groups are already the checkpoint's.
-        given: the checkpoint.
+        identifiers: the checkpoint's keys for the parameters, in order.
+        state: the checkpoint's.
 
     Raises:
-        StateError: if the states are of other shapes or of another rule; no buffer has been written then.
+        StateError: for states of other shapes or of another rule, and where the step count is missing.
     """
-    identifiers = [identifier for group in given["param_groups"] for identifier in group["params"]]
-    params = list(labelled(optimizer))
-    saved = {param: given["state"].get(key, {}) for (_, _, _, param), key in zip(params, identifiers)}
-    for label, _, group, param in params:
-        _check_known(label, optimizer.rule_of(group), saved[param], optimizer.state.get(param, {}))
-        if param in optimizer.state:
-            optimizer.state[param] = {k: v for k, v in optimizer.state[param].items() if k != TRAINING}
-        elif saved[param]:
-            optimizer.state[param] = {}
-    # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
-    optimizer._build().masters.forget_versions()
-    for label, _, _, param in params:
-        if param in optimizer.state:
-            _check_fits(label, param, optimizer.state[param], saved[param])
-    for _, _, group, param in params:
-        if param in optimizer.state:
-            _fill(param, group, optimizer.rule_of(group), optimizer.state[param], saved[param])
-    known = set(identifiers)
-    optimizer.state.update({key: value for key, value in given["state"].items() if key not in known})
+    found: dict[torch.Tensor, dict[str, Any]] = {}
+    for key, (label, _, group, param) in zip(identifiers, labelled(optimizer)):
+        # A state without anything in it is one that has not begun.
+        if any(value is not None for value in state.get(key, {}).values()):
+            _check_known(label, optimizer.rule_of(group), state[key], optimizer.state.get(param, {}))
+            found[param] = _saved_state(label, optimizer.rule_of(group), group, param, state[key])
+    return found
+
+
+def _saved_state(
+    label: str, rule: Rule, group: Mapping[str, Any], param: torch.Tensor, saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    values = dict(saved)
+    kind = master_kind(param.dtype, group)
+    starts = {**starts_of(rule, rule.state_names, param.dtype, group), TRAINING: State("param")}
+    starts.update({key: State() for key in MASTER_KEYS if key not in starts})
+    for name, start in starts.items():
+        value = values.get(name)
+        if start.shape == "scalar" or not isinstance(value, torch.Tensor):
+            continue
+        wanted = shape_of(start, param, param.shape)
+        if tuple(value.shape) != wanted and value.numel() == 1 and math.prod(wanted) == 1:
+            values[name] = value = value.detach().reshape(wanted)
+        if tuple(value.shape) != wanted:
+            raise StateError(
+                f"state {name!r} of {label} has shape {tuple(value.shape)} in the checkpoint, it needs {wanted}"
+            )
+    integers = kind.key if kind is not None and not kind.dtype.is_floating_point else ""
+    if integers in values and values[integers].dtype.is_floating_point:
+        # torch's optimizers have rounded it: what is left of integers is of no use.
+        del values[integers]
+    if values.get("step") is None and any(isinstance(value, torch.Tensor) for value in values.values()):
+        if rule.uses_step and rule.name != "SGD":
+            raise StateError(f"the checkpoint has no step count ('step') for {label}, which {rule.name} needs")
+        # torch's SGD and Muon count no steps; their buffers are there from the first one on.
+        values["step"] = 1.0
+    return values
+
+
+def _add_training(param: torch.Tensor, saved: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Copy the weights that train, where a checkpoint was written while the parameters held their averages."""
+    if saved.get(TRAINING) is not None:
+        state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
+        copy_into(state[TRAINING], saved[TRAINING].detach())
 
 
 def _check_known(label: str, rule: Rule, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -236,75 +307,3 @@ def _check_known(label: str, rule: Rule, saved: Mapping[str, Any], state: Mappin
                 f"the checkpoint has state {name!r} for {label}, which rule {rule.name} does not have "
                 f"({', '.join(rule.state_names) or 'it has none'}): it is of another optimizer"
             )
-
-
-def _check_fits(label: str, param: torch.Tensor, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    begun = any(isinstance(value, torch.Tensor) and name != "step" for name, value in saved.items())
-    begun = begun or _number(saved.get("step", 0)) > 0
-    for name, mine in {**dict.fromkeys(MASTER_KEYS, param), **state, TRAINING: param}.items():
-        value = saved.get(name)
-        if not isinstance(mine, torch.Tensor) or name == "step":
-            continue
-        if name not in saved:
-            if begun and name not in (*MASTER_KEYS, TRAINING):
-                raise StateError(
-                    f"the checkpoint has no state {name!r} for {label}: it is of another optimizer, or of other "
-                    "hyperparameters"
-                )
-        elif isinstance(value, torch.Tensor) and value.shape != mine.shape and not value.numel() == mine.numel() == 1:
-            shapes = f"{tuple(value.shape)} in the checkpoint, it needs {tuple(mine.shape)}"
-            raise StateError(f"state {name!r} of {label} has shape {shapes}")
-
-
-def _fill(
-    param: torch.Tensor, group: Mapping[str, Any], rule: Rule, state: dict[str, Any], saved: Mapping[str, Any]
-) -> None:
-    """Write a checkpoint's values into a parameter's buffers; those it does not have begin again."""
-    starts = {"step": State(0.0, shape="scalar"), **rule.states}
-    kind = master_kind(param.dtype, group)
-    if kind is not None:
-        starts[kind.key] = start_of(kind)
-        saved = _with_master(kind, param, saved)
-    for name, mine in state.items():
-        value = saved.get(name)
-        if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
-            copy_into(mine, value.detach() if value.shape == mine.shape else value.detach().reshape(mine.shape))
-        elif isinstance(mine, torch.Tensor) and value is not None:
-            mine.fill_(float(value))
-        elif name in starts:
-            restart(as_real(local_part(mine)), starts[name], as_real(local_part(param)), group)
-        elif value is not None:
-            state[name] = value
-    # torch's SGD counts no steps; its buffer is there from the first one on.
-    if "step" not in saved and any(isinstance(value, torch.Tensor) for value in saved.values()):
-        state["step"].fill_(1.0)
-    unused = {*MASTER_KEYS, *rule.state_names}
-    state.update({name: value for name, value in saved.items() if name not in state and name not in unused})
-    if TRAINING in saved:
-        state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
-        copy_into(state[TRAINING], saved[TRAINING].detach())
-
-
-def _with_master(kind: MasterFormat, param: torch.Tensor, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A checkpoint's values for a parameter with a master of the kind that its group has, if they have any.
-
-    Args:
-        kind: the group's.
-        param: the parameter; a remainder in the checkpoint is what is to be added to it.
-        saved: the values.
-    """
-    if not kind.dtype.is_floating_point and getattr(saved.get(kind.key), "dtype", kind.dtype) is not kind.dtype:
-        # torch's optimizers have rounded it: what is left of integers is of no use.
-        return {name: value for name, value in saved.items() if name != kind.key}
-    other = other_master(kind, saved)
-    if other is None:
-        return saved
-    part, value = local_part(param), saved[other.key].detach()
-    theirs = torch.empty_like(part, dtype=other.dtype, requires_grad=False)
-    copy_into(distribute(theirs, param), value if value.shape == param.shape else value.reshape(param.shape))
-    return {**saved, kind.key: distribute(kind.buffer_of(part, other.values(part, theirs)), param)}
-
-
-def _number(value: Any) -> float:
-    # Reading a step count from a device waits for it; a checkpoint's is usually on the host.
-    return float(value) if value is not None else 0.0

@@ -11,7 +11,7 @@ import torch
 
 from ..combinations import FSDP1, refusal, split_kind
 from ..engine import Decision, DeviceEngine, are_built_ahead, build_ahead
-from ..engine.control import MEAN, MEAN_COUNT, NORM, SKIPPED
+from ..engine.control import CONTROL_SIZE, MEAN, MEAN_COUNT, NORM, SKIPPED
 from ..engine.limits import Sigma, StepLimit, ZClip
 from ..errors import GradientError
 from ..placements.local import local_part
@@ -431,21 +431,30 @@ def save_mean(control: torch.Tensor | None, policy: SkipPolicy, state_dict: dict
     state_dict["param_groups"] = [first, *state_dict["param_groups"][1:]]
 
 
-def restore_mean(engines: Sequence[DeviceEngine], groups: Sequence[dict[str, Any]], saved: Mapping[str, Any]) -> None:
+def restore_mean(
+    control: torch.Tensor | None,
+    policy: SkipPolicy,
+    groups: Sequence[dict[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+) -> torch.Tensor | None:
     """Take the running mean of the norm out of a loaded state_dict.
 
     Args:
-        engines: the optimizer's engines.
-        groups: its param groups, which have taken every key of the state_dict's.
-        saved: the state_dict's first group.
+        control: the control numbers that were known so far.
+        policy: only `TimesMean` has a mean.
+        groups: the optimizer's param groups, which have taken every key of the state_dict's.
+        saved: the state_dict's groups.
+
+    Returns:
+        The control numbers that the next engines carry on with.
     """
     for group in groups:
         for key in _MEAN_KEYS:
             group.pop(key, None)
+    if not isinstance(policy.above, TimesMean):
+        return control
+    first = saved[0] if saved else {}
+    known = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device="cpu") if control is None else control.clone()
     for key, place in _MEAN_KEYS.items():
-        for engine in engines:
-            value = saved.get(key, 0.0)
-            if isinstance(value, torch.Tensor):
-                engine.control[place].copy_(value)
-            else:
-                engine.control[place].fill_(value)
+        known[place] = first.get(key, 0.0)
+    return known

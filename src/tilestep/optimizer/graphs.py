@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import Stale, run_passes
+from ..engine import Stale, run_passes, segment_class
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..errors import CaptureError
 from ..matrices import MATRIX_OPERATIONS
@@ -30,6 +30,8 @@ CHANGED = (
 )
 
 KEEP = "between replays parameters stay where they are, and gradients with zero_grad(set_to_none=False)"
+
+ON_CPU = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
 
 BY_RANKS = "several ranks decide its steps together; for DTensors run the steps outside graphs"
 
@@ -129,7 +131,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
         alone: whether nothing but the step is going to be captured, and some steps may run outside the graph.
     """
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
-    tables = optimizer._fitting_tables()
+    tables = optimizer._fitting_tables(ahead=True)
     devices = [str(engine.device) for engine in tables.engines]
     require(bool(devices), "no parameter of the optimizer trains")
     require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")
@@ -140,7 +142,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
     try:
         tables.prepare()
     except Stale:
-        tables = optimizer._rebuild()
+        tables = optimizer._rebuild(ahead=True)
         tables.prepare()
     tables.follow_parameters()
     tables.note_versions()
@@ -165,6 +167,8 @@ def step_in_capture(optimizer: Optimizer) -> None:
     """
     tables = optimizer._tables
     if tables is None or not tables.fit(optimizer):
+        devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+        require(any(segment_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")
     require(
         len(tables.engines) == 1, f"its parameters are on {len(tables.engines)} devices; a graph holds the steps of one"
@@ -193,13 +197,14 @@ def push(optimizer: Optimizer) -> None:
     require_current(optimizer._graphs)
     tables = optimizer._tables
     if tables is None or not tables.fit(optimizer):
-        tables = optimizer._rebuild()
+        tables = optimizer._rebuild(ahead=True)
         require_current(optimizer._graphs)
     try:
         for engine in tables.engines:
             engine.push()
     except Stale:
-        tables = optimizer._rebuild()
+        tables = optimizer._rebuild(ahead=True)
         require_current(optimizer._graphs)
+    tables.begin_states(optimizer, all_of_them=True)
     tables.follow_parameters()
     tables.note_versions()

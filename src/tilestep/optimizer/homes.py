@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 import torch
 
@@ -12,7 +10,7 @@ from ..codegen.spec import KernelSpec
 from ..engine import DeviceEngine, Entry, JointNorm
 from ..engine.segment import Segment
 
-__all__ = ["StateHome", "deferred_state", "is_deferred"]
+__all__ = ["StateHome"]
 
 
 class StateHome:
@@ -50,6 +48,17 @@ class StateHome:
             param: the tensor that kernels update.
         """
         return buffer.device == param.device
+
+    def check(self, label: str, param: torch.Tensor) -> None:
+        """Raise for a parameter that this home has no place for.
+
+        Args:
+            label: how the message calls it.
+            param: the parameter.
+
+        Raises:
+            OffloadError: with the reason.
+        """
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Before tables are built; buffers and segments of earlier ones are used no more.
@@ -119,21 +128,3 @@ class StateHome:
         Args:
             engine: whose passes they were.
         """
-
-
-_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
-
-
-def is_deferred() -> bool:
-    """Whether optimizers that are made now get their state later."""
-    return _deferred.get()
-
-
-@contextmanager
-def deferred_state() -> Iterator[None]:
-    """A block in which optimizers are made without state, which would be at the wrong place."""
-    token = _deferred.set(True)
-    try:
-        yield
-    finally:
-        _deferred.reset(token)

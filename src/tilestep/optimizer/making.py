@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from .homes import deferred_state
 from .optimizer import Optimizer
 
 __all__ = ["made_for"]
 
 
 def made_for(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Optimizer:
-    """An optimizer, or what a function makes without state: that would be at the wrong place.
+    """An optimizer, or what a function makes.
 
     Args:
         caller: what messages call the function that was given it.
@@ -29,8 +28,7 @@ def made_for(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Opt
         0
     """
     if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-        with deferred_state():
-            optimizer = optimizer()
+        optimizer = optimizer()
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{caller}() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
     return optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ from ..errors import GradientError
 from ..placements import Agreement
 from ..rules import Rule
 from ..rules.adaptive_clip import AdaGC
-from .build import build_tables, require_no_real
-from .checkpoint import loading_into_buffers, save_numbers, unchanged_on_error
+from .build import build_tables, check_params, require_no_real
+from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .decide import (
     SkipPolicy,
     TimesMean,
@@ -39,16 +39,16 @@ from .decide import (
 )
 from .evaluation import hold_averages, hold_training_weights, holds_averages, keeps_averages
 from .graphs import Graphs, prepare_by_hand, push, step_in_capture
-from .homes import StateHome, is_deferred
+from .homes import StateHome
 from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
 from .joint import JointGradNorm
-from .masters import MasterWeights
+from .masters import Masters, MasterWeights
 from .parameters import LISTED_TWICE
 from .scan import Scan
 from .squares import keeping_squares
 from .state_formats import StateDtype
 from .tables import Tables
-from .watched_state import plain_states
+from .watched_state import WatchedState, plain_states
 
 __all__ = ["Optimizer"]
 
@@ -160,12 +160,12 @@ class Optimizer(torch.optim.Optimizer):
         self._known_control: torch.Tensor | None = None
         self._flat_part = ""
         self._tables: Tables | None = None
+        self._masters: Masters | None = None
         self._graphs, self._home = Graphs(), StateHome()
         self._evaluating = self._ready = False
         super().__init__(params, defaults)
         self._ready = True
-        if not is_deferred():
-            self._build()
+        check_params(self)
 
     def _adopt(self, rule: Rule | str) -> Rule:
         found = find_rule(rule, self._rules)
@@ -206,31 +206,68 @@ class Optimizer(torch.optim.Optimizer):
                 for key in {*self._rule.hyperparameters, *self._rule.options}.difference(own, param_group):
                     del group[key]
             without_defaults(group)
-            if self._ready and not is_deferred():
-                self._build()
+            if self._ready:
+                check_params(self)
+                self._begin_home()
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a param group."""
         return self._rules[group["rule"]] if "rule" in group else self._rule
 
+    _begins_together = False
+    """Whether the state of all parameters begins at the first step, and not that of each with its first gradient."""
+
     def _build(self) -> Tables:
-        """Make state and tables for the parameters as they are now."""
-        self._graphs = self._graphs.without(self._tables)
+        """Replace the tables by others."""
+        return self._make_tables(ahead=False)
+
+    def _make_tables(self, *, ahead: bool) -> Tables:
+        """Make tables, and the state that is missing, for the parameters as they are now; see `build_tables`."""
+        self._drop_tables()
         self._flat_part = flat_part(self)
-        before, self._tables = self._tables, None
-        self._tables = build_tables(self)
-        self._tables.masters.carry(None if before is None else before.masters)
+        self._tables = build_tables(self, ahead=ahead)
+        self._tables.masters.carry(self._masters)
+        self._masters = self._tables.masters
         self._known_control = remember(self._known_control, self._tables.engines)
-        self._evaluating = holds_averages(self)
         return self._tables
 
-    def _fitting_tables(self) -> Tables:
-        """The tables, built anew if groups, parameters or states are others."""
-        return self._tables if self._tables is not None and self._tables.fit(self) else self._rebuild()
+    def _drop_tables(self) -> None:
+        """Use the tables no more; graphs that read them are stale."""
+        self._graphs = self._graphs.without(self._tables)
+        self._tables = None
 
-    def _rebuild(self) -> Tables:
+    def _begin_home(self) -> None:
+        """Where state lives elsewhere, see that all of it has room; gradients may be taken there before any step."""
+        if self._begins_together or type(self._home) is not StateHome:
+            self._rebuild(ahead=True)
+
+    def _fitting_tables(self, *, ahead: bool = False) -> Tables:
+        """The tables, built anew if groups, parameters or states are others; see `build_tables`."""
+        return self._tables if self._tables is not None and self._tables.fit(self) else self._rebuild(ahead=ahead)
+
+    def _rebuild(self, *, ahead: bool = False) -> Tables:
         with unchanged_on_error(self), keeping_squares(self):
-            return self._build()
+            return self._make_tables(ahead=ahead) if ahead or self._tables is None else self._build()
+
+    def _rebuild_prepared(self) -> tuple[Tables, list[list[torch.Tensor | None]]]:
+        """As `_rebuild`, with gradients; without state that a step would have made if it fails."""
+        with unchanged_on_error(self):
+            tables = self._rebuild()
+            return tables, tables.prepare()
+
+    def _take_states(
+        self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Have other states, from a checkpoint with these groups; those of `ahead` begin with their first step."""
+        self._drop_tables()
+        # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
+        self._masters = None
+        self.state = state = WatchedState(dict)
+        for key, values in states.items():
+            state[key] = state.entry(values, is_ahead=key in ahead) if isinstance(key, torch.Tensor) else values
+        self._known_control = restore_mean(self._known_control, self._skip, self.param_groups, groups)
+        restore_limits(self, groups[0])
+        self._evaluating = holds_averages(self)
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -242,21 +279,19 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if the last step did not find it out, and before the first step.
         """
-        engines = self._current()
-        if engines and not self._history.has_norm:
+        if not self._history.has_norm and (self._tables is None or self._tables.engines):
             raise RuntimeError(
                 "grad_norm: no step has found out the norm of its gradients; make the optimizer with "
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
             )
-        return engines[0].control[NORM].to(torch.float32) if engines else torch.zeros((), device="cpu")
+        control = self._last_control()
+        return torch.zeros((), device="cpu") if control is None else control[NORM].to(torch.float32)
 
     @property
     def skipped_steps(self) -> torch.Tensor:
         """Steps that were skipped since the optimizer was made, an int64 scalar on the device, not yet read."""
-        engines = self._current()
-        if not engines:
-            return torch.zeros((), dtype=torch.int64, device="cpu")
-        return engines[0].control[SKIPPED].to(torch.int64)
+        control = self._last_control()
+        return torch.zeros((), dtype=torch.int64, device="cpu") if control is None else control[SKIPPED].to(torch.int64)
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
         """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
@@ -322,8 +357,12 @@ class Optimizer(torch.optim.Optimizer):
         """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
         return unscale(self, *args, **kwargs)
 
+    def _last_control(self) -> torch.Tensor | None:
+        """The control numbers of the last step, on a device; None before any."""
+        return self._known_control
+
     def _current(self) -> list[DeviceEngine]:
-        return (self._tables or self._rebuild()).engines
+        return (self._tables or self._rebuild(ahead=True)).engines
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -369,6 +408,7 @@ class Optimizer(torch.optim.Optimizer):
         tables, gradients = self._prepared()
         if tables.further_rounds and getattr(self, "grad_scale", None) is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
+        tables.begin_states(self, all_of_them=self._begins_together or type(self._home) is not StateHome)
         try:
             tables.follow_parameters()
             decide(self, tables.engines)
@@ -383,7 +423,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _prepared(self) -> tuple[Tables, list[list[torch.Tensor | None]]]:
         """Tables that are up to date, and the gradients of each engine's entries if they were looked at one by one."""
-        tables = self._tables or self._rebuild()
+        tables = self._tables
+        if tables is None:
+            return self._rebuild_prepared()
         # What several ranks decide together is not finished in the launch that decides on this one.
         norm = needs_norm(self) and self.agreement is None
         try:
@@ -396,8 +438,7 @@ class Optimizer(torch.optim.Optimizer):
             gradients = tables.prepare(known)
             tables.scan = Scan.of(tables) if steady else None
         except Stale:
-            tables = self._rebuild()
-            return tables, tables.prepare()
+            return self._rebuild_prepared()
         return tables, gradients
 
     def prepare_capture(self) -> None:
@@ -452,9 +493,10 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not keeps_averages(self):
             return
-        self._current()
+        if self.state and self._tables is None:
+            self._rebuild()
         hold_averages(self)
-        self._evaluating = holds_averages(self)
+        self._evaluating = True
 
     @opaque
     def train(self, mode: bool = True) -> None:
@@ -487,7 +529,8 @@ class Optimizer(torch.optim.Optimizer):
         A hyperparameter that is a function of the step is saved as the number it was at the last step; when a
         checkpoint is loaded, the functions stay those of the optimizer, as the functions of torch's schedulers do.
         """
-        state_dict = plain_states(super().state_dict())
+        with states_of_groups(self):
+            state_dict = plain_states(super().state_dict())
         save_numbers(self, state_dict["param_groups"])
         save_mean(self._known_control, self._skip, state_dict)
         save_limits(self, state_dict)
@@ -504,13 +547,7 @@ class Optimizer(torch.optim.Optimizer):
             StateError: for other shapes or another rule; ValueError for other groups. Nothing is changed then.
         """
 
-        def finish(given: Mapping[str, Any]) -> None:
-            self._evaluating = holds_averages(self)
-            restore_mean(self._current(), self.param_groups, given["param_groups"][0])
-            restore_limits(self, given["param_groups"][0])
-
-        with loading_into_buffers(self, finish):
-            super().load_state_dict(with_limits(state_dict))  # type: ignore[arg-type]
+        load(self, with_limits(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -529,6 +566,6 @@ class Optimizer(torch.optim.Optimizer):
         vars(self).setdefault("_history", StepHistory())
         if "_rule" in state:
             self._ready = True
-            self._tables = None
+            self._tables = self._masters = None
             self._home = StateHome()
             self._evaluating = holds_averages(self)

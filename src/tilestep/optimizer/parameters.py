@@ -20,6 +20,7 @@ __all__ = [
     "check_parameter",
     "further_rounds",
     "labelled",
+    "listed_once",
     "param_states",
     "require_listed_once",
     "require_shapes",
@@ -88,6 +89,14 @@ def labelled(optimizer: Grouped) -> Iterator[tuple[str, int, dict[str, Any], tor
         for index, param in enumerate(group["params"]):
             label = f"parameter {index} of group {group_index}"
             yield (f"{label} ({names[index]})" if names else label), group_index, group, param
+
+
+def listed_once(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
+    """As `labelled`, without the further places of parameters that a group lists several times."""
+    seen: dict[int, tuple[str, int, dict[str, Any], torch.Tensor]] = {}
+    for one in labelled(optimizer):
+        seen.setdefault(id(one[3]), one)
+    return list(seen.values())
 
 
 def further_rounds(optimizer: Grouped) -> tuple[frozenset[int], ...]:

@@ -28,6 +28,7 @@ class Optimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     state: Any
+    _begins_together: Any
     _check_overflow: Any
     _evaluating: bool
     _flat_part: str
@@ -36,6 +37,8 @@ class Optimizer(Protocol):
     _history: Any
     _home: Any
     _joint: Any
+    _optimizer_load_state_dict_post_hooks: Any
+    _optimizer_load_state_dict_pre_hooks: Any
     _skip: Any
     _tables: Any
 
@@ -59,22 +62,16 @@ class Optimizer(Protocol):
     def prepare_capture(self) -> None:
         """Make ready for a capture."""
 
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As torch's."""
+    def _rebuild(self, *, ahead: bool = False) -> Any:
+        """Build the tables anew."""
 
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As torch's."""
-
-    def _build(self) -> Any:
-        """Build the tables."""
-
-    def _rebuild(self) -> Any:
-        """Build the tables anew, unless they fit."""
+    def _take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None:
+        """Have other states."""
 
     def _current(self) -> Any:
         """The engines, up to date."""
 
-    def _fitting_tables(self) -> Any:
+    def _fitting_tables(self, *, ahead: bool = False) -> Any:
         """The tables, built if there are none that fit."""
 
     def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:

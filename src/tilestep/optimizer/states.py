@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from ..compat import zero_all
 from ..engine import grad_dtype, is_dense
 from ..errors import StateError
 from ..graph import Graph
+from ..pairs import as_real
+from ..placements.local import local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step
 from ..storage import Plain, Storage
@@ -22,11 +24,15 @@ from .state_formats import compute_dtype, state_formats
 __all__ = [
     "Later",
     "TRAINING",
+    "begin_again",
     "begin_missing",
     "compute_dtype",
+    "has_begun",
     "initial_state",
     "restart",
+    "shape_of",
     "slice_overs",
+    "starts_of",
     "storages",
 ]
 
@@ -100,6 +106,7 @@ def initial_state(
     home: StateHome,
     whole: torch.Size,
     formats: Mapping[str, Storage],
+    live: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The state of a parameter: known buffers are kept, missing ones begin as the rule says.
 
@@ -114,6 +121,8 @@ def initial_state(
         home: where element buffers live.
         whole: shape of the tensor of which `param` may be a part; matrices beside it have its sides.
         formats: of its buffers, see `storages`.
+        live: where `known` comes from a checkpoint, the buffers that are the optimizer's: what is the checkpoint's is
+            copied and never written to.
 
     Raises:
         StateError: for a known buffer of another shape.
@@ -122,10 +131,9 @@ def initial_state(
     dtypes = {name: formats[name].arrays(name)[0].dtype for name in kept}
     dtypes.update(dict.fromkeys((*graph.matrix_states, *graph.scalar_states), compute_dtype(param)))
     dtypes["step"] = torch.float32
-    starts = {"step": State(0.0, shape="scalar"), **{name: rule.states[name] for name in graph.states}}
+    starts = starts_of(rule, graph.states, param.dtype, group)
     kind = master_kind(param.dtype, group)
     if kind is not None:
-        starts = {"step": starts.pop("step"), kind.key: start_of(kind), **starts}
         dtypes[kind.key] = kind.dtype
         other = other_master(kind, known)
         if other is not None:
@@ -134,8 +142,12 @@ def initial_state(
     for name, start in starts.items():
         value = known.get(name)
         if start.shape == "scalar":
-            state[name] = _scalar(_start(start, group) if value is None else value, dtypes[name])
-        elif value is not None and _can_stay(label, name, value, start, param, dtypes[name], home, whole):
+            state[name] = _scalar(_start(start, group) if value is None else value, dtypes[name], live is not None)
+        elif (
+            value is not None
+            and _can_stay(label, name, value, start, param, dtypes[name], home, whole)
+            and (live is None or _is_same(value, live.get(name)))
+        ):
             state[name] = value
         else:
             state[name] = None
@@ -143,6 +155,43 @@ def initial_state(
     unused = {*MASTER_KEYS, *rule.state_names}
     state.update({name: value for name, value in known.items() if name not in state and name not in unused})
     return state
+
+
+def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, State]:
+    """How each buffer of a parameter's state begins, the step count first, then a master.
+
+    Args:
+        rule: the rule.
+        names: the states that its kernels have.
+        dtype: of the parameter.
+        group: its param group.
+    """
+    kind = master_kind(dtype, group)
+    masters = {} if kind is None else {kind.key: start_of(kind)}
+    return {"step": State(0.0, shape="scalar"), **masters, **{name: rule.states[name] for name in names}}
+
+
+@torch.no_grad()
+def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Let a state that was made ahead begin with the values that its parameter and group have now.
+
+    Only where the step count is 0, which a device decides for itself: a graph may have stepped without saying so.
+
+    Args:
+        state: the state, complete.
+        rule: its rule.
+        param: the parameter.
+        group: its param group.
+    """
+    part = as_real(local_part(param))
+    fresh = state["step"] == 0
+    starts = starts_of(rule, [name for name in rule.state_names if name in state], param.dtype, group)
+    for name, start in starts.items():
+        if not isinstance(start.init, str):
+            continue
+        buffer = as_real(local_part(state[name]))
+        value = part.detach() if start.init == "param" else torch.full((), _start(start, group))
+        buffer.copy_(torch.where(fresh.to(buffer.device), value.to(buffer.device, buffer.dtype), buffer))
 
 
 def begin_missing(later: Later, home: StateHome) -> None:
@@ -170,17 +219,30 @@ def begin_missing(later: Later, home: StateHome) -> None:
         zero_all(zeros)
 
 
-def _scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
+def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        return value.reshape(())  # the segment's array gives it its dtype and device
+        # The segment's array gives it its dtype and device.
+        return value.detach().reshape(()).clone() if copies else value.reshape(())
     return torch.tensor(float(value), dtype=dtype, device="cpu")
+
+
+def _is_same(value: torch.Tensor, live: Any) -> bool:
+    """Whether a checkpoint's buffer is the very one that the optimizer has, as after `dcp.load` in place."""
+    return isinstance(live, torch.Tensor) and value.data_ptr() == live.data_ptr() and value.dtype is live.dtype
 
 
 def _start(start: State, group: Mapping[str, Any]) -> float:
     return float(at_step(group[start.init], 1.0, start.init) if isinstance(start.init, str) else start.init)
 
 
-def _shape(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int, ...]:
+def shape_of(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int, ...]:
+    """The shape of a state buffer.
+
+    Args:
+        start: how it begins.
+        param: its parameter, or what of it is here.
+        whole: shape of the whole parameter.
+    """
     if start.shape in ("left", "right"):
         side = whole[-2 if start.shape == "left" else -1]
         return (side, side)
@@ -202,6 +264,13 @@ def slice_overs(rule: Rule, param: torch.Tensor) -> dict[str, tuple[int, int]]:
     return {name: (ends[each.shape] - 1, ends[each.shape]) for name, each in rule.states.items() if each.shape in ends}
 
 
+def has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether a saved state has seen a step, as far as it says."""
+    if any(isinstance(value, torch.Tensor) and name != "step" for name, value in state.items()):
+        return True
+    return float(state.get("step") or 0.0) > 0
+
+
 def _can_stay(
     label: str,
     name: str,
@@ -213,7 +282,7 @@ def _can_stay(
     whole: torch.Size,
 ) -> bool:
     """Whether a known buffer lies as kernels want it."""
-    wanted = _shape(start, param, whole)
+    wanted = shape_of(start, param, whole)
     if tuple(value.shape) != wanted:
         raise StateError(
             f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
@@ -228,7 +297,7 @@ def _can_stay(
 
 def _empty(one: Missing) -> torch.Tensor:
     """A new buffer of rows, columns or a matrix that is going to be written."""
-    return one.param.new_empty(_shape(one.start, one.param, one.whole), dtype=one.dtype, requires_grad=False)
+    return one.param.new_empty(shape_of(one.start, one.param, one.whole), dtype=one.dtype, requires_grad=False)
 
 
 def restart(buffer: torch.Tensor, start: State, param: torch.Tensor, group: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,10 @@ from ..placements import Agreement, LocalGradients, SharedSums
 from .homes import StateHome
 from .masters import Masters
 from .scan import Scan
+from .states import begin_again
+
+if TYPE_CHECKING:
+    from .optimizer import Optimizer
 
 __all__ = ["Tables"]
 
@@ -47,6 +51,7 @@ class Tables:
         home: where the state lives.
         further_rounds: see `parameters.further_rounds`.
         complex_members: for each engine its complex parameters, if there are any.
+        ahead: parameters whose state was made before a step needed it.
     """
 
     engines: list[DeviceEngine]
@@ -66,6 +71,26 @@ class Tables:
     home: StateHome = field(default_factory=StateHome)
     further_rounds: tuple[frozenset[int], ...] = ()
     complex_members: Sequence[ComplexMembers] = ()
+    ahead: list[torch.Tensor] = field(default_factory=list)
+
+    def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
+        """Let states that were made ahead begin with the values that parameters and groups have at their first step.
+
+        Args:
+            optimizer: the optimizer.
+            all_of_them: also those of parameters that have no gradient beside them: a graph makes it.
+        """
+        if not self.ahead:
+            return
+        first = {id(param) for param in self.ahead if all_of_them or param.grad is not None}
+        if not first:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in first:
+                    begin_again(self.state[param], optimizer.rule_of(group), param, group)
+                    self.state[param].is_ahead = False
+        self.ahead = [param for param in self.ahead if id(param) not in first]
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.

@@ -45,6 +45,9 @@ class ParameterState(dict[str, Any]):
 
     count: _Count | None = None
 
+    is_ahead = False
+    """Whether it was made before a step needed it, for a capture: it begins once more with the values of that step."""
+
     def _note(self, name: str, value: Any = None) -> None:
         known = self.get(name)
         # The weights that train come and go with eval() and train(); no kernel reads them there.
@@ -110,14 +113,15 @@ class WatchedState(defaultdict[Any, Any]):
     def changes(self, number: int) -> None:
         self._count.changes = number
 
-    def entry(self, values: Mapping[str, Any]) -> ParameterState:
+    def entry(self, values: Mapping[str, Any], *, is_ahead: bool = False) -> ParameterState:
         """A parameter's state whose changes count here too.
 
         Args:
             values: what is in it.
+            is_ahead: whether no step needs it yet.
         """
         made = ParameterState(values)
-        made.count = self._count
+        made.count, made.is_ahead = self._count, is_ahead
         return made
 
     __setitem__ = _counted("__setitem__")

@@ -67,7 +67,7 @@ class OverlappedOptimizer(Optimizer):
         self._norms, self._early_norm = EarlyNorms(), early_norm
         self._pending = Pending(model, lambda: self._grouping, self._lane)
         self._round.watch(self._elsewhere)
-        self._rebuild()
+        self._rebuild(ahead=True)
 
     def _follow_wrapper(self, wrapper: Any) -> None:
         """Take the gradients of a DistributedDataParallel when it has reduced them."""
@@ -130,12 +130,14 @@ class OverlappedOptimizer(Optimizer):
             return OverlapReport(self._during, "nothing runs beside the host of a CPU" if is_chosen else "as asked for")
         return self._trial.report or OverlapReport(self._during, "still trying which is the fastest")
 
-    def _build(self) -> Tables:
+    _begins_together = True
+
+    def _make_tables(self, *, ahead: bool) -> Tables:
         self._pending.complete()
         with self._lane.left():
             if not self._grouping.knows(self):
                 self._grouping = divide(self, self._model, self._bucket_bytes)
-            return super()._build()
+            return super()._make_tables(ahead=ahead)
 
     @property
     def applied_groups(self) -> tuple[str, ...]:
@@ -197,6 +199,7 @@ class OverlappedOptimizer(Optimizer):
         self._lane.join()
         with self._lane.after():
             tables, gradients = self._prepared()
+            tables.begin_states(self, all_of_them=True)
             tables.follow_parameters()
             if hasattr(self, "found_inf"):
                 # A scaler has divided the gradients since backward, which their versions do not tell.

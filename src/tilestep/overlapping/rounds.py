@@ -221,6 +221,7 @@ class Round(Accumulating):
             self.follow_later_wrappers()
         moved = self._hooks.move_last()
         tables = optimizer._fitting_tables()
+        tables.begin_states(optimizer, all_of_them=True)
         self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
         if self.applies and count_scaled_losses() != self._scaled_losses:
             self.applies, self.meets_a_scaler = False, True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ import torch
 
 from ..errors import StateError
 from ..optimizer import Optimizer
-from ..optimizer.checkpoint import check_rules, complete_groups
+from ..optimizer.checkpoint import after_hooks, loaded_groups
 from ..optimizer.homes import StateHome
-from ..optimizer.hyperparameters import about_group, check_group
 from ..optimizer.masters import MASTER_KEYS
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import graph_of
@@ -101,21 +99,13 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
         optimizer: whose param groups they mirror; they are brought to what the checkpoint says.
         state_dict: full tensors, or pieces that this optimizer has given out.
     """
-    state_dict = {**state_dict}
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = hook(optimizer, state_dict)
-        state_dict = state_dict if replaced is None else replaced
-    groups = [dict(group) for group in copy.deepcopy(_without_state(state_dict))["param_groups"]]
-    _check_groups(optimizer, groups)
-    complete_groups(groups, optimizer.param_groups, optimizer.rule_of)
-    for index, group in enumerate(groups):
-        rule = optimizer.rule_of(group)
-        about_group(index, lambda group=group, rule=rule: check_group(rule, group))  # type: ignore[misc]
+    state_dict = after_hooks(optimizer, state_dict)
+    groups = loaded_groups(optimizer, state_dict["param_groups"])
     inner = sharding.inner
     given = inner.state_dict()
     states: dict[int, Any] = {}
     own = {piece: number for number, (_, _, _, piece) in enumerate(labelled(inner))}
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params):
         member, saved = sharding.member_of[param], state_dict["state"].get(number)
@@ -135,24 +125,8 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
         post(optimizer)
 
 
-def _without_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {"param_groups": state_dict["param_groups"]}
-
-
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names", "rule")}
-
-
-def _check_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Raise as torch does for groups of other sizes, and for other rules."""
-    mine = optimizer.param_groups
-    if len(mine) != len(groups):
-        raise ValueError("loaded state dict has a different number of parameter groups")
-    if any(len(own["params"]) != len(other["params"]) for own, other in zip(mine, groups)):
-        raise ValueError(
-            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
-        )
-    check_rules(mine, groups, optimizer.rule_of)
 
 
 def _local(member: Member, rule: Rule, name: str, value: Any) -> Any:

@@ -84,8 +84,10 @@ class PieceOptimizer(Optimizer):
         decide(self, tables.engines)
         tables.run([[] for _ in tables.engines], range(len(tables.engines)), counts_versions=False)
 
-    def _build(self) -> Tables:
-        tables = super()._build()
+    _begins_together = True
+
+    def _make_tables(self, *, ahead: bool) -> Tables:
+        tables = super()._make_tables(ahead=ahead)
         tables.shared_sums = [SharedSums(self._ranks, engine.segments) for engine in tables.engines]
         return tables
 

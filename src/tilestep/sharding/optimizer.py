@@ -18,7 +18,6 @@ from ..optimizer import Optimizer
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.extended import extended_class
 from ..optimizer.graphs import prepare_capture, require_no_waits
-from ..optimizer.homes import deferred_state
 from ..optimizer.making import made_for
 from ..optimizer.parameters import labelled, require_listed_once, require_shapes
 from ..pairs import REAL_INSTEAD
@@ -116,13 +115,13 @@ def shard(
     route_unscaling(lambda each: isinstance(each, ShardedOptimizer), _unscale)
     state = begun_state(optimizer)
     if state is None:
-        # It is made again, for this rank's pieces alone.
-        optimizer._tables = None
         optimizer.state.clear()
+    optimizer._drop_tables()
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     if state is not None:
         load_into_pieces(sharding, optimizer, state)
-    optimizer._tables = None
+    else:
+        sharding.inner._rebuild(ahead=True)
     optimizer.__class__ = extended_class(ShardedOptimizer, type(optimizer))
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer._begin(sharding)
@@ -172,6 +171,8 @@ class ShardedOptimizer(Optimizer):
 
     _consolidated: dict[str, Any] | None = None
     """What `consolidate_state_dict` has gathered for the next `state_dict`."""
+    _shown: Any = None
+    """The tables of the pieces when their states were last put into `state`."""
 
     _overflows_are_shared = False
     """Whether overflows that a scaler has found since the last step are known on all ranks."""
@@ -183,10 +184,19 @@ class ShardedOptimizer(Optimizer):
     def _show_states(self) -> None:
         """Let `state` have the pieces' states."""
         inner = self._sharding.inner
+        self._shown = inner._tables
         self.state.clear()
         for member in self._sharding.members:
             if member.piece is not None and member.piece in inner.state:
                 self.state[member.param] = inner.state[member.piece]
+
+    def _follow_states(self) -> None:
+        """Let `state` have the pieces' states if these were made anew."""
+        if self._shown is not self._sharding.inner._tables:
+            self._show_states()
+
+    def _begin_home(self) -> None:
+        """The home is that of the pieces."""
 
     def _step(self) -> None:
         if self._evaluating:
@@ -198,6 +208,7 @@ class ShardedOptimizer(Optimizer):
             )
         self._overflows_are_shared = False
         self._sharding.step(self)
+        self._follow_states()
 
     def no_sync(self) -> Any:
         """A block in which backward only accumulates gradients on this rank; the next one outside sums them up."""
@@ -305,7 +316,7 @@ class ShardedOptimizer(Optimizer):
         return full_state_dict(self, self._sharding, rank, self._own_state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather all of the state on one rank, whose next `state_dict()` is all of it, as frameworks do before they save.
+        """Gather all of the state on one rank, whose next `state_dict()` has it, as frameworks do before they save.
 
         All ranks must call it, as torch's ZeroRedundancyOptimizer's. The other ranks' `state_dict()` stays their part.
 
@@ -358,8 +369,7 @@ class ShardedOptimizer(Optimizer):
         if not self._sharding.gradients.is_idle:
             return RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
         try:
-            with deferred_state():
-                super().add_param_group(param_group)
+            super().add_param_group(param_group)
             require_listed_once("shard()", self)
         except (TypeError, ValueError, RuntimeError) as error:
             return error
@@ -380,6 +390,7 @@ class ShardedOptimizer(Optimizer):
         self._sharding.look_again()
         self._sharding.inner.train(training)
         self._evaluating = self._sharding.inner._evaluating
+        self._follow_states()
         # Of all: what is frozen now may have been averaged before.
         self._sharding.parameters.gather()
 
@@ -395,6 +406,9 @@ class ShardedOptimizer(Optimizer):
         self._overflows_are_shared = True
         return flags
 
+    def _last_control(self) -> torch.Tensor | None:
+        return self._sharding.inner._last_control()
+
     def _current(self) -> list[DeviceEngine]:
         return self._sharding.inner._current()
 
@@ -407,6 +421,7 @@ class ShardedOptimizer(Optimizer):
             yield sharding.inner
         finally:
             sharding.captures_alone = False
+        self._follow_states()
         if replays:
             sharding.replayed(alone=alone)
 
