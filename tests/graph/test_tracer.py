@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
+import random
 import re
+import sys
+import textwrap
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from traced_rules import line_of, traced
@@ -438,3 +444,124 @@ def makes_noise(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
 def test_random_numbers_are_named_as_such(function: Callable[..., Any], name: str) -> None:
     with pytest.raises(RuleError, match=f"{name} draws random numbers; random numbers are refused"):
         traced(function)
+
+
+CACHED: dict[str, Any] = {}
+GENERATOR = np.random.default_rng(0)
+
+
+def dithers(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad * random.random()
+
+
+def helps(scale: float) -> float:
+    return random.gauss(0, scale)
+
+
+def dithers_by_a_helper(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad * helps(1.0)
+
+
+def dithers_by_numpy(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad * float(GENERATOR.normal())
+
+
+def dithers_by_numpys_module(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad * float(np.random.rand())
+
+
+def anneals(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad / time.monotonic()
+
+
+def follows_the_clock(param: Any, grad: Any, *, lr: Any = lambda step: step * time.time()) -> Any:
+    return param - lr * grad
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (dithers, "random.random"),
+        (dithers_by_a_helper, "random.gauss"),
+        (dithers_by_numpy, "numpy.random"),
+        (dithers_by_numpys_module, "numpy.random"),
+        (anneals, "time.monotonic"),
+        (follows_the_clock, "time.time"),
+    ],
+)
+def test_what_would_be_frozen_in_the_kernel_is_refused(function: Callable[..., Any], name: str) -> None:
+    before = sys.getprofile()
+    with pytest.raises(RuleError, match=rf"{name}.* is called once, when the rule is translated"):
+        traced(function)
+    assert sys.getprofile() is before
+
+
+def caches(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    if "momentum" not in CACHED:
+        CACHED["momentum"] = torch.zeros_like(param)
+    CACHED["momentum"].mul_(0.9).add_(grad)
+    return param - lr * CACHED["momentum"]
+
+
+def test_a_tensor_kept_for_the_next_call_is_refused_by_name() -> None:
+    CACHED.clear()
+    with pytest.raises(RuleError, match=r"in rule caches: CACHED keeps a tensor for the next call.* make it a state"):
+        traced(caches)
+    with pytest.raises(RuleError, match="uses a tensor of shape .* neither a state buffer nor computed from one"):
+        traced(caches)
+    CACHED.clear()
+
+
+def halves(param: Any, grad: Any, *, lr: Any = 0.1, step: Any) -> Any:
+    if step > 1:
+        lr = lr / 2
+    return param - lr * grad
+
+
+def normalizes(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    norm = grad.norm()
+    if norm > 1 and norm < 5:
+        grad.div_(norm)
+    return param - lr * grad
+
+
+def alternates(param: Any, grad: Any, m: Any, n: Any, *, lr: Any = 0.1, step: Any) -> Any:
+    if step % 2 == 1:
+        m, n = n, m
+    return param - lr * m, m, n
+
+
+def starts(param: Any, grad: Any, v: Any, *, lr: Any = 0.1, step: Any) -> Any:
+    v = grad * grad if step == 1 else 0.9 * v + grad * grad
+    return param - lr * grad / v, v
+
+
+def stays(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    if grad.norm() > 0:
+        return param - lr * grad
+    return param
+
+
+@pytest.mark.parametrize(
+    ("function", "lines"),
+    [
+        (halves, "lr = tilestep.where(step > 1, lr / 2, lr)"),
+        (normalizes, "grad = tilestep.where((norm > 1) & (norm < 5), grad.div(norm), grad)"),
+        (alternates, "m, n = (tilestep.where(step % 2 == 1, n, m), tilestep.where(step % 2 == 1, m, n))"),
+        (starts, "v = tilestep.where(step == 1, grad * grad, 0.9 * v + grad * grad)"),
+        (stays, "return tilestep.where(grad.norm() > 0, param - lr * grad, param)"),
+    ],
+)
+def test_a_refused_branch_is_offered_with_where(function: Callable[..., Any], lines: str) -> None:
+    with pytest.raises(RuleError) as caught:
+        traced(function)
+    assert str(caught.value).endswith(f"; use torch.where instead of if: {lines}")
+    # The lines in the place of the branch are a rule that is taken.
+    source = textwrap.dedent(inspect.getsource(function))
+    [branch] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.If, ast.IfExp))]
+    listed = source.splitlines()
+    end = branch.end_lineno if isinstance(branch, ast.If) else branch.lineno
+    listed[branch.lineno - 1 : end] = ["    " + lines]
+    names: dict[str, Any] = {"tilestep": tilestep, "Any": Any}
+    exec("\n".join(listed), names)
+    assert traced(names[function.__name__]).outputs

@@ -12,7 +12,7 @@ import traceback
 import types
 from typing import NamedTuple
 
-__all__ = ["Place", "raised_at", "rule_place"]
+__all__ = ["Place", "is_of_torch", "raised_at", "rule_place"]
 
 
 class Place(NamedTuple):
@@ -41,6 +41,12 @@ def raised_at(error: BaseException) -> str:
     frames = list(traceback.walk_tb(error.__traceback__))
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
     return lines[-1] if lines else ""
+
+
+def is_of_torch(error: BaseException) -> bool:
+    """Whether torch has raised an error, and not the rule."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch")
 
 
 def _is_internal(frame: types.FrameType) -> bool:

@@ -14,6 +14,7 @@ from ..errors import MatrixError, RuleError
 from ..rules import Rule
 from ..rules.protocol import at_step, changes
 from . import matrices, reductions
+from .branches import rewritten
 from .hyperparameters import known_numbers
 from .ir import IF_NOT_ZERO, Builder, Guard, Level, Value, ancestors, outcome
 from .lowering import LOWERINGS, Unsupported
@@ -216,7 +217,10 @@ class Recorder(TensorDispatch):
             functions = [key for key, given in self.given.items() if changes(given)]
             if functions:
                 what += f" ({' and '.join(functions)} being given as a function of it)"
-        return RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; use torch.where instead of if")
+        place = self.location()
+        lines = rewritten(place)
+        instead = f": {lines}" if lines else ""
+        return RuleError(f"{place}: in rule {self.rule.name}: {what}; use torch.where instead of if{instead}")
 
     def branch(self, tensor: Any) -> bool:
         """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard.

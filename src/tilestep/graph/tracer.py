@@ -15,8 +15,9 @@ from ..rules.protocol import changes, scalar_factory, traced_by
 from ..rules.scalars import across_tensors, precision_of
 from . import matrices
 from .ir import Graph, Level, Over, Value
-from .names import raised_at
+from .names import is_of_torch, raised_at
 from .nearest import ALTERNATIVE
+from .purity import kept_tensor, refusing_chance
 from .reads import Reads
 from .recorder import Recorder
 
@@ -48,6 +49,13 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
         results = _run(recorder, rule, hyperparameters, shape)
         outputs = _outputs(recorder, rule, results, shape)
         _check_kept(recorder, rule, results, outputs)
+    made = {id(tensor) for tensor in recorder.keep_alive}
+    kept = kept_tensor(rule.function, made) or kept_tensor(rule.bound(), made)
+    if kept:
+        raise RuleError(
+            f"{rule.where}: in rule {rule.name}: {kept} keeps a tensor for the next call, but a rule is called once, "
+            "when it is translated; make it a state, by a further positional parameter"
+        )
     if recorder.idle:
         raise recorder.idle[0]
     graph = Graph(rule.name, outputs, list(recorder.guards.values()), equations=rule.__doc__ or "")
@@ -79,15 +87,18 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
     across_token, precision_token = across_tensors.set(recorder.across), precision_of.set(recorder.precision)
     tracer_token = traced_by.set(recorder)
     try:
-        with Reads(recorder), recorder:
+        functions = (rule.function, *(entry for value in values.values() for entry in _functions(value)))
+        with refusing_chance(functions, f"in rule {rule.name}"), Reads(recorder), recorder:
             for key, value in values.items():
                 if changes(value):
                     values[key] = recorder.scheduled(key, value, step)
             return rule(*buffers, **values)
-    except (TypeError, RuntimeError, IndexError) as error:
+    except Exception as error:
         # Operators of tensors turn a TypeError, and so ours, into "unsupported operand type(s)".
         if recorder.refused or isinstance(error, TilestepError):
             raise recorder.refused or error from None
+        if not isinstance(error, (TypeError, RuntimeError, IndexError)) and not is_of_torch(error):
+            raise  # the rule's own
         where = raised_at(error) or rule.where
         raise RuleError(f"{where}: in rule {rule.name}: {error}; {ALTERNATIVE}") from error
     finally:
@@ -95,6 +106,11 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         across_tensors.reset(across_token)
         precision_of.reset(precision_token)
         traced_by.reset(tracer_token)
+
+
+def _functions(value: Any) -> tuple[Any, ...]:
+    """The functions of the step that a hyperparameter is or has."""
+    return tuple(filter(callable, value if isinstance(value, (tuple, list)) else (value,)))
 
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:

@@ -214,9 +214,9 @@ class Rule:
         tracer = traced_by.get()
         if tracer is None:
             with ScalarCalls():
-                return self._returned(self._bound_function()(*buffers, **values), buffers)
+                return self._returned(self.bound()(*buffers, **values), buffers)
         before = tracer.value_of(buffers[0])
-        result = self._bound_function()(*buffers, **values)
+        result = self.bound()(*buffers, **values)
         if result is None and tracer.value_of(buffers[0]) is before:
             tracer.idle.append(
                 RuleError(
@@ -265,7 +265,8 @@ class Rule:
             )
         return tuple(result)
 
-    def _bound_function(self) -> Callable[..., Any]:
+    def bound(self) -> Callable[..., Any]:
+        """The function as it is called: with `math`, `min` and others that take 0-dim values."""
         if self._bound is None:
             self._bound = scalar_globals(self.function)
         return self._bound
