@@ -59,7 +59,7 @@ class Piecewise:
         Args:
             step: the count from 1: a number or a 0-dim tensor.
         """
-        step = torch.as_tensor(step, dtype=torch.float64)
+        step = torch.as_tensor(step, dtype=torch.float64, device=getattr(step, "device", "cpu"))
         value: Any = self.points[-1][1]
         for left, right in reversed(list(zip(self.points, self.points[1:]))):
             value = torch.where(step < right[0], _between(left, right, step), value)
@@ -87,7 +87,7 @@ class InverseSqrt:
         Args:
             step: the count from 1: a number or a 0-dim tensor.
         """
-        step = torch.as_tensor(step, dtype=torch.float64)
+        step = torch.as_tensor(step, dtype=torch.float64, device=getattr(step, "device", "cpu"))
         rising = self.peak * step / self.warmup
         return torch.where(step < self.warmup, rising, self.peak * torch.sqrt(self.warmup / step))
 

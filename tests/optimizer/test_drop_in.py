@@ -218,6 +218,12 @@ def test_many_dimensions_that_cannot_be_merged(rule: str) -> None:
         torch.testing.assert_close(left, right)
 
 
+@pytest.mark.parametrize("dims", [8, 9, 12])
+def test_rules_over_rows_take_many_dimensions(dims: int) -> None:
+    params = [torch.nn.Parameter(torch.randn((2,) * (dims - 2) + (3, 4), dtype=torch.float64))]
+    alike(lambda module, params: module.Adafactor(params, lr=0.1), params)
+
+
 def test_dimensions_that_interleave_without_overlap() -> None:
     memory = torch.randn(9)
     before = memory.clone()
@@ -282,6 +288,22 @@ def test_a_mode_of_torch_changes_no_number(rule: str, mode: str) -> None:
     for left, right in zip(*results, strict=True):
         assert left.device.type == "cpu"
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("rate", [tilestep.schedule.warmup_cosine(0.1, 3, 10), lambda step: torch.tensor(0.1) / step])
+@pytest.mark.parametrize("mode", ["device", "default device"])
+def test_functions_of_the_step_inside_of_a_mode(rate: Any, mode: str) -> None:
+    results = []
+    for inside in (True, False):
+        params = make_params([(4, 6)])
+        set_gradients(params)
+        with MODES[mode]() if inside else default_dtype(torch.float32):
+            optimizer = tilestep.SGD(params, lr=rate)
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+            results.append([*params, optimizer.current("lr")])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 0.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,12 @@ from .reads import Reads
 from .recorder import Recorder
 
 __all__ = ["trace"]
+
+
+def _sizes(dims: int) -> tuple[int, ...]:
+    """A shape by whose sizes dimensions are told apart; the number of its elements has 64 bits."""
+    primes = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+    return primes[3 : 3 + dims] if dims <= 8 else (*primes[:dims], *(1,) * (dims - len(primes)))
 
 
 def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: Sequence[int] | None = None) -> Graph:
@@ -44,8 +49,8 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
         (['exp_avg', 'param'], ('exp_avg',))
     """
     recorder = Recorder(rule, hyperparameters, (1,) * dims if sizes is None else sizes)
-    shape = tuple(itertools.islice((7, 11, 13, 17, 19, 23, 29, 31), dims))
-    with fake_tensors():
+    shape = _sizes(dims)
+    with torch.device("cpu"), fake_tensors():
         results = _run(recorder, rule, hyperparameters, shape)
         outputs = _outputs(recorder, rule, results, shape)
         _check_kept(recorder, rule, results, outputs)

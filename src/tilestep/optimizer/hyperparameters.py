@@ -164,7 +164,7 @@ def current_value(group: Mapping[str, Any], state: Mapping[Any, Any], name: str)
     if callable(value):
         steps = (state[param]["step"] for param in group["params"] if "step" in state.get(param, {}))
         step = next(iter(steps), torch.zeros((), device=device))
-        step = step if isinstance(step, torch.Tensor) else torch.full((), float(step))
+        step = step if isinstance(step, torch.Tensor) else torch.full((), float(step), device=device)
         value = at_step(value, step.to(torch.float64).clamp(min=1), name)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().to(device, torch.float64, copy=True, non_blocking=device.type != "cpu").reshape(())

@@ -342,7 +342,9 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
         return tuple(at_step(entry, step, f"{name}[{index}]") for index, entry in enumerate(value))
     if not callable(value):
         return value
-    result = as_scalar(scalar_globals(value)(as_scalar(step)))
+    # Scalars that the function makes are where the step count is, whatever torch's default device.
+    with step.device if isinstance(step, torch.Tensor) else torch.device("cpu"):
+        result = as_scalar(scalar_globals(value)(as_scalar(step)))
     # The strides, since a graph that asked for dimensions would hold for these dimensions only.
     if not isinstance(result, torch.Tensor) or result.stride():
         given = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
