@@ -148,6 +148,10 @@ def test_a_compiler_that_hangs_is_ended_in_time(
     with pytest.raises(BuildError, match=rf"{compiler} has not finished answer-.* in 1 s"):
         load_library("answer", ANSWER)
     assert not compilers_alive(directory) and not left_over(directory)
+    begin = time.monotonic()
+    with pytest.raises(BuildError, match="has not finished answer-"):
+        load_library("other", ANSWER)
+    assert time.monotonic() - begin < 0.5, "not as long for each kernel"
 
 
 def test_a_compiler_that_does_not_say_its_version_is_not_waited_for(

@@ -59,6 +59,10 @@ def content_key(*parts: str) -> str:
     return digest.hexdigest()[:32]
 
 
+class BuildTimeout(BuildError):
+    """A build has taken too long, in this process or in another one."""
+
+
 class CachedFile:
     """A file of the cache, opened and verified; close it, or use it as a context manager.
 
@@ -408,7 +412,7 @@ def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
             )
             lock.acquire(timeout=left)
     except Timeout as error:
-        raise BuildError(
+        raise BuildTimeout(
             f"another process has not finished building {what} in {seconds:.0f} s and holds {path}.lock: end it if it "
             "hangs"
         ) from error

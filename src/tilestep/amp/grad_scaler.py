@@ -13,8 +13,6 @@ from ..compat import opaque
 from ..engine.capturing import is_capturing, require
 from ..optimizer import Optimizer
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` without a pass of its own over the gradients of tilestep's optimizers.

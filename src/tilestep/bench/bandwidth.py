@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .measure import Contender
 
-__all__ = ["COPY", "LOOP_OVER_TENSORS", "PLAIN_LOOP", "READ", "copy", "flat_reads", "loop_over_tensors", "plain_loop"]
-
 COPY = "copy"
 READ = "flat read"
 PLAIN_LOOP = "plain loop"

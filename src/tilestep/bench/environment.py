@@ -16,8 +16,6 @@ import torch
 
 from .._version import __version__
 
-__all__ = ["device_name", "environment"]
-
 
 def device_name(device: torch.device) -> str:
     """Return the marketing name of a GPU, or the CPU's model and core count.

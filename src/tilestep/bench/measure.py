@@ -14,8 +14,6 @@ import torch
 
 from .trace import NotRecorded, Trace, trace
 
-__all__ = ["Contender", "Spread", "Timing", "measure", "spread", "synchronize"]
-
 # Threads of an OpenMP runtime spin for a few milliseconds after their work and would slow down whoever comes next.
 SETTLE_SECONDS = 0.01
 LEAST_ROUNDS = 3

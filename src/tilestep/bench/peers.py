@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..optimizer import Optimizer
 
-__all__ = ["OURS", "Peer", "peers", "step_of"]
-
 OURS = "tilestep"
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01

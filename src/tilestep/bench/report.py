@@ -11,8 +11,6 @@ from .measure import Spread
 from .peers import OURS
 from .results import Group, Result, Row
 
-__all__ = ["plot", "print_result"]
-
 OURS_COLOUR, OTHER_COLOUR = "#c8553d", "#8a9ba8"
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from .measure import Spread, Timing
 
-__all__ = ["Group", "Result", "Row"]
-
 FORMAT = 1
 
 

@@ -21,8 +21,6 @@ from .peers import OURS, Peer, peers, step_of
 from .results import Group, Result, Row
 from .workloads import Workload, adamw_bytes, cpu_workloads, gpu_workloads, make_parameters
 
-__all__ = ["MAX_GRAD_NORM", "Settings", "free", "measured_group", "run_cpu", "run_norm", "run_step"]
-
 MAX_GRAD_NORM = 1.0
 MEBIBYTE = 1 << 20
 

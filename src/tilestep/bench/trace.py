@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["NotRecorded", "Trace", "trace"]
-
 
 @dataclass(frozen=True)
 class Trace:

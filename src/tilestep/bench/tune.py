@@ -16,8 +16,6 @@ from ..rules import Rule, registry
 from ..tuning import CANDIDATES, TileShape, forced_shape, save_shapes, signature, tile_shape
 from .measure import SETTLE_SECONDS, synchronize
 
-__all__ = ["KINDS", "Job", "Outcome", "jobs", "tiled_rules", "tune"]
-
 KINDS: Mapping[str, tuple[torch.dtype, MasterWeights]] = {
     "fp32": (torch.float32, False),
     "bf16": (torch.bfloat16, False),

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Workload", "adamw_bytes", "cpu_workloads", "gpu_workloads", "make_parameters", "small_llama"]
-
 
 @dataclass(frozen=True)
 class Workload:

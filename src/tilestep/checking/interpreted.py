@@ -24,8 +24,6 @@ from ..rules import Rule, rule
 from .items import INTERPRETED, ITEMS
 from .trials import Subject, Verdict, run_item, trace_all
 
-__all__ = ["check_interpreted"]
-
 _BACKEND = "Triton in its interpreter"
 _TIMEOUT = 900
 

@@ -13,8 +13,6 @@ from ..optimizer.masters import MasterWeights
 from .reference import CheckFailure
 from .trials import Subject, Trial, draw
 
-__all__ = ["ITEMS", "Item"]
-
 Item = Callable[[Subject], str]
 
 _TILES = ((0,), (1,), (1023,), (1024,), (1025,), (16_383,), (16_385,), (40_001,), (0, 3), (1, 1), (1, 4099), (4099, 1))

@@ -13,8 +13,6 @@ from ..optimizer.states import TRAINING
 from ..rules import Rule
 from ..rules.scalars import precision_of
 
-__all__ = ["CheckFailure", "Snapshot", "compare", "expected"]
-
 _STRAY = 2000
 """One element in so many may be further off: where a rule has a jump, rounding decides on which side it falls."""
 

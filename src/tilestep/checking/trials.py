@@ -17,8 +17,6 @@ from ..optimizer import Optimizer
 from ..rules import Rule
 from .reference import CheckFailure, Snapshot, compare
 
-__all__ = ["SHAPES", "Subject", "Trial", "Verdict", "draw", "run_item", "trace_all"]
-
 DEVICE_NAMES = {"cpu": "C++", "cuda": "Triton"}
 
 SHAPES = ((5, 7), (1300,), (), (3, 4, 5), (2, 3, 4, 5), (33, 2))

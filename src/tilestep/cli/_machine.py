@@ -18,8 +18,6 @@ from ..cache import cache_directory, forget_directory
 from ..codegen.compile_cpp import FLAGS, compiler, compiler_version
 from ..native import module
 
-__all__ = ["complaints", "facts"]
-
 OLDEST_TORCH = (2, 11)
 _WITHOUT_COMPILER = "rules on the CPU run as eager PyTorch, which is slow"
 

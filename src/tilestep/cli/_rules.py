@@ -14,8 +14,6 @@ import typer
 if TYPE_CHECKING:
     from ..rules import Rule
 
-__all__ = ["load_rule", "parse_settings"]
-
 
 def load_rule(name: str) -> Rule:
     """The rule of this name.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ..planning import Constants, Job, Plan
 
-__all__ = ["elements_of", "register"]
-
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..cache import CachedFile, cached, cached_names, content_key, open_cached
+from ..cache import BuildTimeout, CachedFile, cached, cached_names, content_key, open_cached
 from ..counters import count_build
 from ..errors import BuildError
 
@@ -137,7 +137,9 @@ def _attempt(subject: Any, action: Callable[[], T]) -> T:
         return action()
     except (BuildError, OSError) as error:
         failure = error if isinstance(error, BuildError) else BuildError(f"cannot build a kernel: {error}")
-        _failures[subject] = (time.monotonic() + RETRY_SECONDS, str(failure))
+        # A compiler that hangs would cost as long for each kernel.
+        subjects = [subject, compiler()] if isinstance(failure, BuildTimeout) else [subject]
+        _failures.update({each: (time.monotonic() + RETRY_SECONDS, str(failure)) for each in subjects})
         raise failure from error
 
 
@@ -234,7 +236,7 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(
+        raise BuildTimeout(
             f"{command[0]} has not finished {target.name} in {seconds:.0f} s; TILESTEP_BUILD_TIMEOUT sets another limit"
         ) from error
     finally:

@@ -13,8 +13,6 @@ from ..cache import content_key, private_folder, publish
 from ..errors import BuildError
 from .triton_key import keep_triton_key
 
-__all__ = ["available", "load_module"]
-
 
 @functools.lru_cache(maxsize=1)
 def available() -> bool:

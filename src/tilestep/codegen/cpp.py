@@ -23,8 +23,6 @@ from .cpp_text import (
 from .emit import Writer
 from .spec import KernelSpec
 
-__all__ = ["source"]
-
 _CHUNK = 1024
 """Elements summed in the compute type before they are added to a float64 sum."""
 

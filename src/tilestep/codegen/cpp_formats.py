@@ -10,8 +10,6 @@ from .cpp_names import CppNames
 from .cpp_text import C_TYPES, writer_of
 from .emit import Writer
 
-__all__ = ["format_functions"]
-
 
 def format_functions(storages: Iterable[Storage]) -> list[str]:
     """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`."""

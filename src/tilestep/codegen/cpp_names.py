@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from .emit import Names
 
-__all__ = ["CppNames"]
-
 _KEYWORDS = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
 concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete do

@@ -8,8 +8,6 @@ from .cpp_names import CppNames
 from .cpp_text import C_TYPES, scalar_type, writer_of
 from .spec import KernelSpec
 
-__all__ = ["GRADIENT_SCALE", "scalar_function"]
-
 GRADIENT_SCALE = """
 namespace {
 // What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm.

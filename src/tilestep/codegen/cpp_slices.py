@@ -20,8 +20,6 @@ from .emit import Writer
 from .spec import KernelSpec
 from .tidy import describe
 
-__all__ = ["slice_function"]
-
 _OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["SLICES_PRELUDE", "SliceLaunch", "ViewTables"]
-
 
 class ViewTables(ctypes.Structure):
     """How the tensors are cut up along rows and columns in one view; the same fields as `struct View` in C++.

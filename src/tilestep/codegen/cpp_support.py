@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from .spec import MAX_DIMS
 
-__all__ = ["Launch", "PRELUDE"]
-
 
 class Launch(ctypes.Structure):
     """The arguments of every generated function, by address; the same fields as `struct Launch` in C++.

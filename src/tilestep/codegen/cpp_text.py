@@ -12,22 +12,6 @@ from .emit import Names, Writer
 from .spec import KernelSpec
 from .tidy import describe
 
-__all__ = [
-    "COMBINERS",
-    "C_TYPES",
-    "SPELLING",
-    "TileBody",
-    "accumulate",
-    "array_lines",
-    "combine",
-    "layout_width",
-    "neutral",
-    "scalar_type",
-    "scalars_of",
-    "unscale_loop",
-    "writer_of",
-]
-
 C_TYPES = {
     "float32": "float",
     "float64": "double",

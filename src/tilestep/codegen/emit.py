@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ..graph import Value
 
-__all__ = ["Names", "Writer"]
-
 _RESERVED = {"tl", "row", "mask", "i", "t", "tile", "step", "hyper", "control", "int", "float", "double", "const"}
 _LONGEST_INLINE = 60
 

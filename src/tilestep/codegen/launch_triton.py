@@ -18,8 +18,6 @@ import torch
 from ..compat import compile_together, direct_launch
 from ..counters import count_build
 
-__all__ = ["EXACT", "Launch", "Launcher", "build_threads", "build_together", "prepare"]
-
 EXACT = {"enable_fp_fusion": False}
 """Options of kernels whose elements come out the same wherever in a tile they lie: one loop would fuse a product into
 a sum where another, for the tail, does not."""

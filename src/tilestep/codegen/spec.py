@@ -11,8 +11,6 @@ from .._version import __version__
 from ..graph import Program, TilePass, size_from_end
 from ..storage import Array, Storage, dtype_name
 
-__all__ = ["KernelSpec", "MAX_DIMS"]
-
 MAX_DIMS = 32
 """Dimensions a strided tensor may have after adjacent ones are merged."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..graph import Value
 
-__all__ = ["describe"]
-
 _WORDS = {"sub": "minus", "add": "plus", "div": "over", "mul": "times"}
 _LONGEST = 40
 

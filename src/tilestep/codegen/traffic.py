@@ -9,8 +9,6 @@ from ..graph import TilePass
 from ..storage import Array, Storage, read_arrays
 from .spec import KernelSpec
 
-__all__ = ["Traffic", "pass_traffic", "tile_traffic", "total_traffic"]
-
 
 @dataclass(frozen=True)
 class Traffic:

@@ -21,8 +21,6 @@ from .triton_text import (
     pointer_to,
 )
 
-__all__ = ["POINTERS", "source"]
-
 _LONGEST_LINE = 120
 _NO_BREAK = "\0=\0"
 

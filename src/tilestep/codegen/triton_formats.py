@@ -11,8 +11,6 @@ from .emit import Writer
 from .triton_names import TritonNames
 from .triton_text import writer_of
 
-__all__ = ["format_functions"]
-
 
 def format_functions(storages: Iterable[Storage]) -> list[list[str]]:
     """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`."""

@@ -6,8 +6,6 @@ from ..cache import cached, content_key, text_builder
 from ..compat import replace_triton_hash, triton_hash
 from ..errors import BuildError
 
-__all__ = ["keep_triton_key"]
-
 
 def keep_triton_key() -> None:
     """Take Triton's hash of itself from the cache: it reads its 200 MB compiler for it in every process (0.3 s).

@@ -9,8 +9,6 @@ from .tidy import describe
 from .triton_names import TritonNames
 from .triton_text import REDUCTIONS, TileBody, decorator, is_16_bits, writer_of
 
-__all__ = ["TileMath", "finish_kernel"]
-
 
 class TileMath:
     """One tile pass: its math as a function, and what it takes and gives.

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from .emit import Names
 from .triton_text import HELPERS, POINTERS
 
-__all__ = ["TritonNames"]
-
 _AROUND = """
 triton tl range float
 t tile row skip mask inside inverse_scale grad_address layout_row layout back dims dim size coordinate index

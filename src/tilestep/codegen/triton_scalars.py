@@ -8,8 +8,6 @@ from .spec import KernelSpec
 from .triton_names import TritonNames
 from .triton_text import POINTERS, decorator, writer_of
 
-__all__ = ["scalar_kernel"]
-
 
 def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list[str]:
     """The kernel of a scalar pass.

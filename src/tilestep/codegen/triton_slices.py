@@ -11,8 +11,6 @@ from .spec import MAX_DIMS, KernelSpec
 from .triton_math import TileMath, finish_kernel
 from .triton_text import REDUCTIONS, TileBody, decorator, pointer_to
 
-__all__ = ["FINISH_POINTERS", "SLICE_POINTERS", "STRIDED_POINTERS", "slice_kernels", "slice_pointers"]
-
 SLICE_POINTERS = [
     "grads",
     "addresses",

@@ -9,8 +9,6 @@ import triton.language as tl
 
 from .triton_support import larger, smaller
 
-__all__ = ["COMBINE_POINTERS", "combine_parts"]
-
 COMBINE_POINTERS = ["parts", "out", "tile_tensor", "first_tile", "places", "grads"]
 
 

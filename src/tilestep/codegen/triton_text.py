@@ -10,18 +10,6 @@ from ..storage import Array, codec_of, dtype_name, read_arrays
 from .emit import Names, Writer
 from .spec import KernelSpec
 
-__all__ = [
-    "HELPERS",
-    "POINTERS",
-    "REDUCTIONS",
-    "SPELLING",
-    "TileBody",
-    "decorator",
-    "is_16_bits",
-    "pointer_to",
-    "writer_of",
-]
-
 SPELLING = {
     "add": "({0} + {1})",
     "sub": "({0} - {1})",

@@ -13,8 +13,6 @@ from unittest import mock
 
 import torch
 
-__all__ = ["absent_gpu"]
-
 _DRIVER_FUNCTIONS = (
     "cuCtxGetCurrent cuCtxSetCurrent cuDeviceGet cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuFuncGetAttribute "
     "cuFuncSetAttribute cuFuncSetCacheConfig cuGetErrorString cuLaunchKernelEx cuModuleGetFunction cuModuleLoadData "

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["after_backward", "backward_pass", "count_gradient_hooks", "is_in_another_backward", "is_last_gradient_hook"]
-
 _KEPT = "_post_accumulate_grad_hooks"
 _kept_by = operator.attrgetter(_KEPT)
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["checkpoint_types"]
-
 
 class CheckpointTypes:
     """What torch.distributed.checkpoint asks of tensors that lie on several ranks.

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["watch_clips"]
-
 _watched: list[Callable[[list[Any]], None]] = []
 _NAMES = ("_clip_grads_with_norm_", "clip_grad_value_")
 

@@ -7,9 +7,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["opaque"]
-
-
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 

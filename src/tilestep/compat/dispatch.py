@@ -11,17 +11,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "TensorDispatch",
-    "decomposition",
-    "fake_mode_is_active",
-    "fake_tensors",
-    "is_copy",
-    "is_empty_like",
-    "is_fake",
-    "wrapper_tensor",
-]
-
 TensorDispatch = TorchDispatchMode
 """Base class of the tracer: sees every ATen call."""
 

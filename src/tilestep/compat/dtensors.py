@@ -8,16 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "DTENSOR_PARTS",
-    "distributed_like",
-    "distributed_tensor_type",
-    "dtensors_have_parts",
-    "layouts",
-    "local_parts",
-    "ready",
-]
-
 
 def distributed_tensor_type() -> Any | None:
     """The class of DTensors, or None where nobody has imported it yet, which takes a while: then there are none."""

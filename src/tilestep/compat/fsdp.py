@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["before_gathering", "fsdp_module_type", "is_flat_part"]
-
 
 def fsdp_module_type() -> Any | None:
     """The class of modules that FSDP2 shards, or None where nobody has imported it: then there are none."""

@@ -8,16 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "guard_parameters",
-    "is_compiled",
-    "is_dropping_gradients",
-    "uncompiled",
-    "watch_all_forwards",
-    "watch_all_parameters",
-    "watch_all_submodules",
-]
-
 
 def uncompiled(module: Any) -> Any:
     """The module that `torch.compile` was given, where this is what came out."""

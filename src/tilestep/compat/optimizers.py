@@ -11,8 +11,6 @@ import torch
 
 from .profiler import profiler_is_running
 
-__all__ = ["count_scaled_losses", "route_unscaling", "step_is_watched"]
-
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody wants to know of an optimizer's steps: hooks, its own or of all optimizers, or a profiler.

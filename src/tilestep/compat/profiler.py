@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["profiler_is_running"]
-
 
 def profiler_is_running() -> bool:
     """Whether a torch profiler records; True where torch cannot tell, and what it costs to be recorded is paid then.

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["default_store", "gather_together", "group_device_types", "root_mesh"]
-
 
 def default_store() -> Any | None:
     """The store in which the processes of the default group have found each other; None where torch does not say."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["current_stream_number"]
-
 
 def _public(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream

@@ -8,16 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "addresses_equal",
-    "copy_all",
-    "description",
-    "has_memory",
-    "resolved",
-    "tensor_guards",
-    "zero_all",
-]
-
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A check that other tensors have the same `description` as these, in one C++ call.

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["by_numpy", "compile_together", "direct_launch", "replace_triton_hash", "triton_hash"]
-
 _KNOWN_TRITON = ("3.6.",)
 """Versions whose compiled launcher takes the arguments that `direct_launch` gives it; others go the public way."""
 

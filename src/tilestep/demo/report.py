@@ -11,8 +11,6 @@ from rich.table import Table
 from ..bench.measure import spread
 from .train import Run
 
-__all__ = ["largest_difference", "picture", "table"]
-
 
 def largest_difference(runs: Sequence[Run]) -> float:
     """Return the largest distance between the losses of any two runs at the same step."""

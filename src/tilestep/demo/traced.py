@@ -15,8 +15,6 @@ from ..overlapping import overlap
 from ..tracing import Report, profile
 from .model import GPT, Size, documentation
 
-__all__ = ["Traced", "train_traced"]
-
 WARM_UP = 3
 
 

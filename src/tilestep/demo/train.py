@@ -16,9 +16,6 @@ from ..bench.trace import Trace, trace
 from ..optimizer import Optimizer
 from .model import GPT, Size, documentation
 
-__all__ = ["TURN", "Entry", "Recipe", "Run", "entries", "train"]
-
-
 TURN = 20  # steps of one training before the next has its turn
 PIECE = 2048  # bytes of text that stay together when some are set aside
 

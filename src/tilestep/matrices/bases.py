@@ -8,8 +8,6 @@ import torch
 
 from .operations import MatrixOperation, Run, Space, register
 
-__all__ = ["descending", "eigenbasis", "orthogonal_basis"]
-
 _SHIFT = 1e-30
 
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Batch", "MatrixSegment"]
-
 
 class MatrixSegment(Protocol):
     """A segment of the engine, as far as matrices are concerned: its tensors, and what is known of a step."""

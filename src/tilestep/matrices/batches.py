@@ -19,8 +19,6 @@ from .running import run_chunk
 from .shared import SharedMatrices
 from .workspace import matrices_at_once
 
-__all__ = ["MatrixBatches", "Spared"]
-
 Spared = dict[tuple[int, int], frozenset[int]]
 """Values that are not computed, by identity, for each library pass and batch by their places."""
 

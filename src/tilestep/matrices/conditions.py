@@ -15,8 +15,6 @@ from ..graph.library import Condition
 from .operations import MATRIX_OPERATIONS
 from .step_bounds import StepBounds
 
-__all__ = ["Conditions", "GroupNumbers"]
-
 _LOOKED_AHEAD = 1000
 """Steps among which one is looked for that needs nothing of what the host waits for."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["elementwise"]
-
 _OTHERWISE: dict[str, Callable[..., Any]] = {
     "and": torch.logical_and,
     "or": torch.logical_or,

@@ -9,8 +9,6 @@ import torch
 
 from .symmetric import pays, symmetric_product
 
-__all__ = ["gram_newton_schulz", "takes"]
-
 STEPS_OF_A_GRAM = 3
 """Steps until the Gram matrix is made anew: by then rounding has grown to about what a step in bfloat16 makes."""
 

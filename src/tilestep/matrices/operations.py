@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["MATRIX_OPERATIONS", "PARAMETER", "MatrixOperation", "Run", "Space", "register"]
-
 Space = tuple[str, str]
 """How many rows and columns a matrix has, in words of its parameter: `("rows", "columns")` is the parameter's shape."""
 

@@ -12,8 +12,6 @@ from .gram import gram_newton_schulz, takes
 from .operations import MatrixOperation, register
 from .symmetric import pays, symmetric_product
 
-__all__ = ["COEFFICIENTS", "orthogonalize"]
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic: the largest slope at zero that keeps singular values near one."""
 

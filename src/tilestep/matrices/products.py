@@ -8,8 +8,6 @@ import torch
 
 from .operations import MatrixOperation, Space, register
 
-__all__ = ["matmul", "transpose"]
-
 
 def _product_space(left: Space, right: Space) -> Space:
     return left[0], right[1]

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEAST_MATRICES", "RecordedPass"]
-
 LEAST_MATRICES = 32
 """Fewer are not worth a graph: its workspace stays allocated between steps."""
 

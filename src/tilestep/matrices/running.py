@@ -12,8 +12,6 @@ from .batch import Batch, MatrixSegment
 from .elementwise import elementwise
 from .operations import MATRIX_OPERATIONS
 
-__all__ = ["run_chunk"]
-
 Known = dict[int, torch.Tensor]
 """Batches by the identity of their value."""
 

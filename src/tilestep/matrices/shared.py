@@ -11,8 +11,6 @@ from ..graph import LibraryPass
 from .batch import Batch, MatrixSegment
 from .running import run_chunk
 
-__all__ = ["Exchange", "SharedMatrices"]
-
 
 class Exchange(Protocol):
     """Sends parts of matrices between the ranks that share them; all ranks make the same calls in the same order."""

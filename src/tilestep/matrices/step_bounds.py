@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["StepBounds"]
-
 
 class StepBounds:
     """Least and greatest value that each step count may have.

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Blocks", "can_multiply", "pays", "symmetric_product"]
-
 
 @dataclass(frozen=True)
 class Blocks:

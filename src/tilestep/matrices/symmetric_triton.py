@@ -7,8 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["POINTERS", "symmetric_tiles"]
-
 POINTERS = ["left", "right", "base", "scale", "out", "shifted", "sizes"]
 
 

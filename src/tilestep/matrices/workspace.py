@@ -9,8 +9,6 @@ import torch
 
 from .operations import MATRIX_OPERATIONS
 
-__all__ = ["limit_workspace", "matrices_at_once"]
-
 _limit: int = 1 << 30
 
 

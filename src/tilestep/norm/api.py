@@ -18,8 +18,6 @@ from ..taken import refuse_taken
 from .recipes import Recipe, find_recipe
 from .sharded import as_from_torch, sharded_norm
 
-__all__ = ["clip_grad_norm_", "total_norm"]
-
 
 def total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],

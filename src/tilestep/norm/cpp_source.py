@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SOURCE", "TILE"]
-
 TILE = 16384
 """Elements of one tile; its partial result does not depend on the thread that computes it."""
 

@@ -19,8 +19,6 @@ from .cpp_source import SOURCE, TILE
 from .orders import DTYPES, Order, combine, order_of
 from .tiles import Tiles, cut
 
-__all__ = ["CpuNorm", "EagerNorm", "cpu_norm"]
-
 PER_THREAD = 32768
 """Elements below which one more thread takes longer to wake than to work."""
 

@@ -7,8 +7,6 @@ import math
 
 import torch
 
-__all__ = ["DTYPES", "Order", "combine", "order_of"]
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that have kernels; a dtype's place is its code in the tables."""
 

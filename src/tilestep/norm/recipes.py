@@ -15,8 +15,6 @@ from .orders import DTYPES, combine
 from .table import NormTable
 from .tiles import upload
 
-__all__ = ["Recipe", "find_recipe", "forget_recipes"]
-
 KEPT = 8
 """Recipes kept, the last used first; each holds 20 bytes of device memory per tile."""
 

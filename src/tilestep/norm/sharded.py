@@ -17,8 +17,6 @@ from ..placements.local import local_part, ready
 from .orders import Order, combine, order_of
 from .recipes import Recipe, find_recipe
 
-__all__ = ["ShardedNorm", "as_from_torch", "sharded_norm"]
-
 Positions = Callable[[], Sequence[int]]
 
 KEPT = 4

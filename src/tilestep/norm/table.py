@@ -10,8 +10,6 @@ from ..codegen.launch_triton import Launch
 from .cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from .triton_backend import TritonNorm
 
-__all__ = ["NormTable"]
-
 
 class NormTable:
     """Tiles of a fixed list of tensors' memory on one device; addresses come at each launch.

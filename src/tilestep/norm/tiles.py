@@ -12,8 +12,6 @@ import torch
 from ..errors import GradientError
 from .orders import DTYPES
 
-__all__ = ["Tiles", "cut", "source_of_graphs", "upload"]
-
 
 @dataclass(frozen=True)
 class Tiles:

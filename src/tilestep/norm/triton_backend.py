@@ -13,8 +13,6 @@ from .orders import Order, order_of
 from .tiles import cut, upload
 from .triton_source import FINISH_BLOCK, norm_source, scale_source, tile_shape
 
-__all__ = ["TritonNorm"]
-
 FINISH_WARPS = 32
 
 

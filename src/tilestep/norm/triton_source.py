@@ -9,8 +9,6 @@ import torch
 from .._version import __version__
 from .orders import DTYPES, Order
 
-__all__ = ["FINISH_BLOCK", "norm_source", "scale_source", "tile_shape"]
-
 FINISH_BLOCK = 8192
 """Partial results that the finishing program reads at a time."""
 

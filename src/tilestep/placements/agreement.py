@@ -14,8 +14,6 @@ from ..compat import group_device_types, root_mesh
 from ..errors import GradientError
 from .local import is_distributed
 
-__all__ = ["Agreement", "group_of"]
-
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """Process groups made here, for each initialization of torch.distributed."""
 

@@ -12,8 +12,6 @@ from ..compat import layouts, local_parts
 from ..errors import GradientError
 from .local import ready
 
-__all__ = ["LocalGradients"]
-
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 

@@ -13,21 +13,6 @@ from ..errors import GradientError, StateError
 if TYPE_CHECKING:
     from ..graph import Value
 
-__all__ = [
-    "checked_part",
-    "copy_into",
-    "distribute",
-    "is_distributed",
-    "is_whole",
-    "local_part",
-    "local_state",
-    "ready",
-    "sendable",
-    "sharded_dims",
-    "slices_here",
-    "spans_ranks",
-]
-
 Over = tuple[int, int]
 """The first of some neighbouring dimensions, and the one after the last."""
 

@@ -14,8 +14,6 @@ from ..errors import GradientError
 from .agreement import group_of
 from .local import slices_here
 
-__all__ = ["Exchanges", "MatrixExchange"]
-
 Bounds = tuple[tuple[int, int], tuple[int, int]]
 """First row and the one after the last; the same of columns."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..engine.segment import Entry, Segment
     from ..graph import Value
 
-__all__ = ["SharedSums"]
-
 
 class _Part(Protocol):
     """Numbers of one segment that ranks combine."""

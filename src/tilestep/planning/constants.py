@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ASSUMED", "Constants", "default_constants"]
-
 ASSUMED = "assumed"
 """How the source of a constant begins that nobody has measured."""
 

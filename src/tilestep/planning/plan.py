@@ -16,8 +16,6 @@ from ..sharding.layout import default_sizes
 from .constants import Constants
 from .storage import Footprint
 
-__all__ = ["BUCKETS", "Job", "Plan", "best_bucket", "crossover", "meshes", "plan"]
-
 BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)
 """MiB of gradients in a bucket, those that `best_bucket` looks at."""
 

@@ -13,8 +13,6 @@ from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..rules import Rule
 
-__all__ = ["Footprint", "footprint"]
-
 
 @dataclass(frozen=True)
 class Footprint:

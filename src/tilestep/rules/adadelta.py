@@ -6,8 +6,6 @@ from typing import Any
 
 from .protocol import at_least, between, rule
 
-__all__ = ["adadelta"]
-
 
 @rule(
     name="Adadelta",

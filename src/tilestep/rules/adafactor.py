@@ -8,8 +8,6 @@ from typing import Any
 from .protocol import Interval, State, at_least, rule
 from .scalars import machine_epsilon
 
-__all__ = ["adafactor"]
-
 
 @rule(
     name="Adafactor",

@@ -6,8 +6,6 @@ from typing import Any
 
 from .protocol import State, at_least, rule
 
-__all__ = ["adagrad"]
-
 
 @rule(
     name="Adagrad",

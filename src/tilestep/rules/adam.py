@@ -8,8 +8,6 @@ import torch
 
 from .protocol import at_least, between, rule
 
-__all__ = ["adam", "adamw"]
-
 _RANGES = {"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)}
 _OPTIONS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 

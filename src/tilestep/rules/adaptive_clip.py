@@ -13,8 +13,6 @@ from .compose import compose
 from .protocol import Rule, State, at_least, between
 from .scalars import sum_over_tensors
 
-__all__ = ["AdaGC", "adaptive_clip"]
-
 
 @dataclass(frozen=True)
 class AdaGC:

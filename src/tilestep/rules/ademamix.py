@@ -8,8 +8,6 @@ import torch
 
 from .protocol import at_least, between, rule
 
-__all__ = ["ademamix", "warm_up_alpha", "warm_up_beta3"]
-
 
 def warm_up_alpha(step: Any, alpha: Any, warmup: Any) -> Any:
     """The mixing coefficient at a step: from 0 to `alpha` in a straight line over `warmup` steps.

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..errors import RuleError
 
-__all__ = ["NOT_FOR_HYPERPARAMETERS", "check_names", "check_range_names", "check_start"]
-
 _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 
 _NOT_FOR_STATES = {

@@ -8,8 +8,6 @@ import torch
 
 from .protocol import at_least, rule
 
-__all__ = ["lars"]
-
 
 @rule(
     name="LARS",

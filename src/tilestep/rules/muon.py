@@ -8,8 +8,6 @@ from typing import Any
 from ..matrices.orthogonal import COEFFICIENTS, orthogonalize
 from .protocol import Interval, at_least, between, rule
 
-__all__ = ["muon"]
-
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 

@@ -8,8 +8,6 @@ import torch
 
 from .protocol import State, at_least, between, rule
 
-__all__ = ["nadam"]
-
 
 @rule(
     name="NAdam",

@@ -10,8 +10,6 @@ import torch
 from .protocol import State, at_least, between, rule
 from .scalars import sum_over_tensors
 
-__all__ = ["prodigy"]
-
 
 @rule(
     name="Prodigy",

@@ -6,8 +6,6 @@ from typing import Any
 
 from .protocol import at_least, rule
 
-__all__ = ["rmsprop"]
-
 
 @rule(
     name="RMSprop",

@@ -8,8 +8,6 @@ import torch
 
 from .protocol import Interval, State, at_least, between, rule
 
-__all__ = ["rprop"]
-
 
 @rule(
     name="Rprop",

@@ -16,18 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import RuleError
 
-__all__ = [
-    "ScalarCalls",
-    "across_tensors",
-    "as_python",
-    "machine_epsilon",
-    "max_over_tensors",
-    "precision_of",
-    "scalar_globals",
-    "sum_over_tensors",
-    "where",
-]
-
 across_tensors: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("across_tensors", default=None)
 """Who combines a 0-dim value over all parameters, given "sum" or "max" and the value; the tracer sets it."""
 

@@ -8,8 +8,6 @@ import torch
 
 from .protocol import State, at_least, between, rule
 
-__all__ = ["average_of_adamw", "average_of_sgd", "schedule_free_adamw", "schedule_free_sgd"]
-
 _STATES = {"z": State("param"), "weight_sum": State(0.0, shape="scalar"), "lr_max": State(-1.0, shape="scalar")}
 _RANGES = {"lr": at_least(0), "weight_decay": at_least(0), "warmup_steps": at_least(0)}
 _INSIDE = between(0, 1, open_low=True)

@@ -8,8 +8,6 @@ import torch
 
 from .protocol import State, at_least, rule
 
-__all__ = ["sgd"]
-
 
 @rule(
     name="SGD",

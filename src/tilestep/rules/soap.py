@@ -9,8 +9,6 @@ import torch
 from ..matrices.bases import descending, eigenbasis, orthogonal_basis
 from .protocol import State, at_least, between, rule
 
-__all__ = ["soap"]
-
 _LARGEST = torch.finfo(torch.float32).max
 
 

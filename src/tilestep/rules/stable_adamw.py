@@ -8,8 +8,6 @@ import torch
 
 from .protocol import at_least, between, rule
 
-__all__ = ["stable_adamw"]
-
 
 def _debiased(beta: Any, step: Any) -> Any:
     return beta * (1 - beta ** (step - 1)) / (1 - beta**step)

@@ -8,8 +8,6 @@ import torch
 
 from .protocol import at_least, between, rule
 
-__all__ = ["tiger"]
-
 
 @rule(
     name="Tiger",

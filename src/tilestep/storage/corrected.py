@@ -11,8 +11,6 @@ from .format import Array
 from .masters import master_format
 from .terms import Term, if_rounds_to, isnan, maximum, minimum, where
 
-__all__ = ["Corrected"]
-
 
 @master_format("int8", key="correction_param", dtypes=(torch.bfloat16,))
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ import torch
 from ..graph import Builder, Value, ancestors
 from .terms import Term, dtype_name
 
-__all__ = ["Array", "Codec", "Storage", "codec_of", "read_arrays", "stored_in", "values_of"]
-
 
 @dataclass(frozen=True)
 class Array:

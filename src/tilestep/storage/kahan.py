@@ -11,8 +11,6 @@ from .format import Array
 from .masters import master_format
 from .terms import Term, if_rounds_to, where
 
-__all__ = ["Kahan"]
-
 
 @master_format("kahan", key="compensation_param", dtypes=(torch.bfloat16,))
 @dataclass(frozen=True)

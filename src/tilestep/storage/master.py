@@ -11,8 +11,6 @@ from .format import Array
 from .masters import master_format
 from .terms import Term, dtype_name, if_rounds_to
 
-__all__ = ["Master"]
-
 
 @master_format(True, key="master_param", dtypes=(torch.bfloat16, torch.float16), begins_as_parameter=True)
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ import torch
 
 from .format import Storage, stored_in, values_of
 
-__all__ = ["MASTER_FORMATS", "MasterFormat", "master_format"]
-
 
 @dataclass(frozen=True)
 class MasterFormat:

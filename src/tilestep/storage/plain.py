@@ -10,8 +10,6 @@ import torch
 from .format import Array
 from .terms import Term, dtype_name
 
-__all__ = ["Plain"]
-
 
 @dataclass(frozen=True)
 class Plain:

@@ -11,8 +11,6 @@ from .format import Array
 from .masters import master_format
 from .terms import Term, if_rounds_to, isnan, minimum, where
 
-__all__ = ["Remainder"]
-
 
 @master_format("remainder", key="remainder_param", dtypes=(torch.bfloat16,))
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from .format import Storage
 from .plain import Plain
 from .terms import dtype_name
 
-__all__ = ["STATE_FORMATS", "state_format"]
-
 STATE_FORMATS: Mapping[str, Storage] = {
     dtype_name(dtype): Plain(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }

@@ -8,8 +8,6 @@ import torch
 
 from ..graph import Builder, Value
 
-__all__ = ["Term", "dtype_name", "if_rounds_to", "isnan", "maximum", "minimum", "where"]
-
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 

@@ -9,8 +9,6 @@ from .intervals import Intervals
 from .iterations import Iteration
 from .report import LANES
 
-__all__ = ["lane_events"]
-
 _PROCESS = "tilestep lanes"
 
 

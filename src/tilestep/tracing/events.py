@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Events", "Work", "read_events"]
-
 
 @dataclass(frozen=True)
 class Call:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-__all__ = ["Interval", "Intervals", "covers", "cut", "length", "minus", "overlap", "union"]
-
 Interval = tuple[float, float]
 Intervals = list[Interval]
 

@@ -11,8 +11,6 @@ from .intervals import length
 from .lanes import Lanes, Sorting
 from .names import is_end_of_iteration, is_iteration_mark, runs_backward
 
-__all__ = ["Iteration", "split"]
-
 
 @dataclass(frozen=True)
 class Iteration:

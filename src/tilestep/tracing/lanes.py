@@ -20,8 +20,6 @@ from .names import (
     runs_backward,
 )
 
-__all__ = ["Lanes", "Sorting"]
-
 
 @dataclass(frozen=True)
 class Lanes:

@@ -6,20 +6,6 @@ import re
 
 from ..marks import HOST_UPDATE, ITERATION, REPLAY, UPDATE
 
-__all__ = [
-    "is_communication_kernel",
-    "is_communication_operator",
-    "is_communication_range",
-    "is_end_of_iteration",
-    "is_host_update",
-    "is_iteration_mark",
-    "is_list_kernel",
-    "is_update_kernel",
-    "is_update_operator",
-    "is_update_range",
-    "runs_backward",
-]
-
 _UPDATE_KERNELS = re.compile(
     # The passes of a rule, the norm, what decides a step, products of matrices.
     r"\w+_pass_\d+(_\w+)?|\w+_finish_\d+|norm_tiles|norm_finish|scale_tiles|decide|combine_parts|symmetric_tiles"

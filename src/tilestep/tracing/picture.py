@@ -7,8 +7,6 @@ from pathlib import Path
 from .intervals import Intervals
 from .report import Report
 
-__all__ = ["draw"]
-
 _COLORS = {
     "forward": "#7fa8c9",
     "backward": "#3d6d99",

@@ -15,8 +15,6 @@ from .iterations import Iteration, split
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LANES", "Report", "report_on"]
-
 LANES = {
     "forward": "forward",
     "backward": "backward",

@@ -20,8 +20,6 @@ from .chrome import lane_events
 from .picture import draw
 from .report import Report, report_on
 
-__all__ = ["Profile", "collecting", "profile"]
-
 
 class Profile:
     """A traced block; made by `profile`.
