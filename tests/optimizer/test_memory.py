@@ -39,7 +39,7 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy; what the tensor's memory had is overwritten, as by its next owner."""
     new = tensor.detach().clone()
     with torch.no_grad():
-        tensor.fill_(1e30 if tensor.is_floating_point() else 12345)
+        tensor.fill_(1e30 if tensor.is_floating_point() else 77)
     return new
 
 
@@ -75,6 +75,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "AdamW": ({}, torch.float32),
     "masters": ({"master_weights": True}, torch.bfloat16),
     "remainders": ({"master_weights": "remainder"}, torch.bfloat16),
+    "kahan": ({"master_weights": "kahan"}, torch.bfloat16),
+    "int8": ({"master_weights": "int8"}, torch.bfloat16),
     "NAdam": ({}, torch.float32),
     "Adafactor": ({}, torch.float32),
     "SOAP": ({"precondition_frequency": 2}, torch.float64),
