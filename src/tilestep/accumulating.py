@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,9 @@ def announce_gradients(param: torch.Tensor, announce: Any, *told: Any, through: 
     return handle
 
 
+_NONE: Set[int] = frozenset()
+
+
 class GradientHooks:
     """Calls of a method when backward has accumulated gradients, after all other hooks of their parameters.
 
@@ -79,6 +82,7 @@ class GradientHooks:
         self._made: dict[int, tuple[torch.Tensor, Any, Any, Any, Any]] = {}
         """For each parameter itself, the method (which must not be kept alive), what it is told, and the handle."""
         self._count = 0
+        self._params: list[torch.Tensor] = []
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return id(param) in self._made
@@ -87,6 +91,7 @@ class GradientHooks:
         """Have a method called; arguments as for `announce_gradients`."""
         handle = announce_gradients(param, announce, *told, through=through)
         self._made[id(param)] = param, weakref.WeakMethod(announce), told, through, handle
+        self._params.append(param)
         self._count += count_gradient_hooks([param])
 
     def remove(self, params: Iterable[int] | None = None) -> None:
@@ -94,22 +99,23 @@ class GradientHooks:
         for key in list(self._made) if params is None else params:
             if key in self._made:
                 self._made.pop(key)[-1].remove()
-        self._count = self._counted()
+        self._recount()
 
-    def move_last(self) -> set[int]:
+    def move_last(self) -> Set[int]:
         """Have hooks called after those that were registered since; those that were moved, by their parameters' `id`.
 
         Inside of a hook: what is called for its own parameter now stays as it was.
         """
-        if self._counted() == self._count:
-            return set()
+        if count_gradient_hooks(self._params) == self._count:
+            return _NONE
         moved = {key for key, (param, *_, handle) in self._made.items() if not is_last_gradient_hook(param, handle)}
         for key in moved:
             param, announce, told, through, handle = self._made.pop(key)
             handle.remove()
             self.add(param, announce(), *told, through=through)
-        self._count = self._counted()
+        self._recount()
         return moved
 
-    def _counted(self) -> int:
-        return count_gradient_hooks([param for param, *_ in self._made.values()])
+    def _recount(self) -> None:
+        self._params = [param for param, *_ in self._made.values()]
+        self._count = count_gradient_hooks(self._params)

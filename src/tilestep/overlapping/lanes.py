@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from ..compat import current_stream_number
 
 __all__ = ["Lane"]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Lane:
@@ -32,22 +34,25 @@ class Lane:
         """The same stream's number, which costs a tenth of the stream; None on a CPU."""
         return None if self.stream is None else current_stream_number(self._device.index)
 
-    @contextmanager
-    def after(self, *streams: torch.cuda.Stream) -> Iterator[None]:
+    def after(self, *streams: torch.cuda.Stream) -> AbstractContextManager[None]:
         """A block of updates that begin when what these streams have been given so far is done.
 
         Args:
             streams: none for the current one.
         """
+        return _NOTHING if self.stream is None else self._after(self.stream, streams)
+
+    @contextmanager
+    def _after(self, stream: torch.cuda.Stream, streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
         home = self.current()
-        if self.stream is None or home is None or home == self.stream:
+        if home is None or home == stream:
             yield
             return
-        for stream in streams or (home,):
-            self.stream.wait_stream(stream)
+        for each in streams or (home,):
+            stream.wait_stream(each)
         before, self._entered_from = self._entered_from, home
         try:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(stream):
                 yield
         finally:
             self._entered_from = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from ..combinations import follow_wrappers, refusal
 from ..compat import after_backward, backward_pass, count_scaled_losses, local_parts
 from ..engine import Stale
 from ..errors import GradientError
+from ..gradientless import gradientless
 from ..optimizer.decide import decide, needs_norm
 from ..optimizer.protocol import Optimizer
 from ..placements.local import is_distributed, ready
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ..optimizer.tables import Tables
 
 __all__ = ["Round", "scale_error"]
+
+_NONE: Set[int] = frozenset()
 
 
 class Overlapped(Optimizer, Protocol):
@@ -128,8 +131,8 @@ class Round(Accumulating):
         self._optimizer._pending.complete()
         if self.syncing and self._updates:
             moved = self._note_pass()
-            # A hook of its own that is still to come changes it: the step takes what it leaves.
-            if param in self._hooks and id(param) not in moved:
+            # A hook of its own that is still to come changes it, or a reduction: the step takes what they leave.
+            if id(param) not in moved:
                 self._arrived(param)
 
     def holds(self, param: Any) -> bool:
@@ -149,8 +152,11 @@ class Round(Accumulating):
             self._later_wrappers.append(weakref.ref(wrapper))
             wrapper.register_forward_pre_hook(lambda *_: _call(living))
 
-    def follow_later_wrappers(self) -> None:
+    def follow_later_wrappers(self) -> Set[int]:
         """Take gradients from the DistributedDataParallels that have come around the model when they are reduced.
+
+        Returns:
+            The parameters whose gradients these announce, by `id`.
 
         Raises:
             ValueError: for one that says too late which gradients there are, or that has a comm hook.
@@ -158,6 +164,7 @@ class Round(Accumulating):
         wrappers, self._later_wrappers = self._later_wrappers, []
         for wrapper in filter(None, (each() for each in wrappers)):
             self._optimizer._follow_wrapper(wrapper)
+        return self._optimizer._elsewhere
 
     def unwatch(self, elsewhere: set[int]) -> None:
         """Look no more at gradients that somebody else announces, by the parameters' `id`."""
@@ -203,9 +210,9 @@ class Round(Accumulating):
         while self._awaited and (self._lane.stream is not None or self._awaited[0][0].done()):
             self._awaited.popleft()[1]()
 
-    def _note_pass(self) -> set[int]:
+    def _note_pass(self) -> Set[int]:
         """Begin a round if there is none; the parameters whose hooks have only now become the last ones, by `id`."""
-        moved = set() if self.is_open else self._open()
+        moved = _NONE if self.is_open else self._open()
         current = backward_pass()
         if current is None or current in self._running:
             return moved
@@ -213,13 +220,14 @@ class Round(Accumulating):
             self._running.add(current)
         return moved
 
-    def _open(self) -> set[int]:
+    def _open(self) -> Set[int]:
         optimizer = self._optimizer
         if optimizer._evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
         if self._later_wrappers:
-            self.follow_later_wrappers()
-        moved = self._hooks.move_last()
+            moved = self.follow_later_wrappers() | self._hooks.move_last()
+        else:
+            moved = self._hooks.move_last()
         tables = optimizer._fitting_tables()
         tables.begin_states(optimizer, all_of_them=True)
         self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
@@ -278,10 +286,12 @@ class Round(Accumulating):
             self._run(group)
             event = lane.mark()
         self._optimizer._pending.note(group, event)
-        own = [param for param in group.params if id(param) not in self._reduced]
+        own = [param for param in group.params if id(param) not in self._reduced] if self._reduced else group.params
         gradients = [param.grad for param in own if param.grad is not None]
         self.applied.append(group)
-        self._updated.update(id(param) for param in group.params if self._gradient(param) is not None)
+        self._updated.update([id(param) for param in own if param.grad is not None])
+        if self._reduced:
+            self._updated.update(key for key in map(id, group.params) if key in self._reduced)
         for param in own:
             param.grad = None
         if self._on_two_streams(group, streams):
@@ -295,7 +305,7 @@ class Round(Accumulating):
         if at_once:
             self._let_go()
 
-    @torch.no_grad()
+    @gradientless
     def _run(self, group: Group) -> None:
         optimizer = self._optimizer
         tables = optimizer._tables
@@ -312,7 +322,7 @@ class Round(Accumulating):
         """Bring the engines of a group up to date; the gradients of their entries, and none for other engines."""
         gradients: list[list[torch.Tensor | None]] = [[] for _ in tables.engines]
         for place in tables.places.get(group.index, []):
-            gradients[place] = tables.gradients_at(place, self._gradient)
+            gradients[place] = tables.gradients_at(place, *((self._gradient,) if self._reduced else ()))
             tables.engines[place].prepare(gradients[place])
         return gradients
 
@@ -333,8 +343,8 @@ class Round(Accumulating):
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
         """Whether gradients may be memory of other streams than the one that completes them."""
-        if len(streams) > 1:
-            return True
+        if self._lane.stream is None or len(streams) > 1:
+            return self._lane.stream is not None
         meshes = (getattr(param, "device_mesh", None) for param in group.params)
         return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 
@@ -398,7 +408,7 @@ class Round(Accumulating):
             )
 
 
-def _call(living: Callable[[], Callable[[], None] | None]) -> None:
+def _call(living: Callable[[], Callable[[], Any] | None]) -> None:
     method = living()
     if method is not None:
         method()

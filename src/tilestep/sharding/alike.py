@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..optimizer.decide import needs_norm
 from ..optimizer.hyperparameters import GROUP_OPTIONS, OWN_KEYS
 from .agree import first_difference, plain_value
 
@@ -23,6 +22,8 @@ __all__ = ["Alike"]
 _BITS = 11
 """Of each part of a digest: as float32 numbers, sums of thousands of them are exact."""
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 @dataclass
 class _Heard:
@@ -30,7 +31,7 @@ class _Heard:
 
     wanted: list[float]
     values: torch.Tensor
-    event: torch.cuda.Event | None
+    event: torch.cuda.Event
 
 
 class Alike:
@@ -53,6 +54,8 @@ class Alike:
         self._values: Any = None
         self._parts = [0.0] * self.PARTS
         self._written: list[float] = []
+        self._wanted: list[float] = []
+        self._now: list[float] | None = None
         self._heard: deque[_Heard] = deque()
         self._messages: Any = None
         self._keys: dict[Any, tuple[str, ...]] = {}
@@ -70,16 +73,20 @@ class Alike:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        values: list[Any] = [tuple(map(group.get, self._keys_of(optimizer, group))) for group in optimizer.param_groups]
-        # A tensor may have been written to.
-        if any(isinstance(value, torch.Tensor) for each in values for value in each):
-            values = list(_described(optimizer))
+        values: list[Any] = []
+        for group in optimizer.param_groups:
+            keys = self._keys.get(group.get("rule")) or self._keys_of(optimizer, group)
+            values.append(tuple(map(group.get, keys)))
+            if not _TENSORS.isdisjoint(map(type, values[-1])):
+                # One that has been written to is the same tensor.
+                self._values = None
         if values != self._values:
             self._values = values
             digest = zlib.crc32(repr(list(_described(optimizer))).encode())
             self._parts = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
         if self._parts != self._written:
             self._written = self._parts
+            self._wanted = [part * self._ranks.count for part in self._parts]
             for part, value in zip(parts.unbind(), self._parts):
                 part.fill_(value)
 
@@ -95,15 +102,14 @@ class Alike:
         Args:
             sums: float32[PARTS], summed over all ranks when what is queued on the current stream has run.
         """
-        wanted, event = [part * self._ranks.count for part in self._written], None
-        if sums.is_cuda:
-            there = torch.empty(self.PARTS, dtype=torch.float32, device="cpu", pin_memory=True)
-            there.copy_(sums, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        else:
-            there = sums.clone()
-        self._heard.append(_Heard(wanted, there, event))
+        if not sums.is_cuda:
+            self._now = sums.tolist()
+            return
+        there = torch.empty(self.PARTS, dtype=torch.float32, device="cpu", pin_memory=True)
+        there.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._heard.append(_Heard(self._wanted, there, event))
 
     def check(self) -> None:
         """Raise on all ranks if they are not alike; before a step.
@@ -111,19 +117,23 @@ class Alike:
         Raises:
             ValueError: naming the first difference where ranks can still exchange it.
         """
+        if self._now is not None:
+            now, self._now = self._now, None
+            if now != self._wanted:
+                raise ValueError(self._difference(known_now=True))
+        if self._heard:
+            self._check_heard()
+
+    def _check_heard(self) -> None:
         optimizer = self._optimizer()
-        messages = None if optimizer is None else needs_norm(optimizer)
+        messages = [group.get("max_grad_norm") is None for group in optimizer.param_groups] if optimizer else None
         waits, self._messages = messages != self._messages, messages
-        while self._heard:
-            heard = self._heard[0]
-            if heard.event is not None:
-                if len(self._heard) == 1 and not waits:
-                    return
-                heard.event.synchronize()
-            self._heard.popleft()
+        while len(self._heard) > 1 or (waits and self._heard):
+            heard = self._heard.popleft()
+            heard.event.synchronize()
             if heard.values.tolist() != heard.wanted:
                 self._heard.clear()
-                raise ValueError(self._difference(known_now=heard.event is None))
+                raise ValueError(self._difference(known_now=False))
 
     def _difference(self, *, known_now: bool) -> str:
         optimizer = self._optimizer()

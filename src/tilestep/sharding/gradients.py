@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from .streams import Channel
 from .sums import Sums, contiguous_memory
 
 __all__ = ["GradientSync"]
+
+_NONE: Set[int] = frozenset()
 
 
 class GradientSync(Accumulating):
@@ -165,7 +167,7 @@ class GradientSync(Accumulating):
         # Called for every parameter in every backward, unless C++ has counted it.
         sums = self.sums[number]
         current = backward_pass()
-        moved: set[int] = set()
+        moved: Set[int] = _NONE
         if not self._open or current != self._pass:
             moved = self._note_pass(current)
         if self._in_order:
@@ -188,7 +190,7 @@ class GradientSync(Accumulating):
         """The bucket that backward is going to reduce next, if any."""
         return self.sums[self._next] if self._reducing and self._next < len(self.sums) else None
 
-    def _note_pass(self, current: int | None) -> set[int]:
+    def _note_pass(self, current: int | None) -> Set[int]:
         """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass.
 
         Passes that reentrant checkpoints begin belong to the backward that they are begun in.
@@ -203,7 +205,7 @@ class GradientSync(Accumulating):
                 self._passes.add(current)
                 after_backward(partial(self._end_of_pass, within=True))
             self._follow(current)
-            return set()
+            return _NONE
         moved = self._hooks.move_last()
         if self._open and self._reducing:
             # The pass before was broken off by an error, after more or fewer buckets on every rank.
