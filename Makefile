@@ -4,6 +4,8 @@ VENV ?= .venv
 # Where pip also looks for torch on a machine without an NVIDIA driver: give it torch's own index of CPU wheels where pip
 # does not know one, so that no CUDA packages are fetched. Skipped if it cannot be reached.
 TORCH_INDEX ?=
+# Another torch than the one of constraints.txt: make test VENV=.venv-2.11 TORCH=2.11.0
+TORCH ?=
 # Test processes, and what to test: make test JOBS=4 TESTS=tests/cli
 JOBS ?= 2
 TESTS ?=
@@ -25,12 +27,12 @@ help:
 	@echo "make dist      wheel and sdist in dist, tested from the wheel in an environment of its own"
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh scripts/setup.sh "$(VENV)"
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" sh scripts/setup.sh "$(VENV)"
 	@touch $@
 
 # What only the site or the frameworks' tests need is installed by the first `make docs`, `make test-frameworks`.
 $(READY)-%: $(READY)
-	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" EXTRAS=dev,$* sh scripts/setup.sh "$(VENV)"
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" EXTRAS=dev,$* sh scripts/setup.sh "$(VENV)"
 	@touch $@
 
 setup: $(READY)

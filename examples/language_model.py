@@ -6,6 +6,8 @@ python examples/language_model.py --optimizer Lion --lr 3e-4 --bf16
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import tilestep
@@ -16,6 +18,7 @@ def main() -> None:
     parser = arguments(__doc__, "language_model.png", steps=200)
     parser.add_argument("--optimizer", default="AdamW", choices=sorted(tilestep.registry), help="any rule by name")
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
+    parser.add_argument("--checkpoint", type=Path, default=Path("language_model.pt"), help="the file to save")
     parser.add_argument("--bf16", action="store_true", help="bfloat16 parameters with float32 masters")
     options = parser.parse_args()
 
@@ -37,9 +40,8 @@ def main() -> None:
         norms.append(optimizer.grad_norm.clone())
         progress(step, options.steps, loss=losses[-1], gradient_norm=norms[-1])
 
-    checkpoint = options.picture.with_suffix(".pt")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
-    print(f"checkpoint: {checkpoint}")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, options.checkpoint)
+    print(f"checkpoint: {options.checkpoint}")
     curves = {"loss": [float(x) for x in losses], "gradient norm before the clip": [float(x) for x in norms]}
     draw(curves, options.picture, f"{options.optimizer} on {options.device}", "loss in nats a byte; norm")
 

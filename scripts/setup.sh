@@ -1,6 +1,6 @@
 #!/bin/sh
 # Creates the virtual environment VENV and installs tilestep into it, editable, with everything tests and demo need.
-# usage: setup.sh VENV   (from the repository root; PYTHON, TORCH_INDEX and EXTRAS may be set in the environment)
+# usage: setup.sh VENV   (from the repository root; PYTHON, TORCH, TORCH_INDEX and EXTRAS may be set in the environment)
 set -eu
 venv=$1
 python=${PYTHON:-python3}
@@ -22,7 +22,9 @@ reachable() {
 
 venv_options=
 pip_options="-c constraints.txt"
-if has_driver; then
+if [ -n "${TORCH:-}" ]; then  # another torch than the pinned one, and the Triton that it brings
+    pip_options="torch==$TORCH"
+elif has_driver; then
     pip_options=
     if has_recent_torch; then
         venv_options=--system-site-packages

@@ -35,7 +35,7 @@ def executable(path: Path, text: str) -> Path:
     return path
 
 
-def set_up(tmp_path: Path, **answers: int) -> tuple[subprocess.CompletedProcess[str], str]:
+def set_up(tmp_path: Path, torch_version: str = "", **answers: int) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run the set-up script with a Python that only logs. Answers are exit codes, 0 for yes."""
     python = executable(tmp_path / "python", FAKE_PYTHON)
     executable(tmp_path / "nvidia-smi", f"#!/bin/sh\nexit {answers.pop('driver', 1)}\n")
@@ -46,6 +46,7 @@ def set_up(tmp_path: Path, **answers: int) -> tuple[subprocess.CompletedProcess[
         **{name: str(code) for name, code in (defaults | answers).items()},
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         "PYTHON": str(python),
+        "TORCH": torch_version,
         "TORCH_INDEX": "https://torch.invalid/cpu",
         "LOG": str(log),
     }
@@ -85,6 +86,14 @@ def test_setup_with_a_driver_and_no_torch_installs_one_with_cuda(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "--system-site-packages" not in log
     assert "constraints" not in pip_line(log)
+
+
+@pytest.mark.parametrize("driver", [0, 1])
+def test_setup_takes_the_torch_it_is_told_to(driver: int, tmp_path: Path) -> None:
+    done, log = set_up(tmp_path, torch_version="2.11.0", driver=driver)
+    assert done.returncode == 0, done.stderr
+    assert "torch==2.11.0" in pip_line(log) and "constraints" not in pip_line(log)
+    assert "--system-site-packages" not in log
 
 
 def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
