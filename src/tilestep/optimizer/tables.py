@@ -20,7 +20,7 @@ from .scan import Scan
 from .states import begin_again
 
 if TYPE_CHECKING:
-    from .optimizer import Optimizer
+    from .protocol import Optimizer
 
 __all__ = ["Tables"]
 
