@@ -507,7 +507,7 @@ def test_a_tensor_kept_for_the_next_call_is_refused_by_name() -> None:
     CACHED.clear()
     with pytest.raises(RuleError, match=r"in rule caches: CACHED keeps a tensor for the next call.* make it a state"):
         traced(caches)
-    with pytest.raises(RuleError, match="uses a tensor of shape .* neither a state buffer nor computed from one"):
+    with pytest.raises(RuleError, match=r"uses a tensor of shape .* neither a state buffer nor computed from one"):
         traced(caches)
     CACHED.clear()
 

@@ -452,7 +452,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "ASGD", "Rprop"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.filterwarnings("ignore")
 def test_schedules_resume_as_with_torch(schedule: str, name: str) -> None:
