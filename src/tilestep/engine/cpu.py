@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def load(spec: KernelSpec) -> ctypes.CDLL:
     """The kernels of a spec, built or from the cache."""
     if id(spec) not in _libraries:
         _libraries[id(spec)] = load_library(spec.name, cpp.source(spec), _flags(spec))
+        weakref.finalize(spec, _libraries.pop, id(spec), None)
     return _libraries[id(spec)]
 
 

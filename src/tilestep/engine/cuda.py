@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,7 @@ _modules: dict[int, ModuleType] = {}
 def _module(spec: KernelSpec) -> ModuleType:
     if id(spec) not in _modules:
         _modules[id(spec)] = load_module(spec.name, triton_backend.source(spec))
+        weakref.finalize(spec, _modules.pop, id(spec), None)
     return _modules[id(spec)]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import types
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,11 @@ KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale", "machine_epsilon"}
 """What the scalar pass knows without a column of the hyperparameter table, beside the parameter's sizes."""
 
 _lock = threading.RLock()
-_graphs: dict[tuple[Rule, Any], list[Graph]] = {}
-_specs: dict[Signature, KernelSpec] = {}
+_graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
+"""By rule and what it is specialized on. Rules and functions are held weakly: they may hold a whole model."""
+
+_specs: weakref.WeakValueDictionary[Signature, KernelSpec] = weakref.WeakValueDictionary()
+"""Each is held by its graph."""
 
 
 def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -74,14 +79,39 @@ def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: 
     """
     shape = (1,) * dims if shape is None else shape
     hyperparameters = {name: _on_host(value) for name, value in hyperparameters.items()}
-    key = (rule, statics_of(hyperparameters))
     with _lock:
-        for graph in _graphs.get(key, ()):
+        known = _graphs.setdefault(rule, {})
+        key = _weakly(statics_of(hyperparameters), known)
+        for graph in known.get(key, ()):
             if (not graph.reads_shape or graph.dims == dims) and guards_hold(graph, hyperparameters, shape):
                 return graph
         graph = trace(rule, hyperparameters, dims, shape)
-        _graphs.setdefault(key, []).append(graph)
+        known.setdefault(key, []).append(graph)
         return graph
+
+
+def _weakly(value: Any, known: dict[Any, list[Graph]]) -> Any:
+    """A static description that does not keep functions alive; the graphs of one that is gone go with it."""
+    if isinstance(value, tuple):
+        return tuple(_weakly(entry, known) for entry in value)
+    if not callable(value):
+        return value
+
+    def forget(reference: Any) -> None:
+        for key in [key for key in known if _contains(key, reference)]:
+            known.pop(key, None)
+
+    try:
+        kind = weakref.WeakMethod if isinstance(value, types.MethodType) else weakref.ref
+        reference = kind(value, forget)
+        hash(reference)
+        return reference
+    except TypeError:  # callables without a place for references to them, or without a hash
+        return value
+
+
+def _contains(key: Any, reference: Any) -> bool:
+    return any(_contains(entry, reference) for entry in key) if isinstance(key, tuple) else key is reference
 
 
 def _on_host(value: Any) -> Any:
@@ -107,10 +137,12 @@ def kernel_spec(graph: Graph, storages: Mapping[str, Storage], compute: torch.dt
     """The one spec of this graph with these storages on this kind of device."""
     signature = Signature(id(graph), tuple(storages.items()), compute, device_type)
     with _lock:
-        if signature not in _specs:
+        spec = _specs.get(signature)
+        if spec is None:
             exact = [name for name, storage in storages.items() if storage.is_exact(compute)]
             names = [name for name in graph.hypers() if name not in KNOWN_NUMBERS and not size_from_end(name)]
             cut = program(graph, exact)
             scratch = {name: Plain(dtype or compute) for name, dtype in cut.library.scratch.items()}
-            _specs[signature] = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"))
-        return _specs[signature]
+            spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"))
+            _specs[signature] = graph.specs[signature] = spec
+        return spec

@@ -115,7 +115,7 @@ class Guard:
     outcome: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """A traced rule.
 
@@ -133,6 +133,7 @@ class Graph:
         branches_on_sizes: whether a guard asks for the parameter's sizes.
         equations: the rule's docstring, for people.
         aten: the ATen calls of the rule as torch.fx recorded them, for people.
+        specs: what kernels have been built from it, so that they live as long as it does.
     """
 
     title: str
@@ -148,6 +149,7 @@ class Graph:
     branches_on_sizes: bool = False
     equations: str = ""
     aten: Any = None
+    specs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def values(self) -> list[Value]:
         """Every value the outputs need, each after what it is computed from."""
