@@ -168,8 +168,9 @@ OPERATIONS: dict[str, Operation] = {
     "shift_right": Operation(None),
     "bit_and": Operation(None),
     "bit_or": Operation(None),
+    "bit_xor": Operation(None),
 }
-"""The last ten are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
+"""The last eleven are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
 `of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers."""
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})

@@ -9,7 +9,7 @@ import torch
 
 from .format import Array
 from .masters import master_format
-from .terms import Term, if_rounds_to, isnan, maximum, minimum, where
+from .terms import Term, isnan, maximum, minimum, near_bits, where
 
 
 @master_format("int8", key="correction_param", dtypes=(torch.bfloat16,))
@@ -37,7 +37,7 @@ class Corrected:
 
     def load(self, elements: Sequence[Term]) -> Term:
         high, low = elements
-        return if_rounds_to(high, ((high.bits() << 16) + (low.bits() << 8)).of_bits().named("joined"))
+        return near_bits(high, low.bits() << 8)
 
     def store(self, value: Term) -> tuple[Term, ...]:
         high = value.element(torch.bfloat16).named("high")

@@ -157,6 +157,7 @@ _ON_TENSORS: Mapping[str, Any] = {
     "shift_right": torch.bitwise_right_shift,
     "bit_and": torch.bitwise_and,
     "bit_or": torch.bitwise_or,
+    "bit_xor": torch.bitwise_xor,
     "and": torch.logical_and,
     "or": torch.logical_or,
 }

@@ -9,7 +9,7 @@ import torch
 
 from .format import Array
 from .masters import master_format
-from .terms import Term, if_rounds_to, isnan, minimum, where
+from .terms import Term, isnan, minimum, near_bits, where
 
 
 @master_format("remainder", key="remainder_param", dtypes=(torch.bfloat16,))
@@ -22,8 +22,8 @@ class Remainder:
     is kept as 32767, which leaves the bfloat16 what rounding makes of the value, and the value one unit off. NaN stays
     NaN, without its payload; everything else comes back as it was, by an addition of integers.
 
-    Where other code has written to the bfloat16, a remainder that no value with this bfloat16 has is left out. One that
-    it could have stays: half a unit in the last place of what was written at most.
+    Where other code has written to the bfloat16, a remainder that leads across zero or beyond infinity is left out. Any
+    other stays: half a unit in the last place of what was written at most.
 
     Source: apex's DistributedFusedAdam has the same idea as `store_param_remainders`.
     """
@@ -41,7 +41,7 @@ class Remainder:
 
     def load(self, elements: Sequence[Term]) -> Term:
         high, low = elements
-        return if_rounds_to(high, ((high.bits() << 16) + low.bits()).of_bits().named("joined"))
+        return near_bits(high, low.bits())
 
     def store(self, value: Term) -> tuple[Term, ...]:
         high = value.element(torch.bfloat16).named("high")

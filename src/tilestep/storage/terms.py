@@ -98,6 +98,9 @@ class Term:
     def __or__(self, other: Term | int) -> Term:
         return self._apply("or" if self.value.is_bool else "bit_or", other)
 
+    def __xor__(self, other: Term | int) -> Term:
+        return self._apply("bit_xor", other)
+
     def __lt__(self, other: Term | float) -> Term:
         return self._apply("lt", other, dtype="")
 
@@ -140,6 +143,17 @@ def if_rounds_to(high: Term, value: Term) -> Term:
     """
     rounded = value.element(getattr(torch, high.value.dtype)).named("rounded")
     return where(high.bits().same(rounded.bits()), value, high.number()).named("followed")
+
+
+def near_bits(high: Term, distance: Term) -> Term:
+    """The float32 number whose bits are so far from those of a bfloat16; the bfloat16's where there is no such number.
+
+    A distance that leads across zero or beyond infinity belongs to another bfloat16: other code wrote to this one.
+    """
+    bits = high.bits() << 16
+    moved = (bits + distance).named("moved")
+    number = moved.of_bits().named("number")
+    return where(((moved ^ bits) < 0) | isnan(number), high.number(), number).named("followed")
 
 
 def isnan(number: Term) -> Term:
