@@ -111,6 +111,7 @@ def frozen_from_the_start_before_a_step() -> None:
         everyone: list[Any] = [None, None]
         dist.all_gather_object(everyone, sorted(full["state"]))
         assert everyone[0] == everyone[1] and set(everyone[0]) <= {1, 3}
+        assert set(optimizer.state_dict()["state"]) <= set(everyone[0])
 
 
 def a_framework_that_saves_on_one_rank() -> None:

@@ -335,7 +335,10 @@ class Sharding:
         """Whether a parameter has state, on whichever rank."""
         if member.piece is not None:
             return bool(self.inner.state.get(member.piece))
-        return member.param.requires_grad if member.has_begun is None else member.has_begun
+        if member.has_begun is None:
+            # Tables that are there before a step have state for whatever trains.
+            return member.param.requires_grad and self.inner._tables is not None
+        return member.has_begun
 
     def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:
         """Before a capture or a replay: bring everything that a graph takes for granted to where it looks for it.
