@@ -80,6 +80,12 @@ PARTS = [
     _tests("offload", 1, 140, "tests/gpu/test_offload_gpu.py"),
     _tests("scaler", 1, 130, "tests/gpu/test_scaler_gpu.py"),
     _tests("torch", 1, 145, "tests/gpu/test_torch_gpu.py"),
+    _tests(
+        "later",
+        1,
+        120,
+        "tests/gpu/test_drop_in_gpu.py tests/gpu/test_elementwise_gpu.py tests/gpu/test_memory_gpu.py",
+    ),
     _tests("overlap", 1, 90, "tests/gpu/test_overlap_gpu.py tests/gpu/test_kept_gradients_gpu.py -k 'not two'"),
     Part("e2e", 1, 480, "-m tilestep.cli bench e2e --mode both --compiled --seconds 460 --out {out}"),
     Part("shard-2", 2, 150, "benchmarks/shard_figures.py --ranks 2 --output {out}/shard-2.json"),
