@@ -14,7 +14,7 @@ import torch
 from ..codegen.spec import KernelSpec
 from ..graph import Graph, known_numbers, outcome, program, size_from_end, sizes_of, trace
 from ..rules import Rule
-from ..rules.scalars import as_python
+from ..rules.scalars import PYTHON_TYPES, as_python
 from ..storage import Plain, Storage
 
 __all__ = ["Signature", "graph_for", "guards_hold", "kernel_spec", "statics_of"]
@@ -48,7 +48,11 @@ def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...
         is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
         return NUMBER if is_number else value
 
-    return tuple(sorted((key, kind(value)) for key, value in hyperparameters.items()))
+    kinds = []
+    for key, value in hyperparameters.items():
+        is_number, is_flag = type(value) in (float, int), type(value) in PYTHON_TYPES
+        kinds.append((key, NUMBER if is_number else value if is_flag else kind(value)))
+    return tuple(sorted(kinds))
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,16 @@ def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: 
         shape: the whole parameter's, for rules that branch on sizes; without it, sizes of one.
     """
     shape = (1,) * dims if shape is None else shape
-    hyperparameters = {name: _on_host(value) for name, value in hyperparameters.items()}
+    hyperparameters = {
+        name: value if type(value) in PYTHON_TYPES else _on_host(value) for name, value in hyperparameters.items()
+    }
     with _lock:
         known = _graphs.setdefault(rule, {})
-        key = _weakly(statics_of(hyperparameters), known)
+        key: Any = statics_of(hyperparameters)
+        simple = (*PYTHON_TYPES, tuple)
+        plain = all([type(value) in simple for _, value in key])
+        if not plain or any([any(map(callable, v)) or tuple in map(type, v) for _, v in key if type(v) is tuple]):
+            key = _weakly(key, known)
         for graph in known.get(key, ()):
             if (not graph.reads_shape or graph.dims == dims) and guards_hold(graph, hyperparameters, shape):
                 return graph

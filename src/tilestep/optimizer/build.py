@@ -64,6 +64,9 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 @dataclass
 class _Planned:
     """A parameter that is updated, before it has its entry in an engine."""
@@ -90,7 +93,8 @@ class _Plans:
         self, label: str, group_index: int, group: dict[str, Any], param: torch.Tensor, part: torch.Tensor
     ) -> tuple[Graph, KernelSpec]:
         """The graph and the kernels of a parameter, of which a part is here."""
-        like = _as_a_whole(self._optimizer, param)
+        whole = self._optimizer._whole_of(param)
+        like = param if whole is None else whole
         shape = real_shape(like)
         kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
         if "state_dtype" in group:
@@ -124,14 +128,18 @@ def check_params(optimizer: Optimizer) -> None:
     """
     plans, by_device = _Plans(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
+    at_home = type(optimizer._home) is StateHome
     for label, group_index, group, param in listed_once(optimizer):
         if not _begins(param, optimizer.state):
             continue
-        optimizer._home.check(label, param)
-        part = as_real(_checked(optimizer, label, param))
-        check_master(label, part.dtype, group)
+        if not at_home:
+            optimizer._home.check(label, param)
+        part = _checked(optimizer, label, param)
+        part = as_real(part) if part.is_complex() else part
+        if "master_weights" in group:
+            check_master(label, part.dtype, group)
         _, spec = plans.of(label, group_index, group, param, part)
-        if not is_unreal(part):
+        if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
             by_device.setdefault(part.device, []).append((label, part))
             specs[id(spec), part.device] = spec
     for (_, device), spec in specs.items():
@@ -377,12 +385,6 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
         name: distribute(as_complex(value, param), param, overs.get(name)) if name in buffers else value
         for name, value in state.items()
     }
-
-
-def _as_a_whole(optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
-    """The parameter, or what it is a piece of."""
-    whole = optimizer._whole_of(param)
-    return param if whole is None else whole
 
 
 def _graph_of(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size) -> Graph:

@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 
+_LIKE_PARAM = State("param")
+
+
 @contextmanager
 def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Put an optimizer's groups, state and tables back as they were if the block raises.
@@ -266,8 +269,8 @@ def _saved_state(
 ) -> dict[str, Any]:
     values = dict(saved)
     kind = master_kind(param.dtype, group)
-    starts = {**starts_of(rule, rule.state_names, param.dtype, group), TRAINING: State("param")}
-    starts.update({key: State() for key in MASTER_KEYS if key not in starts})
+    starts = {**starts_of(rule, rule.state_names, param.dtype, group), TRAINING: _LIKE_PARAM}
+    starts.update({key: _LIKE_PARAM for key in MASTER_KEYS if key not in starts})
     for name, start in starts.items():
         value = values.get(name)
         if start.shape == "scalar" or not isinstance(value, torch.Tensor):

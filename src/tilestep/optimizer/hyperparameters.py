@@ -12,7 +12,7 @@ from ..engine.limits import ZClip
 from ..errors import RuleError
 from ..rules import Rule, registry
 from ..rules.protocol import at_step
-from ..rules.scalars import as_python
+from ..rules.scalars import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
 from .state_formats import check_state_dtype
 
@@ -87,12 +87,19 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
             `master_weights` or `state_dtype` that there is not.
         TypeError: for what should be a number and is none.
     """
-    given = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
+    given = {
+        key: group[key] if type(group[key]) in PYTHON_TYPES else _on_host(group[key], key)
+        for key in rule.hyperparameters
+        if key in group
+    }
     for key, value in given.items():
-        if value is not None or not rule.range_of(key).or_none:
-            _check_kind(key, value, rule.hyperparameters[key])
+        default = rule.hyperparameters[key]
+        alike = type(value) is type(default) and type(value) in PYTHON_TYPES
+        if not alike and (value is not None or not rule.range_of(key).or_none):
+            _check_kind(key, value, default)
     rule.check(given)
-    limit = _on_host(group.get("max_grad_norm"), "max_grad_norm")
+    limit = group.get("max_grad_norm")
+    limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
     if isinstance(limit, ZClip):
         limit = limit.max_norm
     if limit is not None:

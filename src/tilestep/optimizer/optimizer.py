@@ -200,7 +200,9 @@ class Optimizer(torch.optim.Optimizer):
             own = {**rule.hyperparameters, **rule.options}
             for key, value in own.items():
                 group.setdefault(key, self.defaults[key] if rule is self._rule or key in self._given else value)
-            about_group(len(self.param_groups), lambda: check_group(rule, group))
+            # What the optimizer was made with is checked already.
+            said = {key: group[key] for key in param_group} if rule is self._rule else group
+            about_group(len(self.param_groups), lambda: check_group(rule, said))
             super().add_param_group(group)
             if rule is not self._rule:
                 for key in {*self._rule.hyperparameters, *self._rule.options}.difference(own, param_group):

@@ -31,7 +31,8 @@ def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """
     filled = [(label, tensor) for label, tensor in tensors if tensor.numel()]
     starts = np.asarray([tensor.data_ptr() for _, tensor in filled], dtype=np.int64)
-    ends = starts + np.asarray([_extent(tensor) for _, tensor in filled], dtype=np.int64)
+    extents = [tensor.nbytes if tensor.is_contiguous() else _extent(tensor) for _, tensor in filled]
+    ends = starts + np.asarray(extents, dtype=np.int64)
     order = np.argsort(starts, kind="stable")
     if (np.maximum.accumulate(ends[order])[:-1] <= starts[order][1:]).all():
         return

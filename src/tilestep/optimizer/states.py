@@ -63,6 +63,8 @@ class Missing:
     source: torch.Tensor | None = None
 
 
+_STEP = State(0.0, shape="scalar")
+
 Later = dict[str, list[Missing]]
 """Missing buffers by their name."""
 
@@ -168,7 +170,7 @@ def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mappi
     """
     kind = master_kind(dtype, group)
     masters = {} if kind is None else {kind.key: start_of(kind)}
-    return {"step": State(0.0, shape="scalar"), **masters, **{name: rule.states[name] for name in names}}
+    return {"step": _STEP, **masters, **{name: rule.states[name] for name in names}}
 
 
 @torch.no_grad()

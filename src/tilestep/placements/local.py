@@ -176,7 +176,7 @@ def local_state(
     """
     if not is_distributed(param):
         for name, value in known.items():
-            if is_distributed(value):
+            if type(value) is not torch.Tensor and is_distributed(value):
                 raise StateError(f"state {name!r} of {label} is a DTensor, and the parameter is none")
         return dict(known)
     found = dict(known)

@@ -33,7 +33,7 @@ def as_python(value: Any) -> Any:
         >>> as_python((np.float32(0.5), np.bool_(True), 1e-3))
         (0.5, True, 0.001)
     """
-    if type(value) in _PYTHON:
+    if type(value) in PYTHON_TYPES:
         return value
     if isinstance(value, (tuple, list)):
         return type(value)(map(as_python, value)) if type(value) in (tuple, list) else value
@@ -42,7 +42,8 @@ def as_python(value: Any) -> Any:
     return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
 
 
-_PYTHON = (float, int, bool, type(None), str)
+PYTHON_TYPES = frozenset((float, int, bool, type(None), str))
+"""What needs no `as_python`."""
 
 
 def where(condition: Any, if_true: Any, if_false: Any) -> Any:
