@@ -20,11 +20,11 @@ from tilestep.graph import OPERATIONS, Graph, ancestors, trace
 from tilestep.graph.lowering import LOWERINGS
 from tilestep.rules import Rule, State, registry, rule
 from tilestep.rules.compose import (
-    _compose,
     _update,
     cautious,
     centralize,
     clip_update,
+    compose,
     coupled_weight_decay,
     decoupled_weight_decay,
     ema,
@@ -281,7 +281,7 @@ def halved(inner: Rule) -> Rule:
         update, states = _update(inner, param, grad, states, hyper)
         return param + 0.5 * update, *states
 
-    return _compose(composed, inner, halved)
+    return compose(composed, inner, halved)
 
 
 @pytest.mark.parametrize("name", ["Lion", "AdamW", "Adan", "ADOPT", "ScheduleFreeAdamW", "SophiaG", "Rprop", "NAdam"])
@@ -311,7 +311,7 @@ def test_a_traced_update_does_not_round_at_the_parameters_size(decay: float) -> 
         update, states = _update(inner, param, grad, states, hyper)
         return update, *states
 
-    graph = trace(_compose(composed, inner, halved), {**inner.hyperparameters, "amsgrad": False})
+    graph = trace(compose(composed, inner, halved), {**inner.hyperparameters, "amsgrad": False})
     given = {"param": 1.0, "grad": 1e-25, "exp_avg": 0.0, "exp_avg_sq": 0.0, "step": 1.0}
     numbers = numbers_of(inner, **given, eps=1.0, lr=0.1, weight_decay=decay)
     assert compute(graph, numbers)["param"] == pytest.approx(-0.1 * 1e-25 - 0.1 * decay, rel=1e-9, abs=0.0)

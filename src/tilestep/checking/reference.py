@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..optimizer.masters import MASTER_KEYS, exact_values
-from ..optimizer.states import TRAINING
+from ..optimizer.states import TRAINING, shape_of
 from ..rules import Rule
+from ..rules.protocol import at_step
 from ..rules.scalars import precision_of
 
 _STRAY = 2000
@@ -51,6 +52,24 @@ class Snapshot:
             if isinstance(value, torch.Tensor) and name not in ("step", *MASTER_KEYS, TRAINING)
         }
         return cls(exact_values(param, state), param.grad.detach().clone(), buffers, float(state["step"]) + 1)
+
+    @classmethod
+    def first(cls, param: torch.Tensor, rule: Rule, hyperparameters: Mapping[str, Any]) -> Snapshot:
+        """A snapshot before the first step, when there is no state yet."""
+        assert param.grad is not None
+        wide = torch.float64 if param.dtype is torch.float64 else torch.float32
+        buffers = {}
+        for name, start in rule.states.items():
+            if start.shape not in ("param", "scalar") and param.dim() < 2:
+                continue
+            shape = () if start.shape == "scalar" else shape_of(start, param, param.shape)
+            buffer = param.detach().new_empty(shape, dtype=start.dtype or wide)
+            if start.init == "param":
+                buffers[name] = buffer.copy_(param.detach())
+            else:
+                value = hyperparameters[start.init] if isinstance(start.init, str) else start.init
+                buffers[name] = buffer.fill_(float(at_step(value, 1.0)))
+        return cls(param.detach().clone(), param.grad.detach().clone(), buffers, 1.0)
 
 
 def expected(

@@ -162,7 +162,7 @@ class Trial:
             CheckFailure: naming the parameter, the buffer and both values.
         """
         before = [
-            Snapshot.of(param, self.state(index)) if param.grad is not None else param.detach().clone()
+            self._snapshot(index, param) if param.grad is not None else param.detach().clone()
             for index, param in enumerate(self.params)
         ]
         hyperparameters = [self.hyperparameters(index) for index in range(len(self.params))]
@@ -176,6 +176,14 @@ class Trial:
                 compare(rule, label, param, self.state(index), known, hyperparameters[index], coarse)
             elif not torch.equal(param.detach(), known):
                 raise CheckFailure(f"{label} has no gradient and was changed", "param")
+
+    def _snapshot(self, index: int, param: torch.Tensor) -> Snapshot:
+        state = self.state(index)
+        return (
+            Snapshot.of(param, state)
+            if state
+            else Snapshot.first(param, self.subject.rule, self.hyperparameters(index))
+        )
 
     def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
         """Clip the gradients that snapshots hold, as `torch.nn.utils.clip_grad_norm_` does, in float64."""
