@@ -255,3 +255,12 @@ def test_constructor_and_load_do_their_work_once() -> None:
     assert calls(lambda: tilestep.AdamW(params)) <= 150
     other = tilestep.AdamW(params)
     assert calls(lambda: other.load_state_dict(saved)) <= 520
+
+
+def test_an_optimizer_of_a_rule_that_is_not_registered_is_unpickled_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved = pickle.dumps(tilestep.Lion(make_params([(3,)])))
+    monkeypatch.delitem(tilestep.registry, "Lion")
+    with pytest.raises(tilestep.RuleError, match=r"no rule is registered as 'Lion'.*@tilestep.rule\(name='Lion'\)"):
+        pickle.loads(saved)

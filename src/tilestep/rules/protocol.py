@@ -287,6 +287,11 @@ class Rule:
 
 
 def _registered(name: str) -> Rule:
+    if name not in registry:
+        raise RuleError(
+            f"no rule is registered as {name!r}, with which this was made: import the module that makes it "
+            f"with @tilestep.rule(name={name!r}) before"
+        )
     return registry[name]
 
 
