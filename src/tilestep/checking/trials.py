@@ -14,6 +14,7 @@ from ..engine import graph_for
 from ..errors import RuleError
 from ..graph import ACROSS, Graph
 from ..optimizer import Optimizer
+from ..optimizer.build import build_tables
 from ..rules import Rule
 from .reference import CheckFailure, Snapshot, compare
 
@@ -131,8 +132,11 @@ class Trial:
         return list(dict.fromkeys(self.owner))
 
     def state(self, index: int) -> dict[str, Any]:
-        """The state of a parameter."""
-        return self.owner[index].state[self.params[index]]
+        """The state of a parameter, which begins here if no step has needed it yet."""
+        optimizer, param = self.owner[index], self.params[index]
+        if not optimizer.state.get(param):
+            build_tables(optimizer, ahead=True)
+        return optimizer.state[param]
 
     def hyperparameters(self, index: int) -> dict[str, Any]:
         """The hyperparameters of a parameter's group."""
