@@ -281,10 +281,10 @@ def test_a_scaler_that_was_not_used_before() -> None:
         tilestep.capture(optimizer, lambda: None)
 
 
-def test_masters_that_were_not_taken_over() -> None:
-    """Who writes to a parameter that has a master must say so before a capture by hand."""
+def test_remainders_that_were_not_taken_over() -> None:
+    """Who writes to a parameter that has a remainder must say so before a capture by hand: kernels do not see it."""
     params = make(dtype=torch.bfloat16)
-    optimizer = tilestep.AdamW(params, lr=0.1, master_weights=True)
+    optimizer = tilestep.AdamW(params, lr=0.1, master_weights="remainder")
     fill_gradients(params, 0)
     optimizer.step()
     with torch.no_grad():
