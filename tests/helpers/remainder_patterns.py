@@ -80,11 +80,13 @@ def kept_by_kernels(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     weight = torch.nn.Parameter(torch.zeros_like(values, dtype=torch.bfloat16))
     weight.grad = torch.zeros_like(weight)
     optimizer = tilestep.Optimizer([weight], keep, master_weights="remainder")
+    optimizer.step()  # state begins with the first step
     optimizer.state[weight]["wide"].copy_(values)
     optimizer.step()
     remainder = optimizer.state[weight]["remainder_param"]
     high, low = weight.detach().clone(), remainder.clone()
     reader = tilestep.Optimizer([weight], reveal, master_weights="remainder")
+    reader.step()
     reader.state[weight]["remainder_param"].copy_(low)
     reader.step()
     assert torch.equal(weight.detach().view(torch.int16), high.view(torch.int16)), "reading has changed the parameter"
