@@ -223,8 +223,8 @@ def begin_missing(later: Later, home: StateHome) -> None:
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        # The segment's array gives it its dtype and device.
-        return value.detach().reshape(()).clone() if copies else value.reshape(())
+        # The segment's array gives it its device, and if it was not loaded its dtype.
+        return value.detach().reshape(()).to(dtype, copy=True) if copies else value.reshape(())
     return torch.tensor(float(value), dtype=dtype, device="cpu")
 
 
