@@ -6,7 +6,7 @@ from .bases import descending, eigenbasis, orthogonal_basis
 from .operations import MATRIX_OPERATIONS, MatrixOperation, register
 from .orthogonal import COEFFICIENTS, orthogonalize
 from .products import matmul, transpose
-from .workspace import limit_workspace
+from .workspace import keeping_to, limit_workspace
 
 __all__ = [
     "COEFFICIENTS",
@@ -14,6 +14,7 @@ __all__ = [
     "MatrixOperation",
     "descending",
     "eigenbasis",
+    "keeping_to",
     "limit_workspace",
     "matmul",
     "orthogonal_basis",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 
 from .operations import MATRIX_OPERATIONS
 
-_limit: int = 1 << 30
+limit: int = 1 << 30
+"""The bound of an optimizer that is made now."""
+
+_kept: ContextVar[int | None] = ContextVar("_kept", default=None)
+"""The bound of the optimizer whose kernels are being prepared; None for the one of now."""
 
 
 class Operation(Protocol):
@@ -39,11 +45,21 @@ def limit_workspace(size: int) -> int:
         >>> limit_workspace(before) == 4 << 30
         True
     """
-    global _limit
+    global limit
     if size < 0:
         raise ValueError(f"a workspace of {size} bytes; it must be at least 0")
-    before, _limit = _limit, size
+    before, limit = limit, size
     return before
+
+
+@contextmanager
+def keeping_to(bound: int | None) -> Iterator[None]:
+    """Prepare matrix operations for a bound that may have been set when another was; None takes that of now."""
+    token = _kept.set(bound)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
@@ -61,5 +77,6 @@ def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute:
         operation = MATRIX_OPERATIONS.get(value.operation)
         extra = operation.workspace(rows, columns) if operation else 0
         needs.append((rows * columns + extra) * ((operation and operation.dtype) or compute).itemsize)
-    chunks = -(-count * max(needs) // max(_limit, 1))
+    kept = _kept.get()
+    chunks = -(-count * max(needs) // max(limit if kept is None else kept, 1))
     return max(1, -(-count // min(chunks, count)))

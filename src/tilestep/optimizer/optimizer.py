@@ -15,6 +15,7 @@ from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..engine.limits import Sigma, StepHistory, ZClip
 from ..errors import GradientError
+from ..matrices import keeping_to, workspace
 from ..placements import Agreement
 from ..rules import Rule
 from ..rules.adaptive_clip import AdaGC
@@ -122,6 +123,9 @@ class Optimizer(torch.optim.Optimizer):
     _joint: JointGradNorm | None = None
     """What it shares its norm with."""
 
+    _workspace: int | None = None
+    """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""
+
     has_whole_gradients = True
     """Whether all gradients are in the parameters' `grad` when it steps."""
 
@@ -163,6 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         self._masters: Masters | None = None
         self._graphs, self._home = Graphs(), StateHome()
         self._evaluating = self._ready = False
+        self._workspace = workspace.limit
         super().__init__(params, defaults)
         self._ready = True
         check_params(self)
@@ -227,7 +232,8 @@ class Optimizer(torch.optim.Optimizer):
         """Make tables, and the state that is missing, for the parameters as they are now; see `build_tables`."""
         self._drop_tables()
         self._flat_part = flat_part(self)
-        self._tables = build_tables(self, ahead=ahead)
+        with keeping_to(self._workspace):
+            self._tables = build_tables(self, ahead=ahead)
         self._tables.masters.carry(self._masters)
         self._masters = self._tables.masters
         self._known_control = remember(self._known_control, self._tables.engines)

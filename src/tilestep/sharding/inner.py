@@ -159,7 +159,7 @@ def make_inner(
         track_grad_norm=outer._skip.tracks_norm,
         **given,
     )
-    made._history = outer._history
+    made._history, made._workspace = outer._history, outer._workspace
     return made
 
 
