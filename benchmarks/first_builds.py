@@ -95,9 +95,9 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
     try:
         with forced_shape(default_shape(None, "cuda")):  # type: ignore[arg-type]
             optimizer = tilestep.Optimizer(parameters, rule, max_grad_norm=MAX_GRAD_NORM)
+            (engine,) = optimizer._fitting_tables(ahead=True).engines
     finally:
         backends.segment_class = chosen
-    (engine,) = optimizer._current()
     norm = TritonNorm(torch.device("cpu"), [each.numel() for each in parameters], [dtype] * len(parameters))
     decision = Decision(partials=norm.tiles_put())
     launches = [norm.tiles_launch(engine.grads), decision_launch(fresh_control(torch.device("cpu")), decision, {})]

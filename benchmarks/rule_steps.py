@@ -168,9 +168,9 @@ def _ours(name: str, parameters: Sequence[Tensor], title: str) -> Contender:
     """Return a contender for a rule; what is wrong with it comes to light in its first call."""
     try:
         optimizer = tilestep.Optimizer(parameters, name)
+        moved = 0 if has_matrix_work(optimizer) else step_bytes(optimizer)
     except Exception as failure:
         return Contender(title, _raises(failure))
-    moved = 0 if has_matrix_work(optimizer) else step_bytes(optimizer)
     return Contender(title, optimizer.step, moved)
 
 

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_state_is_what_an_optimizer_keeps(name: str, master_weights: bool, dtype: torch.dtype) -> None:
     weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
     optimizer = tilestep.Optimizer([weight], name, master_weights=master_weights)
+    weight.grad = torch.full_like(weight, 0.5)
+    optimizer.step()
     found = footprint(tilestep.registry[name], dtype=dtype, master_weights=master_weights)
     kept = sum(
         value.numel() * value.element_size()

@@ -87,8 +87,7 @@ def has_matrix_work(optimizer: Optimizer) -> bool:
     >>> has_matrix_work(Optimizer([torch.zeros(2, 2, requires_grad=True)], "SGD"))
     False
     """
-    tables = optimizer._tables
-    engines = tables.engines if tables is not None else []
+    engines = optimizer._fitting_tables(ahead=True).engines
     return any(segment.spec.program.library.passes for engine in engines for segment in engine.segments)
 
 
@@ -107,9 +106,7 @@ def tiled_rules() -> list[Rule]:
     parameter.grad = torch.ones(2, 2)
     found = []
     for rule in registry.values():
-        optimizer = Optimizer([parameter], rule)
-        optimizer._current()
-        if not has_matrix_work(optimizer):
+        if not has_matrix_work(Optimizer([parameter], rule)):
             found.append(rule)
     return found
 

@@ -49,7 +49,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
         >>> tensor = torch.zeros(4)[1:]
         >>> has_memory(tensor), has_memory(torch.zeros(4, device="meta")), has_memory(torch.zeros(0))
         (True, False, True)
-        >>> tensor.untyped_storage().resize_(0)
+        >>> _ = tensor.untyped_storage().resize_(0)
         >>> has_memory(tensor)
         False
     """

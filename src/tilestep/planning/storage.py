@@ -57,7 +57,7 @@ def footprint(
         >>> from tilestep.rules import registry
         >>> found = footprint(registry["AdamW"], master_weights=True)
         >>> found.state, found.moved
-        (12.0, 28.0)
+        (12.0, 30.0)
         >>> found = footprint(registry["AdamW"], master_weights="remainder")
         >>> found.state, found.moved
         (10.0, 26.0)
