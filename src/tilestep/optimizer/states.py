@@ -192,8 +192,11 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
         if not isinstance(start.init, str):
             continue
         buffer = as_real(local_part(state[name]))
-        value = part.detach() if start.init == "param" else torch.full((), _start(start, group))
-        buffer.copy_(torch.where(fresh.to(buffer.device), value.to(buffer.device, buffer.dtype), buffer))
+        if start.init == "param":
+            value = part.detach().to(buffer.device, buffer.dtype)
+        else:
+            value = torch.full((), _start(start, group), dtype=buffer.dtype, device=buffer.device)
+        buffer.copy_(torch.where(fresh.to(buffer.device), value, buffer))
 
 
 def begin_missing(later: Later, home: StateHome) -> None:
