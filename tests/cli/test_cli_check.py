@@ -15,8 +15,10 @@ from tilestep import cli
 from tilestep.checking import Verdict, check_rule
 from tilestep.checking.interpreted import check_interpreted
 from tilestep.checking.items import ITEMS
+from tilestep.checking.trials import Subject, run_item, trace_all
 from tilestep.cli._rules import load_rule
 from tilestep.codegen import cpp_text
+from tilestep.graph import Graph
 
 FOLDER = Path(__file__).parent
 Verdicts = dict[str, Verdict]
@@ -111,6 +113,30 @@ def test_a_code_generator_that_errs_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def broken_item(monkeypatch: pytest.MonkeyPatch, target: str, replacement: Callable[..., object], item: str) -> Verdict:
     monkeypatch.setattr(target, replacement)
     return verdicts(tilestep.registry["SGD"], momentum=0.9)[f"C++, {item}"]
+
+
+def test_a_state_that_does_not_begin_as_declared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilestep.optimizer import states
+
+    right = states.restart
+    monkeypatch.setattr(states, "restart", lambda buffer, *rest: right(buffer, *rest) or buffer.mul_(1.5))
+    found = checked("Rprop", "float32")
+    assert "step_size" in found.text or "the parameter" in found.text
+    assert found.passed is False and "at step 1," in found.text
+
+
+@pytest.mark.parametrize("kind", ["float32 master", "remainder"])
+def test_the_first_step_of_a_master_is_as_precise_as_later_ones(kind: str) -> None:
+    """Adafactor's bounds follow the precision of what it updates, which is the master."""
+    found = checked("Adafactor", f"bfloat16 with {kind}")
+    assert found.passed, found.text
+
+
+def checked(name: str, item: str) -> Verdict:
+    """The verdict of one item on a rule of tilestep's."""
+    rule, graphs = tilestep.registry[name], dict[int, Graph]()
+    trace_all(rule, rule.hyperparameters, graphs)
+    return run_item(Subject(rule, {}, torch.device("cpu"), graphs), item, ITEMS[item])
 
 
 def test_a_skip_that_does_not_skip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..optimizer.masters import MASTER_KEYS, exact_values
+from ..optimizer.masters import MASTER_KEYS, exact_values, master_kind
 from ..optimizer.states import TRAINING, shape_of
 from ..rules import Rule
 from ..rules.protocol import at_step
@@ -54,8 +54,8 @@ class Snapshot:
         return cls(exact_values(param, state), param.grad.detach().clone(), buffers, float(state["step"]) + 1)
 
     @classmethod
-    def first(cls, param: torch.Tensor, rule: Rule, hyperparameters: Mapping[str, Any]) -> Snapshot:
-        """A snapshot before the first step, when there is no state yet."""
+    def first(cls, param: torch.Tensor, rule: Rule, group: Mapping[str, Any]) -> Snapshot:
+        """A snapshot before the first step, when there is no state yet: as the rule declares that it begins."""
         assert param.grad is not None
         wide = torch.float64 if param.dtype is torch.float64 else torch.float32
         buffers = {}
@@ -67,9 +67,10 @@ class Snapshot:
             if start.init == "param":
                 buffers[name] = buffer.copy_(param.detach())
             else:
-                value = hyperparameters[start.init] if isinstance(start.init, str) else start.init
+                value = group[start.init] if isinstance(start.init, str) else start.init
                 buffers[name] = buffer.fill_(float(at_step(value, 1.0)))
-        return cls(param.detach().clone(), param.grad.detach().clone(), buffers, 1.0)
+        exact = exact_values(param, {}) if master_kind(param.dtype, group) is None else param.detach().float()
+        return cls(exact, param.grad.detach().clone(), buffers, 1.0)
 
 
 def expected(

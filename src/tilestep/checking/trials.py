@@ -14,7 +14,6 @@ from ..engine import graph_for
 from ..errors import RuleError
 from ..graph import ACROSS, Graph
 from ..optimizer import Optimizer
-from ..optimizer.build import build_tables
 from ..rules import Rule
 from .reference import CheckFailure, Snapshot, compare
 
@@ -132,18 +131,20 @@ class Trial:
         return list(dict.fromkeys(self.owner))
 
     def state(self, index: int) -> dict[str, Any]:
-        """The state of a parameter, which begins here if no step has needed it yet."""
-        optimizer, param = self.owner[index], self.params[index]
-        if not optimizer.state.get(param):
-            build_tables(optimizer, ahead=True)
-        return optimizer.state[param]
+        """The state of a parameter, empty before its first step."""
+        return self.owner[index].state.get(self.params[index], {})
+
+    def group(self, index: int) -> dict[str, Any]:
+        """The param group of a parameter."""
+        for group in self.owner[index].param_groups:
+            if any(param is self.params[index] for param in group["params"]):
+                return group
+        raise AssertionError("the parameter is in no group")
 
     def hyperparameters(self, index: int) -> dict[str, Any]:
         """The hyperparameters of a parameter's group."""
-        for group in self.owner[index].param_groups:
-            if any(param is self.params[index] for param in group["params"]):
-                return {key: group[key] for key in self.subject.rule.hyperparameters}
-        raise AssertionError("the parameter is in no group")
+        group = self.group(index)
+        return {key: group[key] for key in self.subject.rule.hyperparameters}
 
     def set_gradients(self, seed: int = 0) -> None:
         """Draw this step's gradients."""
@@ -183,11 +184,9 @@ class Trial:
 
     def _snapshot(self, index: int, param: torch.Tensor) -> Snapshot:
         state = self.state(index)
-        return (
-            Snapshot.of(param, state)
-            if state
-            else Snapshot.first(param, self.subject.rule, self.hyperparameters(index))
-        )
+        if state:
+            return Snapshot.of(param, state)
+        return Snapshot.first(param, self.subject.rule, self.group(index))
 
     def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
         """Clip the gradients that snapshots hold, as `torch.nn.utils.clip_grad_norm_` does, in float64."""
