@@ -382,13 +382,38 @@ test_two_ranks = each_passes(CHECKS, 2)
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_masters_of_another_kind_are_refused_in_place_and_converted_when_whole(tmp_path: Path) -> None:
-    model, optimizer = trained("masters", range(3))
+    _, optimizer = trained("masters", range(3))
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "masters")
-    other = remainders(model.parameters())
+    _, other = trained("remainders", range(1), model=model_for("remainders"))
     state = {"optimizer": other.state_dict()}
     with pytest.raises(
         dcp.CheckpointException, match=r"optimizer.state.0 with master_param, this optimizer with remainder_param"
     ):
         dcp.load(state, checkpoint_id=tmp_path / "masters", planner=tilestep.LoadPlanner())
     other.load_state_dict(optimizer.state_dict())
+    assert any(values["remainder_param"].any() for values in other.state.values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_that_has_not_begun_is_loaded(name: str, tmp_path: Path) -> None:
+    """In place, as `state_dict()` is empty before a step."""
+    _, optimizer = trained(name, range(3))
+    dcp.save({"training": {"optimizer": optimizer.state_dict()}}, checkpoint_id=tmp_path)
+    other = MAKERS[name](model_for(name).parameters())
+    state = {"training": {"optimizer": other.state_dict()}}
+    assert not state["training"]["optimizer"]["state"]
+    dcp.load(state, checkpoint_id=tmp_path, planner=tilestep.LoadPlanner())
+    other.load_state_dict(state["training"]["optimizer"])
+    assert_same(other.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_masters_of_another_kind_are_converted_where_no_state_has_begun(tmp_path: Path) -> None:
+    model, optimizer = trained("masters", range(3))
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    other = remainders(model.parameters())
+    state = {"optimizer": other.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path, planner=tilestep.LoadPlanner())
+    other.load_state_dict(state["optimizer"])
     assert any(values["remainder_param"].any() for values in other.state.values())

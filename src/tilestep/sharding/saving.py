@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -31,8 +32,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     Param groups of tilestep's optimizers have a rule, a clip and a kind of master that those of torch's have not, and
     every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses
-    such a checkpoint, or, with `allow_partial_load`, takes one without half of the state. A checkpoint with masters of
-    another kind (`master_weights`) is refused, with what to do instead.
+    such a checkpoint, or, with `allow_partial_load`, takes one without half of the state. Of an optimizer that has no
+    state before its first step, `DefaultLoadPlanner` loads param groups alone; this one brings the state too, as whole
+    tensors in CPU memory. A checkpoint with masters of another kind (`master_weights`) than a state has is refused,
+    with what to do instead.
 
     Example:
         >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
@@ -45,12 +48,14 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         >>> state = {"optimizer": mine.state_dict()}
         >>> dcp.load(state, checkpoint_id=folder, planner=tilestep.LoadPlanner(), no_dist=True)
         >>> mine.load_state_dict(state["optimizer"])
-        >>> mine.param_groups[0]["lr"]
-        0.5
+        >>> mine.param_groups[0]["lr"], mine.state[weight]["momentum_buffer"].tolist()
+        (0.5, [1.0, 1.0])
     """
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """As `DefaultLoadPlanner` does, without what is here alone if the checkpoint does not have it."""
+        """As `DefaultLoadPlanner` does, with the states that begin here, without what the checkpoint cannot have."""
+        if metadata is not None:
+            _begin_states(state_dict, metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         known = self.state_dict if metadata is None else metadata.state_dict_metadata
         _check_masters([str(key) for key in self.state_dict], known)
@@ -63,6 +68,32 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.state_dict = {
             key: value for key, value in self.state_dict.items() if key in known or not is_here_alone(str(key))
         }
+
+
+def _begin_states(state_dict: Any, metadata: Any) -> None:
+    """Make room for a checkpoint's states where an optimizer has none yet."""
+    empty = dict(_without_state(state_dict))
+    for key, path in (metadata.planner_data or {}).items():
+        place = tuple(map(str, path[:-3]))
+        if len(path) < 3 or place not in empty or path[-3] != "state":
+            continue
+        optimizer, (param, name) = empty[place], path[-2:]
+        # Paths of checkpoints have strings where states have numbers.
+        numbers = {str(number): number for group in optimizer["param_groups"] for number in group["params"]}
+        entry = metadata.state_dict_metadata[key]
+        # What is no tensor is set by `load_bytes`.
+        value = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+        optimizer["state"].setdefault(numbers.get(str(param), param), {})[name] = value
+
+
+def _without_state(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The optimizers whose states have not begun, by their places."""
+    if "param_groups" in values and values.get("state") == {}:
+        yield path, values
+        return
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _without_state(value, (*path, str(key)))
 
 
 def _check_masters(keys: Iterable[str], known: Collection[str]) -> None:
