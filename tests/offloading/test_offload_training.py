@@ -130,9 +130,17 @@ def test_a_loaded_state_stays_on_the_host(home: Homes) -> None:
     pair = Pair(clipped, home)
     pair.step()
     owner = pair.optimizer._home
-    memory = {pair.optimizer.state[param]["exp_avg"].data_ptr() for param in pair.moved}
-    pair.optimizer.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
-    assert {pair.optimizer.state[param]["exp_avg"].data_ptr() for param in pair.moved} == memory
+    taken, handed_out = owner.memory.taken, pair.optimizer.state_dict()
+    before = copy.deepcopy(handed_out)
+    pair.optimizer.load_state_dict(copy.deepcopy(handed_out))
+    for place, param in enumerate(pair.moved):
+        exp_avg = pair.optimizer.state[param]["exp_avg"]
+        assert owner.memory.holds(exp_avg)
+        # What was handed out is nobody's buffer now.
+        assert exp_avg.data_ptr() != handed_out["state"][place]["exp_avg"].data_ptr() or not exp_avg.numel()
+        assert torch.equal(handed_out["state"][place]["exp_avg"], before["state"][place]["exp_avg"])
+    del handed_out
+    assert owner.memory.taken == taken
     assert pair.optimizer._home is owner
     pair.step()
     pair.compare()

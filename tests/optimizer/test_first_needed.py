@@ -110,6 +110,16 @@ def test_state_that_was_made_ahead_begins_with_the_first_step(reads: bool) -> No
     assert all(map(torch.equal, late, early))
 
 
+def test_numbers_that_were_made_ahead_begin_in_their_own_precision() -> None:
+    late, early = make_params(dtype=torch.float64), make_params(dtype=torch.float64)
+    optimizer, reference = tilestep.Prodigy(late), tilestep.Prodigy(early)
+    optimizer._fitting_tables(ahead=True)
+    train([(optimizer, late), (reference, early)], range(4))
+    assert all(map(torch.equal, late, early))
+    for param, other in zip(late, early):
+        assert torch.equal(optimizer.state[param]["d"], reference.state[other]["d"])
+
+
 def test_parameters_that_are_replaced_before_a_step_leave_nothing_behind() -> None:
     params = make_params()
     optimizer = tilestep.AdamW(params)

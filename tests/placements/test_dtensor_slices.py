@@ -82,6 +82,8 @@ def every_kind_of_slice() -> None:
 def state_is_distributed_as_its_parameter() -> None:
     net = LAYOUTS["fsdp"][0]()
     optimizer = tilestep.Adafactor(net.parameters())
+    backward(net, batch(0, "fsdp"))
+    optimizer.step()
     weight = net.odd.weight
     state = optimizer.state[weight]
     assert state["row_var"].placements == weight.placements and state["row_var"].shape == (5, 1)

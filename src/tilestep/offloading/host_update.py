@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -201,7 +202,9 @@ class HostUpdate:
     """
 
     def __init__(self, home: HostState, segment: CpuSegment) -> None:
-        self._home, self._segment = home, segment
+        self._home = home
+        # The segment has this: a cycle would keep the state in host memory until it is collected.
+        self._segment_ref = weakref.ref(segment)
         self._mirrors = [home.mirror_of[id(entry.param)] for entry in segment.entries]
         program = segment.spec.program
         self._writes = [
@@ -218,6 +221,12 @@ class HostUpdate:
         self.windows = [Window(*each) for each in sizes_of_chunks(counts, whole, room)]
         if not self._in_slices:
             segment.set_windows(self.windows)
+
+    @property
+    def _segment(self) -> CpuSegment:
+        segment = self._segment_ref()
+        assert segment is not None, "only its segment runs it"
+        return segment
 
     def run(self, index: int) -> None:
         """Wait for a window's gradients, update it, send its parameters; then the next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -188,12 +189,20 @@ class StreamedUpdate:
     """
 
     def __init__(self, home: StreamedState, segment: Segment, names: Sequence[str], number: int) -> None:
-        self._home, self._segment, self._number = home, segment, number
+        self._home, self._number = home, number
+        # The segment has this: a cycle would keep the state in host memory until it is collected.
+        self._segment_ref = weakref.ref(segment)
         self._in_slices = bool(segment.spec.program.slices.views)
         room = 1 << 62 if self._in_slices else home.chunk_bytes
         self.chunks = cut_chunks(segment, names, room)
         self._traffic = [traffic_of(segment.spec, index) for index in range(len(segment.spec.program.tiles))]
         self._ready = False
+
+    @property
+    def _segment(self) -> Segment:
+        segment = self._segment_ref()
+        assert segment is not None, "only its segment runs it"
+        return segment
 
     def _buffer(self, position: int) -> Buffer:
         buffers = self._home.lanes.buffers

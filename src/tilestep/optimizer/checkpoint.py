@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import StateError
-from ..placements.local import copy_into, distribute, local_part
+from ..placements.local import copy_into, distribute, gathered, is_distributed, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
 from .build import loaded_states
@@ -268,6 +268,9 @@ def _saved_state(
     label: str, rule: Rule, group: Mapping[str, Any], param: torch.Tensor, saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     values = dict(saved)
+    if not is_distributed(param):
+        # As they come from an optimizer of DTensors.
+        values = {name: gathered(value) if is_distributed(value) else value for name, value in values.items()}
     kind = master_kind(param.dtype, group)
     starts = {**starts_of(rule, rule.state_names, param.dtype, group), TRAINING: _LIKE_PARAM}
     starts.update({key: _LIKE_PARAM for key in MASTER_KEYS if key not in starts})

@@ -199,7 +199,7 @@ def _part_like(value: Any, like: Any, over: Over | None = None) -> torch.Tensor:
         if value.shape == shape:
             return local_part(value if alike else value.redistribute(placements=placements))
         return local_part(value) if is_whole(value) else value.full_tensor()
-    value = sendable(value).full_tensor().to(value.dtype) if is_distributed(value) else value.detach()
+    value = gathered(value) if is_distributed(value) else value.detach()
     if value.shape != shape:
         return value
     return local_part(_replicated(value, like.device_mesh).redistribute(placements=placements))
@@ -217,6 +217,11 @@ def sendable(value: Any) -> Any:
     return value.to(torch.int32) if value.dtype is torch.int16 else value
 
 
+def gathered(value: Any) -> torch.Tensor:
+    """All of a DTensor on every rank; all ranks of its mesh take part."""
+    return sendable(value.detach()).full_tensor().to(value.dtype)
+
+
 @torch.no_grad()
 def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     """Write a tensor into another of the same whole shape, whatever is a DTensor and however it is distributed.
@@ -228,6 +233,6 @@ def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     if is_distributed(target):
         local_part(target).copy_(_part_like(value, target))
     elif is_distributed(value):
-        target.copy_(sendable(value).full_tensor())
+        target.copy_(gathered(value))
     else:
         target.copy_(value)
