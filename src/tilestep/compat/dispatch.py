@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TensorDispatch = TorchDispatchMode
@@ -47,8 +48,11 @@ def fake_mode_is_active() -> bool:
     """
     if not _active_modes():
         return False
-    mode = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
-    return mode is not None and is_fake(torch.empty(0))
+    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
+    # Not by making a tensor to look at: other modes would see it.
+    return kind is not None and any(
+        isinstance(mode, kind) for mode in _python_dispatch._get_current_dispatch_mode_stack()
+    )
 
 
 @contextlib.contextmanager
