@@ -81,7 +81,10 @@ class Program:
                 # Two float64 numbers chosen element by element would be float64 elements in torch.
                 if_false = param if condition.dim() and not if_true.dim() else number(third)
                 numbers.append(torch.where(condition, if_true, if_false))
-        return tuple(number(index) for index in self.results)
+        # One number for the parameter is refused.
+        elements = [value for value in numbers if value.dim()]
+        first, *others = self.results
+        return elements[-1 - first % len(elements)], *(number(index) for index in others)
 
 
 def programs(length: int = 40) -> strategies.SearchStrategy[Program]:

@@ -102,7 +102,8 @@ class Simulation:
                 self.graph.work.append(lambda: launch(launcher, *arguments))
 
         monkeypatch.setattr(Launcher, "__call__", call)
-        monkeypatch.setattr(tilestep.engine.backends, "segment_class", lambda device: tilestep.engine.cuda.CudaSegment)
+        for module in (tilestep.engine.backends, tilestep.optimizer.graphs):
+            monkeypatch.setattr(module, "segment_class", lambda device: tilestep.engine.cuda.CudaSegment)
         monkeypatch.setattr(tilestep.norm.table, "cpu_norm", lambda numels, dtypes: TritonNorm(CPU, numels, dtypes))
         self.deciders: Any = {}
 

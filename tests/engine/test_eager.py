@@ -119,5 +119,10 @@ def test_clip_and_skip_work_eagerly() -> None:
 
 @pytest.mark.filterwarnings("ignore:tilestep found no")
 def test_a_rule_over_all_tensors_is_refused_when_it_is_built() -> None:
-    with pytest.raises(BuildError, match="Prodigy reduces over all tensors"):
-        tilestep.Optimizer([torch.nn.Parameter(torch.ones(3))], "Prodigy")
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = tilestep.Optimizer([weight], "Prodigy")
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        with pytest.raises(BuildError, match="Prodigy reduces over all tensors"):
+            optimizer.step()
+        assert torch.equal(weight, torch.ones(3)) and not optimizer.state
