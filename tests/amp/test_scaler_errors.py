@@ -155,6 +155,10 @@ def test_without_any_gradient() -> None:
     for scaler, error in ((torch.amp.GradScaler("cpu"), AssertionError), (tilestep.GradScaler("cpu"), RuntimeError)):
         params = parameters()
         optimizer = tilestep.AdamW(params, max_grad_norm=1.0)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()  # state begins with the first step
+        optimizer.zero_grad()
         scaler.scale(torch.ones(()))
         with unchanged(params, optimizer):
             scaler.step(optimizer)
