@@ -20,7 +20,7 @@ __all__ = ["PARTS", "REPLAYED", "Bench"]
 
 REPLAYED = "step, replayed from a CUDA graph"
 
-BYTES_OF_AN_UPDATE = 28
+BYTES_OF_AN_UPDATE = 30
 """For each element: bfloat16 gradient and parameter, float32 master and two moments read and written."""
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
