@@ -290,9 +290,9 @@ def _saved_state(
         # torch's optimizers have rounded it: what is left of integers is of no use.
         del values[integers]
     if values.get("step") is None and any(isinstance(value, torch.Tensor) for value in values.values()):
-        if rule.uses_step and rule.name != "SGD":
+        if rule.uses_step and not rule.uncounted:
             raise StateError(f"the checkpoint has no step count ('step') for {label}, which {rule.name} needs")
-        # torch's SGD and Muon count no steps; their buffers are there from the first one on.
+        # Optimizers of torch that count no steps have their buffers from the first one on.
         values["step"] = 1.0
     return values
 

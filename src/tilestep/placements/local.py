@@ -17,6 +17,9 @@ Over = tuple[int, int]
 """The first of some neighbouring dimensions, and the one after the last."""
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_distributed(tensor: Any) -> bool:
     """Whether something is a DTensor.
 
@@ -24,6 +27,8 @@ def is_distributed(tensor: Any) -> bool:
         >>> is_distributed(torch.zeros(2))
         False
     """
+    if type(tensor) in _PLAIN:
+        return False
     kind = distributed_tensor_type()
     return kind is not None and isinstance(tensor, kind)
 

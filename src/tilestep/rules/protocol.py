@@ -99,6 +99,7 @@ class Rule:
         by_position: tuple[str, ...] = (),
         evaluation: Callable[..., Any] | None = None,
         others: str | None = None,
+        uncounted: bool = False,
         composition: tuple[Any, ...] | None = None,
     ) -> None:
         self.function = function
@@ -113,6 +114,7 @@ class Rule:
         self.by_position = tuple(by_position)
         self.evaluation = evaluation
         self.others = others
+        self.uncounted = uncounted
         self.composition = composition
         self._bound: Callable[..., Any] | None = None
         self._read_signature()
@@ -368,6 +370,7 @@ def rule(
     by_position: tuple[str, ...] = (),
     evaluation: Callable[..., Any] | None = None,
     others: str | None = None,
+    uncounted: bool = False,
 ) -> Any:
     """Make an update rule of a function written as plain single-tensor PyTorch.
 
@@ -384,6 +387,8 @@ def rule(
         evaluation: where the weights to evaluate are not the parameter itself: a function from the parameter and,
             by name, the states and hyperparameters it needs to those weights. Called by `Rule.evaluated`.
         others: of a rule for matrices alone, the name of the rule that a model's other parameters go to.
+        uncounted: whether torch's optimizer of this name keeps no step count: a checkpoint without one is taken for one
+            of a training that has begun, though the rule reads `step`.
 
     Raises:
         RuleError: if the signature does not follow the protocol.
@@ -408,6 +413,7 @@ def rule(
             by_position=by_position,
             evaluation=evaluation,
             others=others,
+            uncounted=uncounted,
         )
         if name is not None:
             registry[name] = made

@@ -14,6 +14,7 @@ from .protocol import State, at_least, rule
     ranges={"lr": at_least(0), "momentum": at_least(0), "weight_decay": at_least(0)},
     options={"foreach": None, "differentiable": False, "fused": None},
     keyword_only=("maximize",),
+    uncounted=True,
     states={"momentum_buffer": State()},
 )
 def sgd(
