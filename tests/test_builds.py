@@ -99,8 +99,10 @@ ENDS = {
 SIGNALS = {"is terminated": signal.SIGTERM, "is killed": signal.SIGKILL, "is interrupted": signal.SIGINT}
 
 # Without torch, which takes seconds to import: what builds needs none of it.
+# A shell's background processes begin with interrupts ignored, and so would this one.
 PROGRAM = """
-import importlib, pathlib, sys, threading, time, types
+import importlib, pathlib, signal, sys, threading, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for name, folder in (("tilestep", "tilestep"), ("tilestep.codegen", "tilestep/codegen")):
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = [{modules!r} + "/" + folder]
