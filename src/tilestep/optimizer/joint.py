@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..combinations import refusal
 from ..errors import GradientError
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
             has its own. All its ranks must step alike.
 
     Raises:
-        ValueError: for fewer optimizers (without a group), one given twice, or one that shares a norm already.
-        TypeError: for an optimizer that is not tilestep's, or one that updates parameters in backward or shards its
-            state, whose gradients are not all there when it steps.
+        ValueError: for fewer optimizers (without a group), one given twice, or one that shares a norm already, is
+            sharded or overlapped, whose gradients are not all there when it steps.
+        TypeError: for an optimizer that is not tilestep's.
 
     Source: one norm over model parts, as torchtitan's `clip_grad_norm_` over its container of optimizers.
 
@@ -113,13 +114,10 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
     for place, optimizer in enumerate(given):
         if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "power_sum")):
             raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not one of tilestep's")
-        if not optimizer.has_whole_gradients:
-            raise TypeError(
-                f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, which takes gradients before it "
-                "steps; a joint norm needs all of them at the first step: use it with plain optimizers, or with FSDP2"
-            )
-        if optimizer._joint is not None:
-            raise ValueError(f"joint_norm: optimizer {place} shares a norm already")
+        reason = refusal("joint norm", optimizer.attached)
+        if reason:
+            raise ValueError(f"joint_norm: optimizer {place}: {reason}")
     joint = JointGradNorm(given, group)
     for optimizer in given:
         optimizer._joint = joint
+        optimizer.attached += ("joint norm",)

@@ -112,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
     attached: tuple[str, ...] = ()
-    """What `shard`, `overlap` and `offload` have attached, as `combinations.REFUSED` calls it."""
+    """What `shard`, `overlap`, `offload` and `joint_norm` have attached, as `combinations.REFUSED` calls it."""
 
     _check_overflow = False
     """Set by `GradScaler` for one step: gradients that are not finite are an overflow."""
@@ -125,9 +125,6 @@ class Optimizer(torch.optim.Optimizer):
 
     _workspace: int | None = None
     """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""
-
-    has_whole_gradients = True
-    """Whether all gradients are in the parameters' `grad` when it steps."""
 
     @opaque
     def __init__(

@@ -28,6 +28,7 @@ class Optimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     state: Any
+    attached: tuple[str, ...]
     _begins_together: Any
     _check_overflow: Any
     _evaluating: bool
@@ -45,10 +46,6 @@ class Optimizer(Protocol):
     @property
     def agreement(self) -> Agreement | None:
         """What ranks decide together, if there are several."""
-
-    @property
-    def has_whole_gradients(self) -> bool:
-        """Whether gradients are those of whole parameters."""
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a param group."""

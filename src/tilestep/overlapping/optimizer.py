@@ -35,8 +35,6 @@ __all__ = ["OverlappedOptimizer"]
 class OverlappedOptimizer(Optimizer):
     """An optimizer whose updates run beside other work; made by `tilestep.overlap`. It is used as before."""
 
-    has_whole_gradients = False
-
     _elsewhere: set[int]
     """Parameters whose complete gradients are announced by DistributedDataParallel, by `id`."""
 

@@ -165,8 +165,6 @@ class ShardedOptimizer(Optimizer):
     gathers all of it. `optimizer.state` has this rank's pieces, flat.
     """
 
-    has_whole_gradients = False
-
     _sharding: Sharding
 
     _consolidated: dict[str, Any] | None = None
