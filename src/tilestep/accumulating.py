@@ -11,8 +11,6 @@ import torch
 
 from .compat import count_gradient_hooks, is_last_gradient_hook
 
-__all__ = ["Accumulating", "GradientHooks", "announce_gradients"]
-
 
 class Accumulating:
     """Something that goes on with gradients in backward, except inside of `no_sync`.
@@ -44,15 +42,6 @@ def announce_gradients(param: torch.Tensor, announce: Any, *told: Any, through: 
 
     Tensors keep their hooks where Python's garbage collector does not look: who holds the parameter, and is held by its
     hook, would never be let go, and neither would the model.
-
-    Args:
-        param: the parameter; one that is frozen now has gradients once it is thawed.
-        announce: the method, bound to its object; it is called with what follows here, and then the parameter.
-        told: plain values.
-        through: makes, of the function that torch would call, the one that it is to call in its place.
-
-    Returns:
-        A handle that ends it.
     """
     living, function = weakref.ref(announce.__self__), announce.__func__
 

@@ -44,9 +44,6 @@ _WORD = 10.0
 def content_key(*parts: str) -> str:
     """A short name for content: the hash of the parts and of tilestep's version.
 
-    Args:
-        parts: everything the built file depends on, as text.
-
     Example:
         >>> content_key("a", "b") == content_key("a", "b") != content_key("ab")
         True
@@ -64,13 +61,7 @@ class BuildTimeout(BuildError):
 
 
 class CachedFile:
-    """A file of the cache, opened and verified; close it, or use it as a context manager.
-
-    Args:
-        path: where it lies; what is there later may be another file.
-        handle: its descriptor.
-        content: what was read from it, without its checksum.
-    """
+    """A file of the cache, opened and verified; close it, or use it as a context manager."""
 
     _count = itertools.count()
 
@@ -222,21 +213,13 @@ def _places() -> Iterator[Path]:
 
 
 def open_cached(name: str) -> CachedFile | None:
-    """The verified file of this name, or None.
-
-    Args:
-        name: file name.
-    """
+    """The verified file of this name, or None."""
     opened = (_open_verified(directory, name) for directory in _places())
     return next((file for file in opened if file is not None), None)
 
 
 def cached_names(pattern: str) -> list[str]:
-    """Names in the cache, in their order; whether the files can be trusted is seen when they are opened.
-
-    Args:
-        pattern: a file name, in which `*` stands for anything.
-    """
+    """Names in the cache, in their order; whether the files can be trusted is seen when they are opened."""
     names: set[str] = set()
     for directory in _places():
         with contextlib.suppress(OSError), _opened(directory) as folder:
@@ -253,20 +236,7 @@ def cached(
     anew: bool = False,
     says: bool = True,
 ) -> CachedFile:
-    """The verified file of this name, built first if there is none.
-
-    Args:
-        name: file name, holding the key of its content.
-        build: writes the file at the path it is given, in a folder of its own that is removed afterwards; called by one
-            process at a time.
-        seconds: how long another process's build is waited for.
-        by: what builds it, for messages.
-        anew: build it even if it is there.
-        says: whether a warning says that another process is waited for.
-
-    Raises:
-        BuildError: if another process holds the lock for too long.
-    """
+    """The verified file of this name, built first if there is none."""
     file = None if anew else open_cached(name)
     if file is not None:
         return file
@@ -282,22 +252,13 @@ def cached(
 
 
 def cached_file(name: str, build: Callable[[Path], None]) -> Path:
-    """As `cached`, for files that others read: the path of the file.
-
-    Args:
-        name: file name, holding the key of its content.
-        build: as for `cached`.
-    """
+    """As `cached`, for files that others read: the path of the file."""
     with cached(name, build) as file:
         return file.path
 
 
 def find_cached(name: str) -> Path | None:
-    """The path of the verified file of this name, or None.
-
-    Args:
-        name: file name.
-    """
+    """The path of the verified file of this name, or None."""
     file = open_cached(name)
     if file is None:
         return None
@@ -306,15 +267,7 @@ def find_cached(name: str) -> Path | None:
 
 
 def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
-    """Write a text file of the cache anew, from what it says so far.
-
-    Args:
-        name: file name.
-        change: gives the new text from the text so far, None if there is none; called by one process at a time.
-
-    Returns:
-        The path of the file.
-    """
+    """Write a text file of the cache anew, from what it says so far."""
     directory = _present(cache_directory())
     with _locked(directory / name, 60.0, "", True):
         file = _open_verified(directory, name)
@@ -329,15 +282,7 @@ def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
 
 
 def publish(name: str, text: str) -> Path:
-    """Write a text for others to read, if it is not there yet.
-
-    Args:
-        name: file name.
-        text: all of it.
-
-    Returns:
-        The path of the file.
-    """
+    """Write a text for others to read, if it is not there yet."""
     file = open_cached(name)
     if file is not None:
         with file:
@@ -347,11 +292,7 @@ def publish(name: str, text: str) -> Path:
 
 
 def private_folder(name: str) -> Path:
-    """A folder of the cache for files of another library, which checks none: nobody else can reach into it.
-
-    Args:
-        name: its name.
-    """
+    """A folder of the cache for files of another library, which checks none: nobody else can reach into it."""
     directory = _present(cache_directory())
     try:
         return _closed_folder(directory, name)
@@ -456,9 +397,5 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def text_builder(text: Callable[[], str]) -> Callable[[Path], Any]:
-    """What writes a text that is only made if it is needed, for `cached`.
-
-    Args:
-        text: makes it.
-    """
+    """What writes a text that is only made if it is needed, for `cached`."""
     return lambda path: _write_text(path, text())

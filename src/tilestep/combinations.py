@@ -18,18 +18,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .compat import fsdp_module_type, is_flat_part, watch_all_submodules
 
-__all__ = [
-    "FSDP1",
-    "REFUSED",
-    "Wrappable",
-    "follow_wrappers",
-    "kind_of",
-    "refusal",
-    "refuse_replaced",
-    "split_kind",
-    "wrappers_around",
-]
-
 DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
 
 _SUMS = "which sums gradients over the ranks itself: give shard() the plain module; it does that too"
@@ -103,10 +91,6 @@ REFUSED: dict[tuple[str, str], str] = {
 def refusal(added: str, there: Iterable[str]) -> str:
     """Why something cannot be added to what is there; empty if it can.
 
-    Args:
-        added: what is attached: a name on the left of `REFUSED`.
-        there: the names of what is there.
-
     Example:
         >>> refusal("offload", ["overlap"])
         "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
@@ -139,15 +123,7 @@ def _fsdp1() -> Any | None:
 
 
 def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
-    """Raise if a model has none of an optimizer's parameters any more, as after `fully_shard`.
-
-    Args:
-        model: the model.
-        params: the optimizer's parameters, of which none has a gradient.
-
-    Raises:
-        RuntimeError: naming what may have replaced them.
-    """
+    """Raise if a model has none of an optimizer's parameters any more, as after `fully_shard`."""
     own = set(map(id, params))
     if own and not any(id(param) in own for param in model.parameters()):
         raise RuntimeError(
@@ -173,11 +149,7 @@ _watching: list[Any] = []
 
 
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
-    """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held.
-
-    Args:
-        holds: says it of a parameter.
-    """
+    """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held."""
     found = _wrappers(holds)
     if found:
         # One that is in a circle of references and that nobody holds any more reduces nothing.
@@ -195,12 +167,7 @@ def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
 
 
 def follow_wrappers(follower: Wrappable, model: nn.Module | None = None) -> None:
-    """Have something told of every wrapper that comes around its parameters from now on, as long as it lives.
-
-    Args:
-        follower: told before the wrapper does anything.
-        model: whose parameters they are, where that is known.
-    """
+    """Have something told of every wrapper that comes around its parameters from now on, as long as it lives."""
     _following[follower] = weakref.WeakSet(() if model is None else model.modules())
     if not _watching:
         _watching.append(watch_all_submodules(_look_at))

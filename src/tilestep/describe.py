@@ -20,52 +20,32 @@ from .optimizer.states import compute_dtype, storages
 from .rules import Rule
 from .storage import dtype_name
 
-__all__ = ["BACKENDS", "PassDescription", "RuleDescription", "describe", "generated_code", "spec_for"]
-
 BACKENDS = {"triton": "cuda", "cpp": "cpu"}
 """Type of device by name of backend."""
 
 
 @dataclass(frozen=True)
 class PassDescription:
-    """One pass of a step.
+    """One pass of a step."""
 
-    Args:
-        kind: "scalar", "across", "tile", "matrix", or the kind of slice: "row", "column", ...
-        what: what it computes, in words.
-        traffic: what a pass over elements or slices moves.
-        launches: names of what is called for it, however many tensors there are.
-    """
-
-    kind: str
-    what: str
-    traffic: Traffic | None = None
-    launches: tuple[str, ...] = ()
+    kind: str  # "scalar", "across", "tile", "matrix", or the kind of slice: "row", "column",
+    what: str  # what it computes, in words
+    traffic: Traffic | None = None  # what a pass over elements or slices moves
+    launches: tuple[str, ...] = ()  # names of what is called for it, however many tensors there are
 
 
 @dataclass(frozen=True)
 class RuleDescription:
-    """A rule, traced and cut into passes for one choice of hyperparameters and storages.
-
-    Args:
-        rule: the rule.
-        backend: "triton" or "cpp".
-        equations: the rule's docstring.
-        hyperparameters: what it was traced with.
-        states: name, dtype and shape of each buffer kept for a parameter, in words.
-        specialized: conditions on hyperparameters that hold for this code; others get code of their own.
-        passes: in the order they run.
-        source: the generated code.
-    """
+    """A rule, traced and cut into passes for one choice of hyperparameters and storages."""
 
     rule: Rule
-    backend: str
-    equations: str
-    hyperparameters: Mapping[str, Any]
-    states: Mapping[str, str]
-    specialized: tuple[str, ...]
-    passes: tuple[PassDescription, ...]
-    source: str = field(repr=False)
+    backend: str  # "triton" or "cpp"
+    equations: str  # the rule's docstring
+    hyperparameters: Mapping[str, Any]  # what it was traced with
+    states: Mapping[str, str]  # name, dtype and shape of each buffer kept for a parameter, in words
+    specialized: tuple[str, ...]  # conditions on hyperparameters that hold for this code; others get code of their own
+    passes: tuple[PassDescription, ...]  # in the order they run
+    source: str = field(repr=False)  # the generated code
 
     @property
     def bytes_read(self) -> int:
@@ -94,18 +74,6 @@ def spec_for(
 ) -> KernelSpec:
     """What an optimizer for parameters of this kind builds its kernels from.
 
-    Args:
-        rule: the rule.
-        hyperparameters: those that are not the defaults.
-        dtype: of the parameters.
-        master_weights: as for `Optimizer`.
-        dims: number of dimensions of the parameters.
-        device_type: "cuda" or "cpu".
-
-    Raises:
-        RuleError: if the rule cannot be translated.
-        TypeError, ValueError: for hyperparameters that the rule does not have or refuses.
-
     Example:
         >>> from tilestep.rules import registry
         >>> [array.name for array in spec_for(registry["Lion"]).arrays]
@@ -123,15 +91,7 @@ def spec_for(
 
 
 def generated_code(spec: KernelSpec, backend: str) -> str:
-    """The source a backend makes of a spec.
-
-    Args:
-        spec: what kernels are built from.
-        backend: "triton" or "cpp".
-
-    Raises:
-        ValueError: for another backend.
-    """
+    """The source a backend makes of a spec."""
     if backend not in BACKENDS:
         raise ValueError(f"no backend is called {backend!r}; there are {' and '.join(BACKENDS)}")
     if backend == "triton":
@@ -153,18 +113,6 @@ def describe(
     dims: int = 2,
 ) -> RuleDescription:
     """Trace a rule and say what a step with it does.
-
-    Args:
-        rule: the rule.
-        hyperparameters: those that are not the defaults.
-        backend: "triton" or "cpp".
-        dtype: of the parameters.
-        master_weights: as for `Optimizer`.
-        dims: number of dimensions of the parameters; rules may treat matrices apart.
-
-    Raises:
-        RuleError: if the rule cannot be translated.
-        TypeError, ValueError: for hyperparameters that the rule does not have or refuses; for another backend.
 
     Example:
         >>> from tilestep.rules import registry

@@ -8,17 +8,12 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["gradientless"]
-
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 def gradientless(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """As the decorator `torch.no_grad()`, which makes, enters and leaves a block even inside of another one.
-
-    Args:
-        function: what a step calls, where gradients are off already, and others.
 
     Example:
         >>> import torch

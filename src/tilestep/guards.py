@@ -12,8 +12,6 @@ from torch import nn
 
 from .compat import guard_parameters, is_dropping_gradients, watch_all_parameters
 
-__all__ = ["GuardedParameters", "Waits", "guard_model", "guard_sharers"]
-
 
 class Waits(Protocol):
     """What knows which parameters are on their way."""
@@ -35,14 +33,6 @@ def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor
     Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
     embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
     somewhere else too.
-
-    Args:
-        model: the model.
-        waits: knows which are on their way; it is asked beside others that guard the same module.
-        concerns: whether it may have to do with a parameter.
-
-    Returns:
-        Handles of hooks on modules.
     """
     handles: list[Any] = []
     for module in model.modules():
@@ -72,12 +62,7 @@ _watching: list[Any] = []
 
 
 def guard_sharers(model: nn.Module, waits: Knows) -> None:
-    """Let whoever looks a model's parameter up in a module of another model wait too: one there is, or is made later.
-
-    Args:
-        model: the model; its modules are guarded by `guard_model`.
-        waits: knows which parameters are on their way; modules that get one are looked at as long as it lives.
-    """
+    """Make look-ups of a model's parameter in other models' modules wait too: those there are, and those made later."""
     _sharers[waits] = weakref.WeakSet(
         module for module in model.modules() if any(map(waits.knows, dict.values(module._parameters)))
     )
@@ -145,12 +130,7 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's parameters; looking one up waits until it is there.
-
-    Args:
-        entries: the parameters by name.
-        waits: knows which are on their way.
-    """
+    """A module's parameters; looking one up waits until it is there."""
 
     def __init__(self, entries: dict[str, Any], waits: Waits) -> None:
         super().__init__(entries)

@@ -11,8 +11,6 @@ from torch.profiler import record_function
 
 from .compat import profiler_is_running
 
-__all__ = ["HOST_UPDATE", "ITERATION", "REPLAY", "UPDATE", "marked"]
-
 UPDATE = "tilestep::update"
 """What is launched inside is the optimizer's, wherever it runs: in a step, in backward, before a forward."""
 
@@ -30,9 +28,6 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 def marked(name: str) -> AbstractContextManager[object]:
     """A block whose work carries a name in traces.
-
-    Args:
-        name: one of this module's.
 
     Example:
         >>> with marked(UPDATE):

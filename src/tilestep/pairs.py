@@ -10,9 +10,6 @@ import torch
 from .errors import GradientError
 from .placements.local import local_part
 
-__all__ = ["REAL_INSTEAD", "ComplexMembers", "as_complex", "as_real", "real_shape", "resolved"]
-
-
 REAL_INSTEAD = (
     "make the module's parameter the pairs of reals, torch.view_as_real of it, and have its forward call "
     "torch.view_as_complex"
@@ -31,12 +28,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_complex(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A buffer that belongs to what `as_real` makes of a tensor, as one that belongs to the tensor.
-
-    Args:
-        tensor: the buffer.
-        like: the tensor; for a real one the buffer stays as it is.
-    """
+    """A buffer that belongs to what `as_real` makes of a tensor, as one that belongs to the tensor."""
     return torch.view_as_complex(tensor) if like.is_complex() else tensor
 
 
@@ -51,13 +43,7 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ComplexMembers:
-    """The complex ones among an engine's parameters.
-
-    Args:
-        labels: how messages call the parameters.
-        params: all of them.
-        views: what kernels update.
-    """
+    """The complex ones among an engine's parameters."""
 
     def __init__(self, labels: Sequence[str], params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         self._members = [
@@ -77,12 +63,6 @@ class ComplexMembers:
         """Gradients as kernels read them.
 
         One that torch conjugates lazily is resolved, and that becomes the parameter's `grad`.
-
-        Args:
-            gradients: a gradient or None for each of the engine's parameters, local parts of DTensors.
-
-        Raises:
-            GradientError: for a gradient of another dtype than its parameter.
         """
         gradients = list(gradients)
         for place, label, param, _ in self._members:

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from .compat import watch_clips
 from .errors import GradientError
 
-__all__ = ["TakesGradients", "announce_taker", "refuse_taken"]
-
 
 class TakesGradients(Protocol):
     """Something that takes gradients away before the step."""
@@ -31,24 +29,13 @@ _takers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_taker(taker: TakesGradients) -> None:
-    """Have clips of what something takes refused, torch's and a framework's too, as long as it lives.
-
-    Args:
-        taker: is asked when gradients are clipped.
-    """
+    """Have clips of what something takes refused, torch's and a framework's too, as long as it lives."""
     _takers.add(taker)
     watch_clips(refuse_taken)
 
 
 def refuse_taken(params: Iterable[Any]) -> None:
-    """Raise if the gradient of a parameter is to be clipped and was taken.
-
-    Args:
-        params: whose gradients are going to be clipped.
-
-    Raises:
-        GradientError: naming what has taken it and the remedy; nothing is changed then.
-    """
+    """Raise if the gradient of a parameter is to be clipped and was taken."""
     takers = [taker for taker in _takers if taker.has_taken_some]
     if not takers:
         return

@@ -18,14 +18,9 @@ import torch
 from . import native
 from .compat import DTENSOR_PARTS, addresses_equal, description, local_parts, tensor_guards
 
-__all__ = ["FixedTensors", "Survey", "TensorWatch", "any_gradient", "sum_of_versions", "survey", "which_train"]
-
 
 class TensorWatch:
     """Remembers a list of tensors, and tells cheaply whether another list is the same but for numbers in it.
-
-    Args:
-        tensors: dense tensors on one device.
 
     Example:
         >>> import torch
@@ -112,9 +107,6 @@ class FixedTensors:
     `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
     other memory, of which no version and no dictionary tells.
 
-    Args:
-        tensors: strided tensors, or DTensors of such; they are kept alive, their memory is not.
-
     Example:
         >>> import torch
         >>> state = torch.zeros(2)
@@ -136,11 +128,7 @@ class FixedTensors:
         self._fixed: Any = None
 
     def are_unmoved(self, threads: int = 1) -> bool:
-        """Whether every tensor is unchanged; a DTensor if its local part is the same object, unchanged.
-
-        Args:
-            threads: how many look, where it is a look in C++.
-        """
+        """Whether every tensor is unchanged; a DTensor if its local part is the same object, unchanged."""
         if self._fixed is not None:
             return self._module.unmoved(self._fixed, threads)
         if self._have_parts:
@@ -156,17 +144,11 @@ class FixedTensors:
 
 
 class Survey(NamedTuple):
-    """What one look at some parameters tells.
+    """What one look at some parameters tells."""
 
-    Args:
-        versions: how often they have been written to, all together.
-        any_gradient: whether one of them has a gradient.
-        trains: for each of them a one if it requires a gradient, else a zero.
-    """
-
-    versions: int
-    any_gradient: bool
-    trains: bytes
+    versions: int  # how often they have been written to, all together
+    any_gradient: bool  # whether one of them has a gradient
+    trains: bytes  # for each of them a one if it requires a gradient, else a zero
 
 
 def survey(params: list[torch.Tensor]) -> Survey:

@@ -6,8 +6,6 @@ import os
 
 import torch
 
-__all__ = ["thread_count"]
-
 _forked = False
 
 

@@ -24,33 +24,14 @@ from .cache import open_cached, update_cached
 if TYPE_CHECKING:
     from .codegen.spec import KernelSpec
 
-__all__ = [
-    "CANDIDATES",
-    "TileShape",
-    "default_shape",
-    "device_key",
-    "forced_shape",
-    "forget_tables",
-    "known_table",
-    "save_shapes",
-    "signature",
-    "tile_shape",
-]
-
 
 @dataclass(frozen=True)
 class TileShape:
-    """How a tile pass is cut up.
+    """How a tile pass is cut up."""
 
-    Args:
-        tile: elements worked on at once.
-        warps: warps of a GPU program; 1 on the CPU.
-        tiles: tiles that a program walks, one after the other.
-    """
-
-    tile: int
-    warps: int = 1
-    tiles: int = 1
+    tile: int  # elements worked on at once
+    warps: int = 1  # warps of a GPU program; 1 on the CPU
+    tiles: int = 1  # tiles that a program walks, one after the other
 
     @property
     def span(self) -> int:
@@ -77,11 +58,7 @@ _forced: ContextVar[TileShape | None] = ContextVar("forced_shape", default=None)
 
 
 def signature(spec: KernelSpec) -> str:
-    """What decides which tile shape is fastest: the bytes moved, the arrays' dtypes, and whether tiles are summed.
-
-    Args:
-        spec: what a kernel is built from.
-    """
+    """What decides which tile shape is fastest: the bytes moved, the arrays' dtypes, and whether tiles are summed."""
     from .codegen.traffic import total_traffic
     from .storage import dtype_name
 
@@ -93,24 +70,14 @@ def signature(spec: KernelSpec) -> str:
 
 
 def default_shape(spec: KernelSpec, device_type: str) -> TileShape:
-    """The shape where nothing was measured; on GPUs, what is fastest on an H200.
-
-    Args:
-        spec: what a kernel is built from.
-        device_type: "cuda" or "cpu".
-    """
+    """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
     if device_type == "cpu":
         return TileShape(16_384)
     return TileShape(512, 4, 3)
 
 
 def tile_shape(spec: KernelSpec, device: torch.device) -> TileShape:
-    """The shape of a spec's tiles on a device: forced, measured, or the default.
-
-    Args:
-        spec: what a kernel is built from.
-        device: where it runs.
-    """
+    """The shape of a spec's tiles on a device: forced, measured, or the default."""
     forced = _forced.get()
     if forced is not None:
         return forced
@@ -121,11 +88,7 @@ def tile_shape(spec: KernelSpec, device: torch.device) -> TileShape:
 
 @contextmanager
 def forced_shape(shape: TileShape) -> Iterator[None]:
-    """A block in which every kernel is cut into tiles of this shape.
-
-    Args:
-        shape: it; on a GPU its tile is a power of two.
-    """
+    """A block in which every kernel is cut into tiles of this shape."""
     token = _forced.set(shape)
     try:
         yield
@@ -156,12 +119,7 @@ def _file_name(device_name: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def known_table(device_name: str, device_type: str) -> Mapping[str, TileShape]:
-    """The measured shapes of a device, by signature; read once a process.
-
-    Args:
-        device_name: as `device_key` gives it.
-        device_type: "cuda" or "cpu".
-    """
+    """The measured shapes of a device, by signature; read once a process."""
     file = open_cached(_file_name(device_name))
     if file is None:
         return {}
@@ -196,15 +154,7 @@ def _usable(content: Any, device_name: str, device_type: str) -> dict[str, TileS
 
 
 def save_shapes(device: torch.device, shapes: Mapping[str, TileShape]) -> Path:
-    """Add measured shapes to a device's table in the cache; other processes' additions stay.
-
-    Args:
-        device: where they were measured.
-        shapes: by signature.
-
-    Returns:
-        The table's path.
-    """
+    """Add measured shapes to a device's table in the cache; other processes' additions stay."""
     name = device_key(device)
 
     def merged(text: str | None) -> str:

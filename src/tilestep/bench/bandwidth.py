@@ -61,10 +61,6 @@ extern "C" void update_2(uint16_t *p, uint16_t *g, uint16_t *m, uint16_t *v, int
 def copy(device: torch.device, size: int) -> Contender:
     """Return a copy of one buffer to another; it moves every byte twice.
 
-    Args:
-        device: where both buffers are.
-        size: of one buffer, in bytes.
-
     >>> copy(torch.device("cpu"), 1000).bytes_moved
     2000
     """
@@ -97,10 +93,6 @@ def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
 
     Without a compiler there is none: None.
 
-    Args:
-        elements: length of each array.
-        dtype: of the arrays; only its size matters, the arithmetic is on integers.
-
     >>> loop = plain_loop(1000, torch.float32)
     >>> loop is None or loop.bytes_moved == 28000
     True
@@ -121,10 +113,6 @@ def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
 
 def loop_over_tensors(sizes: Sequence[int], dtype: torch.dtype) -> Contender | None:
     """Return `plain_loop` over as many arrays as a model has tensors, each an allocation of its own.
-
-    Args:
-        sizes: elements of each tensor.
-        dtype: as for `plain_loop`.
 
     >>> loop = loop_over_tensors([10, 990], torch.float32)
     >>> loop is None or loop.bytes_moved == 28000

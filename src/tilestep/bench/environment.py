@@ -33,9 +33,6 @@ def device_name(device: torch.device) -> str:
 def environment(device: torch.device | None = None) -> dict[str, str]:
     """Return the names and versions that a result or a bug report should carry.
 
-    Args:
-        device: the device in question; None takes the GPU if there is one, else the CPU.
-
     >>> environment(torch.device("cpu"))["tilestep"] == __version__
     True
     """

@@ -24,18 +24,14 @@ class Contender:
     """One way to do the work.
 
     Args:
-        name: what the tables call it.
-        call: does the work once; on a GPU it may return before the work is done.
-        bytes_moved: the least memory traffic the work needs, in bytes; 0 if unknown.
-        prepare: run before every call, outside all figures.
         repeat: calls made back to back for one figure, the host free to run ahead as in a training loop; figures are
             for one call.
     """
 
-    name: str
-    call: Callable[[], object]
-    bytes_moved: int = 0
-    prepare: Callable[[], object] | None = None
+    name: str  # what the tables call it
+    call: Callable[[], object]  # does the work once; on a GPU it may return before the work is done
+    bytes_moved: int = 0  # the least memory traffic the work needs, in bytes; 0 if unknown
+    prepare: Callable[[], object] | None = None  # run before every call, outside all figures
     repeat: int = 1
 
 
@@ -108,18 +104,6 @@ def measure(
     """Measure contenders in interleaved rounds, each round in another order.
 
     A contender that raises is reported with its reason and left out of the later rounds.
-
-    Args:
-        contenders: what to compare.
-        device: where the work happens.
-        rounds: how many timed calls of each contender.
-        warmup: untimed calls of each before (builds, state, allocator).
-        traced: also count launches, torch calls and memory, with one profiled call each.
-        busy: also take the time a GPU is busy, with a call of its own in each round.
-        until: by `time.monotonic()`, when no further round begins; three there are in any case.
-
-    Returns:
-        One Timing per contender, in their order.
 
     >>> cpu = torch.device("cpu")
     >>> numbers = torch.ones(1000)

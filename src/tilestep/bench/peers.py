@@ -22,23 +22,14 @@ Build = Callable[[Sequence[Tensor]], Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """One optimizer in the comparison.
+    """One optimizer in the comparison."""
 
-    Args:
-        name: what the tables call it.
-        build: makes the optimizer for a list of parameters.
-        module: what must be importable.
-        compiled: whether its first step compiles for so long that it runs only on request.
-        clips: whether `step()` itself clips, when built with `max_grad_norm`.
-        gpu_only: whether it has no CPU version.
-    """
-
-    name: str
-    build: Callable[..., Any]
-    module: str = "torch"
-    compiled: bool = False
-    clips: bool = False
-    gpu_only: bool = False
+    name: str  # what the tables call it
+    build: Callable[..., Any]  # makes the optimizer for a list of parameters
+    module: str = "torch"  # what must be importable
+    compiled: bool = False  # whether its first step compiles for so long that it runs only on request
+    clips: bool = False  # whether `step()` itself clips, when built with `max_grad_norm`
+    gpu_only: bool = False  # whether it has no CPU version
 
 
 def _torch_adamw(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -87,11 +78,6 @@ PEERS = [
 
 def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = ()) -> list[Peer]:
     """Return the optimizers that can take part here.
-
-    Args:
-        device: where the parameters are.
-        compiled: also those that compile for a long time first.
-        names: only these; empty means all.
 
     >>> [peer.name for peer in peers(torch.device("cpu"), names=["torch fused"])]
     ['torch fused']

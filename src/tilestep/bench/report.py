@@ -63,15 +63,7 @@ def _time(figure: Spread | None) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw one panel per group: wall time of each contender, device time inside it, the limit's time as a line.
-
-    Args:
-        result: what to draw.
-        path: where to write the picture; the suffix chooses the format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw one panel per group: wall time of each contender, device time inside it, the limit's time as a line."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -97,15 +97,7 @@ class Result:
         return path
 
     def take_over(self, known: Result, keys: Sequence[str]) -> None:
-        """Begin with the groups of an earlier result; notes say where they are from.
-
-        Args:
-            known: it.
-            keys: of the environment, which must say the same in both.
-
-        Raises:
-            ValueError: for a result from elsewhere.
-        """
+        """Begin with the groups of an earlier result; notes say where they are from."""
         for key in keys:
             here, there = self.environment.get(key, "unknown"), known.environment.get(key, "unknown")
             if here != there:
@@ -120,11 +112,7 @@ class Result:
 
     @classmethod
     def load(cls, path: Path) -> Result:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: the file is of another format.
-        """
+        """Read what `save` wrote."""
         stored: dict[str, Any] = json.loads(path.read_text())
         if stored.pop("format", None) != FORMAT:
             raise ValueError(f"{path} is not a benchmark result of format {FORMAT}")

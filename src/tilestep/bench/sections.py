@@ -27,21 +27,13 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """How a section is run.
+    """How a section is run."""
 
-    Args:
-        device: where; `cpu` and `compile` know their own.
-        quick: tiny workloads and few rounds: checks the harness, measures nothing.
-        compiled: with the peers that compile for minutes.
-        rounds: timed calls of each contender.
-        say: gets a line about what is being measured.
-    """
-
-    device: torch.device
-    quick: bool = False
-    compiled: bool = False
-    rounds: int = 15
-    say: Callable[[str], object] = print
+    device: torch.device  # where; `cpu` and `compile` know their own
+    quick: bool = False  # tiny workloads and few rounds: checks the harness, measures nothing
+    compiled: bool = False  # with the peers that compile for minutes
+    rounds: int = 15  # timed calls of each contender
+    say: Callable[[str], object] = print  # gets a line about what is being measured
 
     @property
     def buffer_bytes(self) -> int:
@@ -210,16 +202,7 @@ def measured_group(
     device: torch.device,
     rounds: int | None = None,
 ) -> Group:
-    """Measure contenders and limits in the same rounds; the fastest limit is what the others are held against.
-
-    Args:
-        title: of the group.
-        contenders: what is compared.
-        limits: what moves memory as fast as can be.
-        settings: as for the section.
-        device: where.
-        rounds: at most so many; None takes the settings' number.
-    """
+    """Measure contenders and limits in the same rounds; the fastest limit is what the others are held against."""
     timings = settings.measure([*contenders, *limits], device, rounds)
     reached = [(timing.bandwidth, timing.contender) for timing in timings[len(contenders) :] if timing.bandwidth]
     limit, limit_name = max(reached, default=(None, ""))

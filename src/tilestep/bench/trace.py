@@ -16,19 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Trace:
-    """What one call did.
+    """What one call did."""
 
-    Args:
-        kernels: kernels run on the GPU.
-        copies: copies and fills run on the GPU, or between host and GPU.
-        calls: torch operators that Python called (those that they call in turn do not count).
-        peak_bytes: device memory above what was allocated before, at the highest point.
-    """
-
-    kernels: int
-    copies: int
-    calls: int
-    peak_bytes: int
+    kernels: int  # kernels run on the GPU
+    copies: int  # copies and fills run on the GPU, or between host and GPU
+    calls: int  # torch operators that Python called (those that they call in turn do not count)
+    peak_bytes: int  # device memory above what was allocated before, at the highest point
 
     @property
     def launches(self) -> int:
@@ -42,13 +35,6 @@ class NotRecorded(RuntimeError):
 
 def trace(call: Callable[[], object], device: torch.device) -> Trace:
     """Profile one call.
-
-    Args:
-        call: what to profile; it is called once.
-        device: where it runs.
-
-    Raises:
-        NotRecorded: if the profiler did not even see a kernel that was launched before the call.
 
     >>> seen = trace(lambda: torch.ones(1000).add(1.0), torch.device("cpu"))
     >>> seen.kernels, seen.calls, seen.peak_bytes

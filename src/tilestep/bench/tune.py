@@ -32,36 +32,22 @@ _TENSORS = 16
 
 @dataclass(frozen=True)
 class Job:
-    """One signature to measure.
+    """One signature to measure."""
 
-    Args:
-        rule: a rule that has it.
-        kind: a key of `KINDS`.
-        signature: what a table knows it by.
-        spec: what its kernels are built from.
-    """
-
-    rule: Rule
-    kind: str
-    signature: str
-    spec: KernelSpec
+    rule: Rule  # a rule that has it
+    kind: str  # a key of `KINDS`
+    signature: str  # what a table knows it by
+    spec: KernelSpec  # what its kernels are built from
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job gave.
-
-    Args:
-        job: it.
-        before: the shape in use so far.
-        after: the shape to use from now on; the same if nothing is clearly faster.
-        milliseconds: median time of a step with each candidate.
-    """
+    """What one job gave."""
 
     job: Job
-    before: TileShape
-    after: TileShape
-    milliseconds: Mapping[TileShape, float]
+    before: TileShape  # the shape in use so far
+    after: TileShape  # the shape to use from now on; the same if nothing is clearly faster
+    milliseconds: Mapping[TileShape, float]  # median time of a step with each candidate
 
     @property
     def gain(self) -> float:
@@ -112,12 +98,7 @@ def tiled_rules() -> list[Rule]:
 
 
 def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
-    """Every signature of these rules, each once.
-
-    Args:
-        rules: rules that run in tile passes.
-        device: where they would run.
-    """
+    """Every signature of these rules, each once."""
     found: dict[str, Job] = {}
     for rule in rules:
         for kind in KINDS:
@@ -170,15 +151,7 @@ def _measure(
 def tune(
     listed: Sequence[Job], device: torch.device, rounds: int = 7, elements: int = 0, save: bool = True
 ) -> Iterator[Outcome]:
-    """Measure jobs one after the other and put what is faster into the device's table.
-
-    Args:
-        listed: from `jobs`.
-        device: where to measure.
-        rounds: timed steps of each candidate; 4 at a time on a GPU.
-        elements: of all parameters together; 0 chooses enough for the device.
-        save: whether to keep the shapes for later processes.
-    """
+    """Measure jobs one after the other and put what is faster into the device's table."""
     for job in listed:
         before = tile_shape(job.spec, device)
         candidates = tuple(dict.fromkeys((before, *CANDIDATES[device.type])))

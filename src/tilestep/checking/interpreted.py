@@ -29,12 +29,7 @@ _TIMEOUT = 900
 
 
 def check_interpreted(rule: Any, given: Mapping[str, Any]) -> Iterator[Verdict]:
-    """Verdicts on the Triton code of a rule, run on the CPU.
-
-    Args:
-        rule: the rule; it must be importable, or made of importable ones.
-        given: hyperparameters that are not the defaults.
-    """
+    """Verdicts on the Triton code of a rule, run on the CPU."""
     if importlib.util.find_spec("triton") is None:
         yield Verdict(_BACKEND, None, "Triton is not installed")
         return

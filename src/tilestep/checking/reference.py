@@ -28,19 +28,12 @@ class CheckFailure(Exception):
 
 @dataclass
 class Snapshot:
-    """A parameter, its gradient and its state before a step, as copies.
+    """A parameter, its gradient and its state before a step, as copies."""
 
-    Args:
-        param: what the step starts from: the master where there is one.
-        grad: its gradient.
-        states: its state buffers by name.
-        step: the count that the step will have.
-    """
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    states: dict[str, torch.Tensor]
-    step: float
+    param: torch.Tensor  # what the step starts from: the master where there is one
+    grad: torch.Tensor  # its gradient
+    states: dict[str, torch.Tensor]  # its state buffers by name
+    step: float  # the count that the step will have
 
     @classmethod
     def of(cls, param: torch.Tensor, state: Mapping[str, Any]) -> Snapshot:
@@ -76,17 +69,7 @@ class Snapshot:
 def expected(
     rule: Rule, before: Snapshot, hyperparameters: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The new parameter and states by the rule's own code, in float64.
-
-    Args:
-        rule: the rule.
-        before: where the step starts.
-        hyperparameters: all of them.
-        dtype: what the rule computes in.
-
-    Returns:
-        The parameter under "param", states under their names.
-    """
+    """The new parameter and states by the rule's own code, in float64."""
     buffers: list[torch.Tensor | None] = [before.param.to(dtype), before.grad.to(dtype)]
     for name in rule.state_names:
         known = before.states.get(name)
@@ -115,18 +98,6 @@ def compare(
 
     Each value may be off by rounding to the type it is stored in, and by a few roundings of the type that is computed
     in, or a few times what the rule's own code is off in that type.
-
-    Args:
-        rule: the rule.
-        label: how the message calls the parameter.
-        param: the parameter after the step.
-        state: its state after the step.
-        before: where the step started.
-        hyperparameters: all of them.
-        coarse: whether the rule has matrix operations, whose rounding errors spread over the whole matrix.
-
-    Raises:
-        CheckFailure: naming the buffer, its value and the formula's.
     """
     if not param.numel():
         return  # formulas with extrema are not defined there

@@ -25,19 +25,12 @@ SHAPES = ((5, 7), (1300,), (), (3, 4, 5), (2, 3, 4, 5), (33, 2))
 
 @dataclass(frozen=True)
 class Subject:
-    """A rule under check.
-
-    Args:
-        rule: the rule.
-        given: hyperparameters that are not the defaults.
-        device: where it runs.
-        graphs: its graph for each number of dimensions it takes.
-    """
+    """A rule under check."""
 
     rule: Rule
-    given: Mapping[str, Any]
-    device: torch.device
-    graphs: Mapping[int, Graph]
+    given: Mapping[str, Any]  # hyperparameters that are not the defaults
+    device: torch.device  # where it runs
+    graphs: Mapping[int, Graph]  # its graph for each number of dimensions it takes
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -79,27 +72,13 @@ class Subject:
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """Normally distributed numbers, the same on every device.
-
-    Args:
-        shape: of the tensor.
-        dtype: what they are rounded to.
-        device: where they go.
-        seed: which numbers.
-    """
+    """Normally distributed numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
 
 
 class Trial:
-    """Parameters with an optimizer, or with one each where the rule spans tensors.
-
-    Args:
-        subject: the rule.
-        params: the parameters.
-        options: further arguments of `Optimizer`.
-        groups: hyperparameters of further param groups, which the parameters are dealt to in turn.
-    """
+    """Parameters with an optimizer, or with one each where the rule spans tensors."""
 
     def __init__(
         self,
@@ -158,14 +137,7 @@ class Trial:
         self.steps += 1
 
     def compared_step(self, limit: float | None = None) -> None:
-        """Step, and compare every parameter that has a gradient with the formula; the others must not change.
-
-        Args:
-            limit: the `max_grad_norm` that the optimizers were given, for which the formula gets clipped gradients.
-
-        Raises:
-            CheckFailure: naming the parameter, the buffer and both values.
-        """
+        """Step, and compare every parameter that has a gradient with the formula; the others must not change."""
         before = [
             self._snapshot(index, param) if param.grad is not None else param.detach().clone()
             for index, param in enumerate(self.params)
@@ -213,30 +185,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one check found.
+    """What one check found."""
 
-    Args:
-        item: what was checked.
-        passed: whether it is as it should be; None if it could not be checked here.
-        text: what was found, in plain words; a failure names the rule's file and line.
-        seconds: how long it took.
-    """
-
-    item: str
-    passed: bool | None
-    text: str
-    seconds: float = 0.0
+    item: str  # what was checked
+    passed: bool | None  # whether it is as it should be; None if it could not be checked here
+    text: str  # what was found, in plain words; a failure names the rule's file and line
+    seconds: float = 0.0  # how long it took
 
 
 def run_item(subject: Subject, name: str, item: Callable[[Subject], str], backend: str = "") -> Verdict:
-    """The verdict of one item.
-
-    Args:
-        subject: the rule under check.
-        name: the item's name.
-        item: the check.
-        backend: how the verdict calls the backend; empty names it by the device.
-    """
+    """The verdict of one item."""
     label = f"{backend or DEVICE_NAMES.get(subject.device.type, subject.device.type)}, {name}"
     return timed(label, lambda: item(subject), subject)
 
@@ -258,16 +216,7 @@ def timed(label: str, check: Callable[[], str], where: Subject | str) -> Verdict
 
 
 def trace_all(rule: Rule, values: Mapping[str, Any], graphs: dict[int, Graph]) -> dict[int, RuleError]:
-    """Trace a rule for tensors of 0 to 4 dimensions.
-
-    Args:
-        rule: the rule.
-        values: all hyperparameters.
-        graphs: receives the graph for each number of dimensions that the rule takes.
-
-    Returns:
-        Why it does not take the others.
-    """
+    """Trace a rule for tensors of 0 to 4 dimensions."""
     refusals: dict[int, RuleError] = {}
     for dims in range(5):
         try:

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 def chosen_device(name: str) -> torch.device:
     """Return the named device; the empty name means the GPU if there is one, else the CPU.
 
-    Raises:
-        typer.BadParameter: no such device here.
-
     >>> chosen_device("cpu")
     device(type='cpu')
     """
@@ -30,10 +27,6 @@ def chosen_device(name: str) -> torch.device:
 
 
 def require_plotting() -> None:
-    """Check that pictures can be drawn.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Check that pictures can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("the picture needs matplotlib: pip install matplotlib")

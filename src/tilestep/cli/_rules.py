@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 def load_rule(name: str) -> Rule:
     """The rule of this name.
 
-    Args:
-        name: that of a registered rule, in any case; or `module:function`, the module found in the current directory
-            or installed. A function that is not yet a rule becomes one.
-
-    Raises:
-        typer.BadParameter: if there is no such rule, module or function.
-        RuleError: if the function does not follow the protocol of rules.
-
     >>> load_rule("adamw").name
     'AdamW'
     """
@@ -62,13 +54,6 @@ def _imported(module_name: str, attributes: str) -> Any:
 
 def parse_settings(settings: Sequence[str], rule: Rule) -> dict[str, Any]:
     """Hyperparameters from `name=value` words.
-
-    Args:
-        settings: the words; values are Python's literals, `true`, `false` and `none` in any case, or else strings.
-        rule: the rule they are for.
-
-    Raises:
-        typer.BadParameter: for a word of another form, or a name that is not the rule's.
 
     >>> parse_settings(["amsgrad=true", "betas=(0.8, 0.9)", "lr=1e-2"], load_rule("adamw"))
     {'amsgrad': True, 'betas': (0.8, 0.9), 'lr': 0.01}

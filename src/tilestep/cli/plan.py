@@ -29,9 +29,6 @@ class Buffer(str, Enum):
 def elements_of(text: str) -> float:
     """A number of elements.
 
-    Raises:
-        typer.BadParameter: for anything that is no number.
-
     >>> elements_of("1.2B"), elements_of("350m"), elements_of("12,000")
     (1200000000.0, 350000000.0, 12000.0)
     """
@@ -46,9 +43,6 @@ def elements_of(text: str) -> float:
 
 def mesh_of(text: str) -> tuple[int, int]:
     """Ranks that split the state, and copies: `8`, `8x4`.
-
-    Raises:
-        typer.BadParameter: for anything else.
 
     >>> mesh_of("8x4"), mesh_of("16")
     ((8, 4), (16, 1))

@@ -55,16 +55,7 @@ class _Driver:
 
 @contextmanager
 def absent_gpu(directory: Path, capability: int = 90) -> Iterator[None]:
-    """A block in which Triton builds kernels for a GPU, launchers in C included, on a machine without one.
-
-    Args:
-        directory: receives a library in the place of the driver's; needs a C compiler.
-        capability: ten times the compute capability.
-
-    Raises:
-        ImportError: without Triton, or without its NVIDIA backend.
-        OSError, subprocess.CalledProcessError: without a C compiler.
-    """
+    """A block in which Triton builds kernels for a GPU, launchers in C included, on a machine without one."""
     from triton.runtime import driver
 
     library = directory / "libcuda.so.1"

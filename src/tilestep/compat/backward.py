@@ -57,11 +57,6 @@ def count_gradient_hooks(params: Iterable[torch.Tensor]) -> int:
 
 
 def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
-    """Whether a hook for accumulated gradients is called after all others of its parameter; True if torch does not say.
-
-    Args:
-        param: the parameter.
-        handle: what registering the hook has returned.
-    """
+    """Whether a gradient hook is called after all others of its parameter; True if torch does not say."""
     hooks = getattr(param, _KEPT, None)
     return not isinstance(hooks, dict) or handle.id not in hooks or next(reversed(hooks)) == handle.id

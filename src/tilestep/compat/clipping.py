@@ -18,9 +18,6 @@ def watch_clips(look: Callable[[list[Any]], None]) -> bool:
 
     `clip_grad_norm_` looks its second half up in its module, so whoever has imported it before is seen too.
 
-    Args:
-        look: is given the parameters; a second call with the same function changes nothing.
-
     Returns:
         Whether it will see them; without torch's functions being where they are known to be nothing is changed.
     """

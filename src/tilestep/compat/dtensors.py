@@ -53,13 +53,6 @@ def distributed_like(
 
     `DTensor.from_local` would move it. Without the private constructor, which FSDP uses for offloaded parameters, the
     part itself is returned: steps work as well, checkpoints of one rank then have its part alone.
-
-    Args:
-        part: what lies on this rank.
-        like: a DTensor on the mesh.
-        shape: of the whole.
-        stride: of the whole.
-        placements: of the whole.
     """
     try:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

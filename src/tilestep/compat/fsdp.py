@@ -25,10 +25,6 @@ def before_gathering(module: Any, prepare: Callable[[list[Any]], None]) -> bool:
 
     A hook on the module's forward would not do: other modules may prefetch its parameters.
 
-    Args:
-        module: the FSDP module.
-        prepare: is given the streams that are going to read them; an empty list on a CPU.
-
     Returns:
         Whether it is going to be; without FSDP2's parameter groups nothing is changed.
     """

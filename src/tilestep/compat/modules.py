@@ -26,10 +26,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
     """Let a module look its parameters up in a dictionary of our own.
 
-    Args:
-        module: the module.
-        guard: makes that dictionary from the module's.
-
     Returns:
         Whether it does; without torch keeping them in `_parameters` nothing is changed.
     """
@@ -48,11 +44,7 @@ def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
 
 
 def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
-    """Have something called before any module gets a parameter; gives a handle to end that, or None without such calls.
-
-    Args:
-        before: is given the module and the parameter, which may be None.
-    """
+    """Have something called before any module gets a parameter; a handle ends that, None without such calls."""
     from torch.nn.modules import module as modules
 
     register = getattr(modules, "register_module_parameter_registration_hook", None)
@@ -60,11 +52,7 @@ def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
 
 
 def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:
-    """Have something called before any module gets a submodule; gives a handle to end that, or None without such calls.
-
-    Args:
-        before: is given the module and the submodule.
-    """
+    """Have something called before any module gets a submodule; a handle ends that, None without such calls."""
     from torch.nn.modules import module as modules
 
     register = getattr(modules, "register_module_module_registration_hook", None)

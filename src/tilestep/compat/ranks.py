@@ -28,11 +28,6 @@ def group_device_types(group: Any) -> set[str] | None:
 def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[bool, Any]:
     """Begin to gather several tensors in one message.
 
-    Args:
-        group: the process group.
-        wholes: where all ranks' parts go, flat, of one dtype.
-        parts: this rank's part of each; it may lie in the whole.
-
     Returns:
         Whether it has begun, which it has not where torch has no call for it; and what to wait for, None where there is
         nothing: on a GPU it runs in the current stream.

@@ -20,12 +20,7 @@ _KNOWN_TRITON = ("3.6.",)
 
 
 def by_numpy(name: str, *values: Any) -> Any:
-    """A function of numpy's, or of Python's `math`, on tensors of Triton's interpreter.
-
-    Args:
-        name: the function's.
-        values: tensors of one shape and dtype.
-    """
+    """A function of numpy's, or of Python's `math`, on tensors of Triton's interpreter."""
     from triton.language import tensor
     from triton.runtime.interpreter import TensorHandle
 
@@ -51,12 +46,6 @@ def direct_launch(
     """What launches a kernel of a known Triton with addresses in place of tensors, or None.
 
     Given tensors, Triton asks each for its address and the driver whether it may be used: half the cost of a launch.
-
-    Args:
-        compiled: the kernel, as Triton compiled it.
-        grid: number of programs in each dimension.
-        device: where the arguments live.
-        constants: values of the kernel's constants, in order.
 
     Returns:
         A function that tells whether it has launched; not while somebody has hooks on launches.
@@ -93,10 +82,6 @@ def compile_together(compilations: Sequence[Callable[[], object]], threads: int)
     """Let a known Triton compile several kernels at a time into its caches; others do nothing here.
 
     What fails leaves no trace: whoever asks for that kernel next compiles it, and sees why.
-
-    Args:
-        compilations: each calls `warmup` of one kernel, in the calling thread; only what compiles runs in others.
-        threads: how many of them.
     """
     import triton
 
@@ -122,9 +107,6 @@ class _Compilers:
     """What Triton hands compilations to: behind each it also builds the C that launches such kernels, once a signature.
 
     Triton does that when a kernel is loaded, one after the other; it takes about as long as compiling the kernel.
-
-    Args:
-        pool: the threads.
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
@@ -170,11 +152,7 @@ def triton_hash() -> tuple[Callable[[], str], Path] | None:
 
 
 def replace_triton_hash(known: str) -> None:
-    """Let Triton take this for the hash of its compiler.
-
-    Args:
-        known: what the function of `triton_hash` once returned.
-    """
+    """Let Triton take this for the hash of its compiler."""
     from triton.runtime import cache
 
     cache.triton_key = functools.lru_cache(lambda: known)

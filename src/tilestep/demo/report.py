@@ -47,11 +47,7 @@ def _count(run: Run, gpu: bool) -> str:
 
 
 def picture(runs: Sequence[Run], path: Path, title: str) -> None:
-    """Draw both loss curves, their distance, and the optimizer's time in every step.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw both loss curves, their distance, and the optimizer's time in every step."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -20,39 +20,20 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Traced:
-    """What to train.
+    """What to train."""
 
-    Args:
-        device: where.
-        iterations: how many are traced.
-        optimizer: a rule's name, or "torch": torch's fused AdamW with its clip.
-        size: of the model.
-        batch: sequences an iteration.
-        bf16: whether parameters are bfloat16.
-        clip: the global norm that gradients are clipped to; 0 for no clip.
-        during: "backward" or "forward", see `tilestep.overlap`; empty for steps between them.
-    """
-
-    device: torch.device
-    iterations: int
-    optimizer: str
-    size: Size
-    batch: int
-    bf16: bool
-    clip: float = 1.0
-    during: str = ""
+    device: torch.device  # where
+    iterations: int  # how many are traced
+    optimizer: str  # a rule's name, or "torch": torch's fused AdamW with its clip
+    size: Size  # of the model
+    batch: int  # sequences an iteration
+    bf16: bool  # whether parameters are bfloat16
+    clip: float = 1.0  # the global norm that gradients are clipped to; 0 for no clip
+    during: str = ""  # "backward" or "forward", see `tilestep.overlap`; empty for steps between them
 
 
 def train_traced(traced: Traced, out: Path) -> Report:
-    """Train some iterations outside the trace and some inside, and write the trace.
-
-    Args:
-        traced: what to train.
-        out: folder for the files.
-
-    Raises:
-        RuleError: for an unknown rule.
-    """
+    """Train some iterations outside the trace and some inside, and write the trace."""
     torch.manual_seed(0)
     model = GPT(traced.size).to(traced.device, torch.bfloat16 if traced.bf16 else torch.float32)
     parameters = list(model.parameters())

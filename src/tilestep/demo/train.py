@@ -22,29 +22,17 @@ PIECE = 2048  # bytes of text that stay together when some are set aside
 
 @dataclass(frozen=True)
 class Recipe:
-    """What both runs share.
+    """What both runs share."""
 
-    Args:
-        device: where to train.
-        steps: how many optimizer steps.
-        batch: sequences a step.
-        lr: the highest learning rate, reached after a tenth of the steps and followed by half a cosine.
-        betas: of AdamW.
-        weight_decay: of AdamW.
-        max_grad_norm: the global norm that gradients are clipped to.
-        seed: of the initial weights and the batches.
-        size: of the model.
-    """
-
-    device: torch.device
-    steps: int = 600
-    batch: int = 16
-    lr: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    seed: int = 0
-    size: Size = field(default_factory=Size)
+    device: torch.device  # where to train
+    steps: int = 600  # how many optimizer steps
+    batch: int = 16  # sequences a step
+    lr: float = 3e-3  # the highest learning rate, reached after a tenth of the steps and followed by half a cosine
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    weight_decay: float = 0.1  # of AdamW
+    max_grad_norm: float = 1.0  # the global norm that gradients are clipped to
+    seed: int = 0  # of the initial weights and the batches
+    size: Size = field(default_factory=Size)  # of the model
 
     def rate(self, step: int) -> float:
         """Return the learning rate's factor for a step counted from 0.
@@ -125,14 +113,6 @@ def train(
     """Train one model for each entry from the recipe's seed and measure the optimizer's part of every step.
 
     The trainings take turns of some steps, so that whatever else the machine does meets them alike.
-
-    Args:
-        competing: the optimizers.
-        recipe: everything else.
-        progress: called after every turn with the entry's index, the number of its steps done, and the loss.
-
-    Returns:
-        For each entry losses, times and, from one more step after the training, launches and memory.
     """
     trainings = [_Training(entry, recipe) for entry in competing]
     for done in range(0, recipe.steps, TURN):

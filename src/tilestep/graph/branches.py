@@ -6,18 +6,12 @@ import ast
 import linecache
 from collections.abc import Iterator, Sequence
 
-__all__ = ["rewritten"]
-
 Branch = tuple["ast.If | ast.IfExp", ast.stmt, "ast.stmt | None"]
 """A branch, its statement, and the statement that follows."""
 
 
 def rewritten(place: str) -> str:
-    """The lines that could stand for a branch, joined by "; "; empty where it is not simple enough.
-
-    Args:
-        place: `file:line` of the condition.
-    """
+    """The lines that could stand for a branch, joined by "; "; empty where it is not simple enough."""
     file, _, line = place.rpartition(":")
     try:
         tree = ast.parse("".join(linecache.getlines(file)))

@@ -7,8 +7,6 @@ import torch
 from .ir import Builder, Level, Value
 from .lowering import LOWERINGS
 
-__all__ = ["difference", "displacement"]
-
 
 @torch.library.custom_op("tilestep::displacement", mutates_args=(), schema="(Tensor new, Tensor old) -> Tensor")
 def _displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -23,10 +21,6 @@ def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it.
 
-    Args:
-        new: a tensor computed from `old`, such as a rule's new parameter.
-        old: a tensor of the same shape.
-
     Example:
         >>> displacement(torch.tensor([3.0]), torch.tensor([1.0]))
         tensor([2.])
@@ -36,11 +30,6 @@ def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 def difference(build: Builder, new: Value, old: Value) -> Value:
     """The value of `new - old`, simplified where `new` is `old`, scaled and added to.
-
-    Args:
-        build: makes the values.
-        new: a value computed from `old`.
-        old: an element-level value.
 
     Example:
         >>> build = Builder()

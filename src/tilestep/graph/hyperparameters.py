@@ -10,8 +10,6 @@ import torch
 
 from ..rules.scalars import as_python
 
-__all__ = ["flat_numbers", "known_numbers"]
-
 
 def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The hyperparameters that are numbers or tensors, tuples entry by entry as `name.index`.

@@ -11,21 +11,6 @@ import torch
 
 from .operations import OPERATIONS
 
-__all__ = [
-    "IF_NOT_ZERO",
-    "SCALAR_LEVELS",
-    "Builder",
-    "Graph",
-    "Guard",
-    "Level",
-    "Over",
-    "Value",
-    "ancestors",
-    "evaluate",
-    "join",
-    "outcome",
-]
-
 
 class Level(IntEnum):
     """What a value depends on, from least to most.
@@ -51,11 +36,7 @@ Over = tuple[int, int]
 
 
 def join(values: Iterable[Value]) -> tuple[Level, Over | None]:
-    """The level of a value computed from these, and the dimensions along which it is the same.
-
-    Args:
-        values: what it is computed from.
-    """
+    """The level of a value computed from these, and the dimensions along which it is the same."""
     listed = list(values)
     level = max((value.level for value in listed), default=Level.CONSTANT)
     if level is not Level.SLICE:
@@ -72,27 +53,20 @@ class Value:
     Args:
         operation: a key of `OPERATIONS`, or `"constant"`, `"load"` (a buffer), `"hyper"` (a hyperparameter or other
             number known to the scalar pass).
-        args: the values it is computed from.
-        attribute: the constant's number, the buffer's or hyperparameter's name.
-        level: what it depends on.
-        is_bool: whether it is a truth value; numbers otherwise.
-        over: at slice level, the block of dimensions along which it is the same.
         space: at matrix level, what it has for rows and columns: `("rows", "rows")` for one square on the left.
-        name: the rule's own variable name, or empty.
-        line: `file:line` in the rule, for messages.
         dtype: in a storage format, "int32" for an integer and the dtype's name for an element as it lies in memory;
             empty for a number in the type computed in.
     """
 
     operation: str
-    args: tuple[Value, ...] = ()
-    attribute: Any = None
-    level: Level = Level.CONSTANT
-    is_bool: bool = False
+    args: tuple[Value, ...] = ()  # the values it is computed from
+    attribute: Any = None  # the constant's number, the buffer's or hyperparameter's name
+    level: Level = Level.CONSTANT  # what it depends on
+    is_bool: bool = False  # whether it is a truth value; numbers otherwise
     space: tuple[str, str] | None = None
-    over: Over | None = None
-    name: str = ""
-    line: str = ""
+    over: Over | None = None  # at slice level, the block of dimensions along which it is the same
+    name: str = ""  # the rule's own variable name, or empty
+    line: str = ""  # `file:line` in the rule, for messages
     dtype: str = ""
 
     @property
@@ -120,35 +94,26 @@ class Graph:
     """A traced rule.
 
     Args:
-        title: the rule's name.
-        outputs: new value of each buffer that changes, by buffer name (the parameter's name is `param`).
         guards: the branches taken, on hyperparameters and sizes; when one flips, the rule is traced again.
-        states: names of the state buffers that are read or written, in the rule's order.
-        scalar_states: those of them that hold one number per tensor.
         slice_states: those of them that hold one number per row or column, and the dimension that they have not.
         matrix_states: those of them that are matrices of another shape, and what they have for rows and columns.
         state_dtypes: what those of them are kept in for which the rule says so.
-        dims: dimensions of the parameter it was traced for.
-        reads_shape: whether the rule asked for them, so that the graph holds for these dimensions only.
-        branches_on_sizes: whether a guard asks for the parameter's sizes.
-        equations: the rule's docstring, for people.
-        aten: the ATen calls of the rule as torch.fx recorded them, for people.
         specs: what kernels have been built from it, so that they live as long as it does.
     """
 
-    title: str
-    outputs: dict[str, Value]
+    title: str  # the rule's name
+    outputs: dict[str, Value]  # new value of each buffer that changes, by buffer name (the parameter's name is `param`)
     guards: list[Guard] = field(default_factory=list)
-    states: tuple[str, ...] = ()
-    scalar_states: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()  # names of the state buffers that are read or written, in the rule's order
+    scalar_states: tuple[str, ...] = ()  # those of them that hold one number per tensor
     slice_states: dict[str, Over] = field(default_factory=dict)
     matrix_states: dict[str, tuple[str, str]] = field(default_factory=dict)
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    dims: int = 1
-    reads_shape: bool = False
-    branches_on_sizes: bool = False
-    equations: str = ""
-    aten: Any = None
+    dims: int = 1  # dimensions of the parameter it was traced for
+    reads_shape: bool = False  # whether the rule asked for them, so that the graph holds for these dimensions only
+    branches_on_sizes: bool = False  # whether a guard asks for the parameter's sizes
+    equations: str = ""  # the rule's docstring, for people
+    aten: Any = None  # the ATen calls of the rule as torch.fx recorded them, for people
     specs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def values(self) -> list[Value]:
@@ -165,11 +130,7 @@ class Graph:
 
 
 def ancestors(roots: Iterable[Value]) -> list[Value]:
-    """The roots and all they depend on, in dependency order.
-
-    Args:
-        roots: values to start from.
-    """
+    """The roots and all they depend on, in dependency order."""
     order: list[Value] = []
     seen: set[int] = set()
     for root in roots:
@@ -190,15 +151,7 @@ def ancestors(roots: Iterable[Value]) -> list[Value]:
 
 
 def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
-    """The value as a Python number, given the hyperparameters and sizes it depends on.
-
-    Args:
-        value: a constant, or one that depends on no data.
-        numbers: hyperparameters and sizes by name.
-
-    Raises:
-        KeyError: if it depends on a number that is not given, or on a reduction.
-    """
+    """The value as a Python number, given the hyperparameters and sizes it depends on."""
     known: dict[int, Any] = {}
     for node in ancestors([value]):
         if node.operation == "constant":
@@ -219,15 +172,6 @@ IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
 
 def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[str] = ()) -> bool | None:
     """How a branch goes, as far as it can be told before the step.
-
-    Args:
-        condition: a truth value, or a number that must not be zero.
-        numbers: hyperparameters and sizes by name.
-        unread: names of numbers that only the device can read; such a one is taken to be positive where a branch asks
-            of it alone whether it is zero.
-
-    Returns:
-        The outcome; None where it depends on another number that is not given, or on data.
 
     Example:
         >>> build = Builder()

@@ -13,9 +13,6 @@ from .ir import Graph, Level, Value, ancestors
 from .matrices import is_matrix_work
 from .passes import TilePass
 
-__all__ = ["Library", "LibraryPass", "plan", "stage_of"]
-
-
 Condition = tuple[Value, bool]
 """A truth value of hyperparameters and the step, and what it must be."""
 
@@ -25,17 +22,14 @@ class LibraryPass:
     """Work on whole matrices after a tile pass, done for all tensors of a shape at once.
 
     Args:
-        values: what is computed, in order.
         inputs: the scratch array in which the tile pass left an element-level value, by identity.
-        outputs: the scratch array to which a result goes, by identity.
-        states: new values of matrix states, stored at its end.
         needed: for a value that is not always needed, conditions of which one must be as it says, by identity.
     """
 
-    values: list[Value] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)  # what is computed, in order
     inputs: dict[int, str] = field(default_factory=dict)
-    outputs: dict[int, str] = field(default_factory=dict)
-    states: dict[str, Value] = field(default_factory=dict)
+    outputs: dict[int, str] = field(default_factory=dict)  # the scratch array to which a result goes, by identity
+    states: dict[str, Value] = field(default_factory=dict)  # new values of matrix states, stored at its end
     needed: dict[int, list[Condition]] = field(default_factory=dict)
 
 
@@ -62,27 +56,12 @@ class Library:
 
 
 def stage_of(value: Value, stages: dict[int, int]) -> int:
-    """The first tile pass that could use a value of matrix work, given its arguments' stages.
-
-    Args:
-        value: it.
-        stages: the scalar or tile pass that computes each value, by identity.
-    """
+    """The first tile pass that could use a value of matrix work, given its arguments' stages."""
     return max(stages[id(arg)] + (not is_matrix_work(arg)) for arg in value.args)
 
 
 def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> Library:
-    """Put matrix work between the tile passes, which write its operands and read its results.
-
-    Args:
-        graph: the rule's graph.
-        stages: as in `stage_of`.
-        tiles: the tile passes; their stores and loads are completed.
-
-    Raises:
-        RuleError: for a matrix of another shape than the parameter where an element belongs, and for a number that
-            is not known before the step.
-    """
+    """Put matrix work between the tile passes, which write its operands and read its results."""
     work = [value for value in graph.values() if is_matrix_work(value)]
     _check(graph, work)
     if not work:

@@ -10,8 +10,6 @@ import torch
 
 from .ir import Builder, Value
 
-__all__ = ["LOWERINGS", "Lowering", "Unsupported"]
-
 Lowering = Callable[..., Value]
 
 

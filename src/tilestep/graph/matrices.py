@@ -12,8 +12,6 @@ from .ir import Builder, Level, Value
 from .lowering import LOWERINGS, Unsupported
 from .operations import OPERATIONS, Operation
 
-__all__ = ["SQUARES", "is_called", "is_matrix_work", "register", "space_of"]
-
 SQUARES: dict[str, Space] = {"left": ("rows", "rows"), "right": ("columns", "columns")}
 """Shapes of states that are square matrices on either side of the parameter."""
 

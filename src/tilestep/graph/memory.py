@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["Memory"]
-
 
 class Memory:
     """Remembers, for tensors made by aliasing operations, whose memory they lie in and in which order they walk it.
@@ -22,13 +20,7 @@ class Memory:
         return self._places.get(id(tensor), (id(tensor), id(tensor)))
 
     def share(self, tensor: torch.Tensor, result: torch.Tensor, *, same_order: bool) -> None:
-        """Note that a result lies in a tensor's memory.
-
-        Args:
-            tensor: what was aliased.
-            result: what came out.
-            same_order: whether it is the tensor over again (`detach`), not a view in another order (`t`).
-        """
+        """Note that a result lies in a tensor's memory."""
         owner, walk = self._place(tensor)
         self._places[id(result)] = owner, walk if same_order else id(result)
 

@@ -12,8 +12,6 @@ import traceback
 import types
 from typing import NamedTuple
 
-__all__ = ["Place", "is_of_torch", "raised_at", "rule_place"]
-
 
 class Place(NamedTuple):
     """Where a rule is: `file:line`, the variable that the statement assigns to, and `file:line` where that begins."""

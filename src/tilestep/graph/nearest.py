@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ALTERNATIVE", "RANDOM", "nearest"]
-
 ALTERNATIVE = (
     "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
 )
@@ -62,9 +60,6 @@ _BY_OPERATION = {operation: text for text, operations in _NEAREST.items() for op
 
 def nearest(operation: str) -> str:
     """What works and comes nearest to an operation.
-
-    Args:
-        operation: an ATen operation's name, with or without its namespace and overload.
 
     Example:
         >>> nearest("aten.std.correction").split(",")[0]

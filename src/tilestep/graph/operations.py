@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ACROSS", "OPERATIONS", "REDUCTIONS", "Operation"]
-
 
 @dataclass(frozen=True)
 class Operation:

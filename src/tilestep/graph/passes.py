@@ -9,8 +9,6 @@ from .ir import SCALAR_LEVELS, Level, Over, Value
 from .operations import REDUCTIONS
 from .views import View
 
-__all__ = ["ScalarPass", "TilePass"]
-
 
 @dataclass
 class ScalarPass:
@@ -20,13 +18,12 @@ class ScalarPass:
         rows: column of the row table and the value written there, for the tile passes after this one.
         across: slot and value of what is reduced over all tensors after this pass.
         stores: new values of scalar state buffers; only in the last scalar pass, which also advances the step.
-        is_last: whether this is the last scalar pass.
     """
 
     rows: list[tuple[int, Value]] = field(default_factory=list)
     across: list[tuple[int, Value]] = field(default_factory=list)
     stores: dict[str, Value] = field(default_factory=dict)
-    is_last: bool = False
+    is_last: bool = False  # whether this is the last scalar pass
 
 
 @dataclass
@@ -34,28 +31,22 @@ class TilePass:
     """Work on elements, or on slices (one number a row, a column, ...): one launch over the tiles of all tensors.
 
     Args:
-        stores: new value of each buffer written here.
         reductions: slot and reduction computed here, one number a tensor.
         loads: values read from a buffer rather than computed, because an earlier pass stored them.
-        title: its name in generated code.
-        stage: the scalar pass that it follows.
-        over: the dimensions that the slices have not; None for a pass over elements.
         stages: the stage of every value of the graph, by identity.
         kept: slot and slice-level value computed here for other passes to read.
-        parts: slot and reduction computed here, one number a slice.
-        view: how its tiles are cut along rows and columns; None for one that sees its tensors as flat.
     """
 
-    stores: dict[str, Value] = field(default_factory=dict)
+    stores: dict[str, Value] = field(default_factory=dict)  # new value of each buffer written here
     reductions: list[tuple[int, Value]] = field(default_factory=list)
     loads: dict[int, str] = field(default_factory=dict)
-    title: str = ""
-    stage: int = 0
-    over: Over | None = None
+    title: str = ""  # its name in generated code
+    stage: int = 0  # the scalar pass that it follows
+    over: Over | None = None  # the dimensions that the slices have not; None for a pass over elements
     stages: Mapping[int, int] = field(default_factory=dict, repr=False)
     kept: list[tuple[int, Value]] = field(default_factory=list)
-    parts: list[tuple[int, Value]] = field(default_factory=list)
-    view: View | None = None
+    parts: list[tuple[int, Value]] = field(default_factory=list)  # slot and reduction computed here, one number a slice
+    view: View | None = None  # how its tiles are cut along rows and columns; None for one that sees its tensors as flat
 
     @property
     def is_empty(self) -> bool:

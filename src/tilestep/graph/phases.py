@@ -12,30 +12,22 @@ from .operations import ACROSS, REDUCTIONS
 from .passes import ScalarPass, TilePass
 from .slices import SliceCutter, Slices
 
-__all__ = ["Program", "program", "scalar_needs"]
-
 
 @dataclass
 class Program:
     """A graph cut into passes, in the order they run: scalar pass k, then tile pass k, then what spans tensors.
 
     Args:
-        graph: the rule's graph.
-        scalars: the scalar passes.
-        tiles: the tile passes; None where a scalar pass has no tile work before the next.
-        columns: row-table column of each scalar value that tile passes use, by identity.
-        reductions: every reduction with its slot, by identity.
-        across: every reduction over all tensors with its slot, by identity.
         library: work on whole matrices between tile passes, and its scratch arrays.
         slices: passes over rows, columns and other slices, which run between scalar pass k and tile pass k.
     """
 
-    graph: Graph
-    scalars: list[ScalarPass]
-    tiles: list[TilePass | None]
-    columns: dict[int, int]
-    reductions: dict[int, int]
-    across: dict[int, int]
+    graph: Graph  # the rule's graph
+    scalars: list[ScalarPass]  # the scalar passes
+    tiles: list[TilePass | None]  # the tile passes; None where a scalar pass has no tile work before the next
+    columns: dict[int, int]  # row-table column of each scalar value that tile passes use, by identity
+    reductions: dict[int, int]  # every reduction with its slot, by identity
+    across: dict[int, int]  # every reduction over all tensors with its slot, by identity
     library: Library = field(default_factory=Library)
     slices: Slices = field(default_factory=Slices)
 
@@ -75,11 +67,6 @@ class Program:
 
 def program(graph: Graph, exact: Iterable[str] = ()) -> Program:
     """Cut a graph into passes.
-
-    Args:
-        graph: a traced rule.
-        exact: buffers that store what is computed without rounding; such a buffer may be written by the pass that
-            first knows its new value and read back later, instead of being computed twice.
 
     Example:
         >>> from tilestep.graph import trace

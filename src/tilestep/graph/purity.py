@@ -13,8 +13,6 @@ import torch
 
 from ..errors import RuleError
 
-__all__ = ["kept_tensor", "refusing_chance"]
-
 _MODULES = frozenset({"random", "time", "datetime", "secrets", "uuid", "os", "numpy", "numpy.random"})
 _CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time", "localtime", "gmtime"})
 _DEPTH = 3
@@ -30,13 +28,6 @@ def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
 
     What they give would be a constant of the kernel. Calls are watched only where a function refers to such a module,
     for watching slows everything down.
-
-    Args:
-        functions: the rule's function, and hyperparameters that are functions.
-        describe: how the message begins.
-
-    Raises:
-        RuleError: naming the call.
     """
     if not any(_may_call(function) for function in functions):
         yield
@@ -135,13 +126,7 @@ def _numpy_states(functions: Iterable[Any], depth: int = _DEPTH) -> list[str]:
 
 
 def kept_tensor(function: Any, made: Collection[int], depth: int = _DEPTH) -> str:
-    """The name under which a function keeps a tensor of the trace for its next call; empty where it keeps none.
-
-    Args:
-        function: the rule's.
-        made: identities of the tensors that the trace has made.
-        depth: how many functions deep to look.
-    """
+    """The name under which a function keeps a tensor of the trace for its next call; empty where it keeps none."""
     for name, value in _referred(function).items():
         if any(id(tensor) in made for tensor in _tensors(value)):
             return name

@@ -14,8 +14,6 @@ from .lowering import LOWERINGS
 from .nearest import RANDOM, nearest
 from .recorder import Recorder
 
-__all__ = ["Reads"]
-
 
 class Reads(ScalarCalls):
     """Catches the Python reads of a rule: branches become guards."""

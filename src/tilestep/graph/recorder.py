@@ -22,8 +22,6 @@ from .memory import Memory
 from .names import rule_place
 from .nearest import ALTERNATIVE, nearest
 
-__all__ = ["Recorder"]
-
 
 class Recorder(TensorDispatch):
     """Records the ATen calls of one run of a rule for a parameter of this shape."""

@@ -9,8 +9,6 @@ from typing import Any
 from .ir import SCALAR_LEVELS, Builder, Level, Over, Value
 from .lowering import LOWERINGS, Unsupported
 
-__all__ = ["count", "register", "size_from_end", "sizes_of"]
-
 _SIZES = {1: "columns", 2: "rows"}
 _FAR_SIZE = "size.-"
 
@@ -21,9 +19,6 @@ def _size_name(from_end: int) -> str:
 
 def size_from_end(name: str) -> int:
     """Which size of the parameter a number of the scalar pass is, counted from the last as 1; 0 if it is none.
-
-    Args:
-        name: the number's name.
 
     Example:
         >>> size_from_end("columns"), size_from_end("rows"), size_from_end("size.-3"), size_from_end("lr")
@@ -36,9 +31,6 @@ def size_from_end(name: str) -> int:
 def sizes_of(shape: Sequence[int]) -> dict[str, float]:
     """The sizes of a parameter by the names that they have among the numbers of the scalar pass.
 
-    Args:
-        shape: the parameter's.
-
     Example:
         >>> sizes_of((5, 3, 2))
         {'numel': 30.0, 'columns': 2.0, 'rows': 3.0, 'size.-3': 5.0}
@@ -48,12 +40,7 @@ def sizes_of(shape: Sequence[int]) -> dict[str, float]:
 
 
 def count(build: Builder, dims: Iterable[int]) -> Value:
-    """The number of elements along these dimensions of the parameter.
-
-    Args:
-        build: the graph's builder.
-        dims: the dimensions, from 0.
-    """
+    """The number of elements along these dimensions of the parameter."""
     chosen = sorted(set(dims))
     if chosen == list(range(build.dims)):
         return build.hyper("numel", Level.TENSOR)

@@ -9,8 +9,6 @@ from .ir import Graph, Over, Value
 from .passes import TilePass
 from .views import View, choose_views, slice_word
 
-__all__ = ["SliceCutter", "Slices"]
-
 
 @dataclass
 class Slices:
@@ -20,15 +18,13 @@ class Slices:
         passes: for each stage, what runs between its scalar pass and its tile pass.
         slots: the slot of every slice-level value that passes hand on, by identity: results of reductions, and what a
             pass over slices computed for others.
-        overs: for each slot, the dimensions that its slices have not.
-        views: every view that a pass cuts its tiles in.
         spans: what passes are over and what they read, where that is neither one number a row, a column nor a matrix.
     """
 
     passes: list[list[TilePass]] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)
-    overs: list[Over] = field(default_factory=list)
-    views: list[View] = field(default_factory=list)
+    overs: list[Over] = field(default_factory=list)  # for each slot, the dimensions that its slices have not
+    views: list[View] = field(default_factory=list)  # every view that a pass cuts its tiles in
     spans: list[tuple[Over | None, Over]] = field(default_factory=list)
 
     @property
@@ -38,13 +34,7 @@ class Slices:
 
 
 class SliceCutter:
-    """Sorts the slice-level values of a graph into passes.
-
-    Args:
-        graph: the rule's graph.
-        stages: the stage of each value, by identity: 0, and one more after each reduction.
-        tiles: the tile pass of each stage; those that read or make slices get a view.
-    """
+    """Sorts the slice-level values of a graph into passes."""
 
     def __init__(self, graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> None:
         self.graph, self.stages, self.tiles = graph, stages, tiles

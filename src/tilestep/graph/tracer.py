@@ -20,8 +20,6 @@ from .purity import kept_tensor, refusing_chance
 from .reads import Reads
 from .recorder import Recorder
 
-__all__ = ["trace"]
-
 
 def _sizes(dims: int) -> tuple[int, ...]:
     """A shape by whose sizes dimensions are told apart; the number of its elements has 64 bits."""
@@ -31,16 +29,6 @@ def _sizes(dims: int) -> tuple[int, ...]:
 
 def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: Sequence[int] | None = None) -> Graph:
     """Run a rule once on fake tensors and return its graph.
-
-    Args:
-        rule: the rule.
-        hyperparameters: a value for every hyperparameter; flags, strings and None are taken as they are, numbers and
-            0-dim tensors become inputs of the graph, functions of the step a part of it.
-        dims: number of dimensions of the parameters this graph is for.
-        sizes: their shape, by which an `if` on sizes is decided; without it, as for sizes of one.
-
-    Raises:
-        RuleError: for an operation without translation, a branch on data, or a wrong number or shape of results.
 
     Example:
         >>> from tilestep.rules import registry

@@ -8,27 +8,23 @@ from dataclasses import dataclass
 
 from .ir import Over
 
-__all__ = ["View", "choose_views", "slice_word"]
-
 
 @dataclass(frozen=True)
 class View:
     """Arrays as a batch of matrices, whose rows and columns tiles are cut along.
 
-    Args:
-        over: the dimensions that the arrays have not, because they hold one number a slice; None for elements.
-        dims: how many dimensions are left.
-        rows: which of those left are rows; those before number the matrices, those after are columns.
-
     Example:
         >>> view = View(over=None, dims=4, rows=(2, 3))
         >>> view.extents((8, 3, 5, 7)), view.place((3, 4)), view.place((2, 3)), view.place((2, 4)), view.place((1, 4))
         ((24, 5, 7), 'row', 'column', 'matrix', 'other')
+
+    Args:
+        over: the dimensions that the arrays have not, because they hold one number a slice; None for elements.
     """
 
     over: Over | None
-    dims: int
-    rows: Over
+    dims: int  # how many dimensions are left
+    rows: Over  # which of those left are rows; those before number the matrices, those after are columns
 
     def extents(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Matrices, rows and columns of a tensor of this shape."""
@@ -57,12 +53,6 @@ def choose_views(
     over: Over | None, dims: int, reduced: Sequence[Over], read: Sequence[Over]
 ) -> list[tuple[View, list[Over]]]:
     """The views in which a pass can make its reductions, with those made in each; the first suits what it reads too.
-
-    Args:
-        over: the dimensions that the pass's arrays have not.
-        dims: dimensions of the parameter.
-        reduced: the dimensions that each kind of slice the pass reduces to has not.
-        read: the same for each kind it reads.
 
     Example:
         >>> [(view, done)] = choose_views(None, 3, [(2, 3), (1, 2)], [])

@@ -31,29 +31,19 @@ class Batch:
     """Tensors of one shape whose operations take the same numbers.
 
     Args:
-        shape: rows and columns of each.
-        members: their places in the segment.
-        numbers: what operations take beside matrices, by identity of the value.
-        chunk: how many are worked on at once.
-        arrays: each scratch array, [members, rows, columns].
-        states: each matrix state, [members, side, side].
         index: `members` on the device.
     """
 
-    shape: tuple[int, int]
-    members: list[int]
-    numbers: dict[int, float]
-    chunk: int
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    shape: tuple[int, int]  # rows and columns of each
+    members: list[int]  # their places in the segment
+    numbers: dict[int, float]  # what operations take beside matrices, by identity of the value
+    chunk: int  # how many are worked on at once
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # each scratch array, [members, rows, columns]
+    states: dict[str, torch.Tensor] = field(default_factory=dict)  # each matrix state, [members, side, side]
     index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def of(self, members: Sequence[int]) -> Batch:
-        """The same of some members; matrix states are kept by all members or none.
-
-        Args:
-            members: the places in the segment of some of this batch's.
-        """
+        """The same of some members; matrix states are kept by all members or none."""
         if list(members) == self.members:
             return self
         index = torch.tensor(members, dtype=torch.int64, device=self.index.device)

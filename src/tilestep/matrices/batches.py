@@ -24,12 +24,7 @@ Spared = dict[tuple[int, int], frozenset[int]]
 
 
 class MatrixBatches:
-    """The scratch arrays and matrix states of a segment, and its library passes.
-
-    Args:
-        segment: its entries get their part of the scratch arrays among their arrays, and views of the batches for
-            their matrix states.
-    """
+    """The scratch arrays and matrix states of a segment, and its library passes."""
 
     def __init__(self, segment: MatrixSegment) -> None:
         self.segment = segment
@@ -150,7 +145,6 @@ class MatrixBatches:
         """Whether a step that leaves this out is what the next step should be.
 
         Args:
-            spared: as `plain` has given it.
             active: bool[tensors], which take part.
         """
         assert self.conditions is not None
@@ -167,7 +161,6 @@ class MatrixBatches:
 
         Args:
             active: bool[tensors], which take part.
-            may_skip: whether the device may decide to skip it.
         """
         assert self.conditions is not None
         self.conditions.launched(active, may_skip)

@@ -20,12 +20,7 @@ _LOOKED_AHEAD = 1000
 
 
 class GroupNumbers(Mapping[str, float]):
-    """A group's hyperparameters as numbers, by `key` or `key.index`.
-
-    Args:
-        group: the param group.
-        step: the step count, for what depends on it.
-    """
+    """A group's hyperparameters as numbers, by `key` or `key.index`."""
 
     def __init__(self, group: Mapping[str, Any], step: float | None = None) -> None:
         self.group, self.step = group, step
@@ -48,11 +43,7 @@ class GroupNumbers(Mapping[str, float]):
 
 
 class Conditions:
-    """What the host knows of the step counts, and so of what their next step needs.
-
-    Args:
-        groups: the optimizer's param groups.
-    """
+    """What the host knows of the step counts, and so of what their next step needs."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self.groups = groups
@@ -80,28 +71,14 @@ class Conditions:
         self._bounds.launched(active, may_skip)
 
     def spared(self, here: LibraryPass, members: Sequence[int], groups: Sequence[int]) -> frozenset[int]:
-        """The values of a pass that these tensors surely do not need in this step, by identity.
-
-        Args:
-            here: the pass.
-            members: the tensors.
-            groups: indices of their param groups.
-        """
+        """The values of a pass that these tensors surely do not need in this step, by identity."""
         taking_part = [member for member in members if self._active[member]]
         counts = {(int(self._low[member]), int(self._high[member])) for member in taking_part}
         following = {step + 1 for low, high in counts for step in range(low, high + 1)}
         return self._spared_in(here, groups, frozenset(following))
 
     def later(self, passes: Sequence[LibraryPass], groups: Sequence[int]) -> list[frozenset[int]] | None:
-        """What a later step, that needs nothing of what the host waits for, can be spared.
-
-        Args:
-            passes: all of them.
-            groups: indices of param groups.
-
-        Returns:
-            For each pass the values, by identity; None if none of the steps that the host can look ahead to is such.
-        """
+        """What a later step, that needs nothing of what the host waits for, can be spared."""
         waiting = [{id(value) for value in here.values if _waits(value)} for here in passes]
         highest = int(self._high.max(initial=0))
         for step in range(highest + 1, highest + 1 + _LOOKED_AHEAD):

@@ -18,10 +18,6 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
 def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
     """An operation of the graph by torch's function of the same name.
 
-    Args:
-        operation: its name in the graph.
-        arguments: batches, and numbers that fit them.
-
     Example:
         >>> elementwise("maximum", [torch.tensor([1.0, 5.0]), torch.tensor(3.0)])
         tensor([3., 5.])

@@ -25,7 +25,6 @@ def takes(batch: torch.Tensor, numbers: Sequence[float]) -> bool:
 
     Args:
         batch: bfloat16[B, R, C].
-        numbers: steps, a, b, c, eps.
     """
     steps, a, _, c, _ = numbers
     short, long = sorted(batch.shape[-2:])
@@ -45,13 +44,11 @@ def gram_newton_schulz(
     in float16, which below one has more digits than bfloat16; X stays in bfloat16 and keeps its norm until it is
     first multiplied.
 
+    Source: for working on Gram matrices alone, Dao-AILab's "Gram Newton-Schulz" (2025).
+
     Args:
         batch: bfloat16[B, R, C], contiguous; it is left as it is.
-        numbers: steps, a, b, c, eps.
         out: bfloat16[B, R, C] for the result, or None.
-        multiply: makes symmetric products.
-
-    Source: for working on Gram matrices alone, Dao-AILab's "Gram Newton-Schulz" (2025).
     """
     steps, a, b, c, eps = int(numbers[0]), *numbers[1:]
     is_tall = batch.size(-2) > batch.size(-1)

@@ -22,26 +22,20 @@ class MatrixOperation:
     """One operation on whole matrices.
 
     Args:
-        name: what graphs and messages call it.
-        operands: how many matrices it takes; any further arguments are numbers known before the step.
-        space: from the operands' shapes to the result's.
         run: computes it for a batch of matrices. Unless it `waits`, it reads nothing back from the device and keeps no
             tensor, so that it can be captured in a CUDA graph.
-        dtype: what it takes and returns; None for the type that the rule computes in.
-        is_view: whether the result is the operand's own memory, seen otherwise.
         workspace: elements that it needs for each matrix beside operands and result, from the matrix's rows and
             columns; roughly.
-        waits: whether the host waits for the device in it, so that no CUDA graph can hold it.
     """
 
-    name: str
-    operands: int
-    space: Callable[..., Space]
+    name: str  # what graphs and messages call it
+    operands: int  # how many matrices it takes; any further arguments are numbers known before the step
+    space: Callable[..., Space]  # from the operands' shapes to the result's
     run: Run
-    dtype: torch.dtype | None = None
-    is_view: bool = False
+    dtype: torch.dtype | None = None  # what it takes and returns; None for the type that the rule computes in
+    is_view: bool = False  # whether the result is the operand's own memory, seen otherwise
     workspace: Callable[[int, int], int] = field(default=lambda rows, columns: 0)
-    waits: bool = False
+    waits: bool = False  # whether the host waits for the device in it, so that no CUDA graph can hold it
 
 
 MATRIX_OPERATIONS: dict[str, MatrixOperation] = {}

@@ -72,11 +72,7 @@ def newton_schulz(operands: Sequence[torch.Tensor], numbers: Sequence[float], ou
 
     Args:
         operands: one batch [B, R, C]; it is left as it is.
-        numbers: steps, a, b, c, eps.
         out: bfloat16[B, R, C] for the result, or None.
-
-    Raises:
-        RuleError: for 100 steps or more.
     """
     steps, a, b, c, eps = int(numbers[0]), *numbers[1:]
     if not 0 <= steps < _MOST_STEPS:

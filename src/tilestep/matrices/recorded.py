@@ -19,11 +19,6 @@ class RecordedPass:
     """A pass that launches the same work on the same memory at every step, recorded at its third run.
 
     Inside somebody else's capture, and where the recording fails, the work is launched as ever.
-
-    Args:
-        device: a CUDA device.
-        work: launches the pass without waiting.
-        pool: memory that the recordings of one segment share, as `torch.cuda.graph_pool_handle` gives it.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], None], pool: Any) -> None:

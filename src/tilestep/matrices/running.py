@@ -19,16 +19,7 @@ Known = dict[int, torch.Tensor]
 def run_chunk(
     segment: MatrixSegment, here: LibraryPass, batch: Batch, chunk: slice, spared: frozenset[int], stores: bool
 ) -> None:
-    """Compute a pass for some matrices of a batch.
-
-    Args:
-        segment: whose row table, gradient addresses and control numbers count.
-        here: the pass.
-        batch: where operands and results lie.
-        chunk: which of its matrices.
-        spared: values that are not needed.
-        stores: whether new matrix states are stored.
-    """
+    """Compute a pass for some matrices of a batch."""
     known: Known = {identity: batch.arrays[name][chunk] for identity, name in here.inputs.items()}
     for value in here.values:
         for arg in value.args:

@@ -16,38 +16,17 @@ class Exchange(Protocol):
     """Sends parts of matrices between the ranks that share them; all ranks make the same calls in the same order."""
 
     def owns(self, place: int) -> bool:
-        """Whether this rank works on a matrix.
-
-        Args:
-            place: the number that the exchange knows the matrix by.
-        """
+        """Whether this rank works on a matrix."""
 
     def gather(self, parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
-        """Put matrices together where they are worked on.
-
-        Args:
-            parts: place and this rank's part of each.
-
-        Returns:
-            The whole matrices; None for those that other ranks work on.
-        """
+        """Put matrices together where they are worked on."""
 
     def scatter(self, wholes: Sequence[tuple[int, torch.Tensor | None, torch.Tensor]]) -> None:
-        """Take matrices apart.
-
-        Args:
-            wholes: place of each, the whole one where it was worked on, and where this rank's part of it goes.
-        """
+        """Take matrices apart."""
 
 
 class SharedMatrices:
-    """The scratch arrays of a segment's tensors that ranks share, and library passes over them.
-
-    Args:
-        segment: its entries with an exchange get their part of the scratch arrays among their arrays, and views of
-            batches for their matrix states.
-        batches: batches of these tensors, without arrays and with all members.
-    """
+    """The scratch arrays of a segment's tensors that ranks share, and library passes over them."""
 
     def __init__(self, segment: MatrixSegment, batches: Sequence[Batch]) -> None:
         self._segment = segment
@@ -75,10 +54,6 @@ class SharedMatrices:
         """Run a library pass.
 
         Every rank sends and receives, whatever the step needs of the pass: ranks may know of different needs.
-
-        Args:
-            here: the pass.
-            spared: the values that a batch does not need.
         """
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (here.inputs, here.outputs))
         found = self._gathered(inputs)

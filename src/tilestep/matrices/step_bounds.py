@@ -11,9 +11,6 @@ class StepBounds:
 
     Counts on the CPU are read. Of counts on a GPU the host knows how many steps it has launched; where a step may have
     been skipped there, it learns the truth from a copy that arrives some steps later.
-
-    Args:
-        steps: float32[tensors], the counts. Kernels write them; who else does is noticed by the tensor's version.
     """
 
     def __init__(self, steps: torch.Tensor) -> None:
@@ -45,7 +42,6 @@ class StepBounds:
 
         Args:
             active: bool[tensors], which took part.
-            may_skip: whether the device may decide to skip it.
         """
         if not self.steps.is_cuda:
             return

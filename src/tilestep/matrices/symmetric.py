@@ -11,21 +11,13 @@ import torch
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a product is cut up.
+    """How a product is cut up."""
 
-    Args:
-        rows: rows of the result that a program computes, a multiple of `columns`.
-        columns: its columns.
-        inner: products it adds up at a time.
-        warps: its warps.
-        stages: loads in flight.
-    """
-
-    rows: int = 128
+    rows: int = 128  # rows of the result that a program computes, a multiple of `columns`
     columns: int = 128
-    inner: int = 64
+    inner: int = 64  # products it adds up at a time
     warps: int = 8
-    stages: int = 4
+    stages: int = 4  # loads in flight
 
     def count(self, rows: int) -> int:
         """Programs for the lower triangle of a square matrix."""
@@ -44,7 +36,6 @@ def can_multiply(batch: torch.Tensor, blocks: Blocks | None = None) -> bool:
 
     Args:
         batch: [matrices, rows, columns].
-        blocks: how the product is cut up, by default as `symmetric_product` does.
     """
     blocks = blocks or BLOCKS
     short, long = sorted(batch.shape[-2:])
@@ -78,18 +69,8 @@ def symmetric_product(
 
     Args:
         left: contiguous [matrices, rows, inner]; or [matrices, inner, rows] with inner > rows for `left.mT @ right`.
-        right: as `left`. The product of two different ones must be symmetric.
         out: contiguous [matrices, rows, rows], half precision; exactly symmetric afterwards.
-        base: as `out`, symmetric, or None.
-        alpha: factor of the product.
-        beta: factor of `base`.
         scale: float32[matrices], or None.
-        shifted: as `out`; receives the result with `shift` added on the diagonal; or None.
-        shift: what is added.
-        blocks: how to cut it up.
-
-    Returns:
-        `out`.
     """
     dtypes = (left.dtype, right.dtype, None if base is None else base.dtype, out.dtype)
     shifted_dtype = None if shifted is None else shifted.dtype

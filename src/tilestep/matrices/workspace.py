@@ -63,14 +63,7 @@ def keeping_to(bound: int | None) -> Iterator[None]:
 
 
 def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
-    """How many of a number of matrices are worked on together.
-
-    Args:
-        work: the operations.
-        shape: rows and columns of each matrix.
-        compute: the type that operations without one of their own compute in.
-        count: the matrices.
-    """
+    """How many of a number of matrices are worked on together."""
     rows, columns = shape
     needs = [1]
     for value in work:

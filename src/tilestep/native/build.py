@@ -62,11 +62,7 @@ def _file_name() -> str | None:
 
 
 def module(tensors: int) -> Any:
-    """The scanner's module if it is built; otherwise a thread builds it in time, and the answer is None for now.
-
-    Args:
-        tensors: how many there are to look at; for few it is not built.
-    """
+    """The scanner's module if it is built; otherwise a thread builds it in time, and the answer is None for now."""
     global _known_absent, _first_asked
     if _loaded.cache_info().currsize:
         return _loaded()

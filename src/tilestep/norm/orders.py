@@ -45,11 +45,6 @@ def combine(parts: torch.Tensor, norm_type: float, *, root: bool = True) -> torc
 
     Args:
         parts: float64[number of parts], each sum |x|^p, max |x|, min |x| or a count.
-        norm_type: p.
-        root: whether to take the p-th root.
-
-    Returns:
-        float64 scalar; of no parts, the norm of nothing: 0, and infinity for the smallest.
 
     Example:
         >>> combine(torch.tensor([9.0, 16.0], dtype=torch.float64), 2.0)

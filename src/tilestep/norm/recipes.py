@@ -20,11 +20,7 @@ KEPT = 8
 
 
 class Recipe:
-    """The tables for one list of tensors on one stream per device; holds no tensor of the caller.
-
-    Args:
-        tensors: strided floating-point tensors on CUDA devices or the CPU.
-    """
+    """The tables for one list of tensors on one stream per device; holds no tensor of the caller."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.lock = threading.Lock()
@@ -162,18 +158,7 @@ _lock = threading.Lock()
 
 
 def find_recipe(tensors: list[torch.Tensor], positions: Callable[[], Sequence[int]] | None = None) -> Recipe | None:
-    """The recipe for a list of tensors, made if there is none.
-
-    Args:
-        tensors: at least one.
-        positions: what to call each tensor in an error; their places in the list unless given.
-
-    Returns:
-        None for tensors that must be handled otherwise: subclasses (DTensor among them) and other devices.
-
-    Raises:
-        GradientError: for a sparse tensor or one that is not floating-point, naming it.
-    """
+    """The recipe for a list of tensors, made if there is none."""
     first, last = tensors[0], tensors[-1]
     key = (len(tensors), first.shape, last.shape, first.device)
     # What a capture uploads is there when its graph is replayed, not before: nobody else can use it, nor can it use

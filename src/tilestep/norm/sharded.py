@@ -24,12 +24,7 @@ KEPT = 4
 
 
 class Shares:
-    """Which tensors of a list count alike in sums over all ranks.
-
-    Args:
-        tensors: DTensors and plain tensors.
-        positions: what to call each tensor in an error.
-    """
+    """Which tensors of a list count alike in sums over all ranks."""
 
     def __init__(self, tensors: Sequence[Any], positions: Positions | None) -> None:
         placed = [(name_of(place, positions), each) for place, each in enumerate(tensors) if is_distributed(each)]
@@ -45,13 +40,7 @@ class Shares:
 
 
 class ShardedNorm:
-    """The norm of one list of tensors, some of which are DTensors.
-
-    Args:
-        tensors: the list.
-        shares: which of them count alike.
-        positions: what to call each tensor in an error.
-    """
+    """The norm of one list of tensors, some of which are DTensors."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: Shares, positions: Positions | None) -> None:
         self._tensors = tensors
@@ -154,18 +143,7 @@ _lock = threading.Lock()
 
 
 def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = None) -> ShardedNorm | None:
-    """What takes the norm of a list of tensors on several ranks; all of them must ask for it.
-
-    Args:
-        tensors: at least one.
-        positions: what to call each tensor in an error; their places in the list unless given.
-
-    Returns:
-        None if there is no DTensor among them.
-
-    Raises:
-        GradientError: for DTensors on meshes that have no ranks in common that could agree.
-    """
+    """What takes the norm of a list of tensors on several ranks; all of them must ask for it."""
     described = layouts(tensors)
     if not any(layout is not None for layout in described):
         return None

@@ -16,15 +16,6 @@ class NormTable:
 
     One table serves one stream at a time: its partial results are overwritten by the next launch.
 
-    Args:
-        device: a CUDA device or the CPU.
-        numels: elements of each tensor; 0 for an empty one, which has no tiles.
-        dtypes: of each tensor: bfloat16, float16, float32 or float64.
-        elements: how many all tensors have that this table's tiles are to be like; None for those given.
-
-    Raises:
-        GradientError: for another dtype, naming the tensor.
-
     Example:
         >>> tensors = [torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.bfloat16)]
         >>> table = NormTable(torch.device("cpu"), [2, 1], [tensor.dtype for tensor in tensors])
@@ -60,16 +51,11 @@ class NormTable:
             addresses: int64[N] on the table's device; 0 for an absent tensor, which contributes nothing.
             out: float64[1] or float32[1] on the device. Receives sum |x|^p; max |x| for p = inf; min |x| for p = -inf;
                 for p = 0 the number of tensors that hold a nonzero, which is what torch counts.
-            norm_type: p.
-            root: take the p-th root.
         """
         self._backend.norm(addresses, out, float(norm_type), root)
 
     def launch_tiles(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """On a GPU, only the first launch of the 2-norm, for a caller that adds up the tiles itself.
-
-        Args:
-            addresses: as for `launch`.
 
         Returns:
             Sums of squares float64[tiles] and their number int64[1], on the device; None where there is one launch.
@@ -95,13 +81,7 @@ class NormTable:
         return self._tiled.places_of(tensors)
 
     def put_tiles(self, addresses: torch.Tensor, whole: NormTable, places: torch.Tensor) -> None:
-        """Sum this table's tiles for the 2-norm of another one, which has these tensors among others.
-
-        Args:
-            addresses: as for `launch`.
-            whole: the other table; its tiles are cut alike.
-            places: what its `places_of` says of these tensors.
-        """
+        """Sum this table's tiles for the 2-norm of another one, which has these tensors among others."""
         whole._tiled.partials.index_copy_(0, places, self._tiled.sum_tiles(addresses))
 
     def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -121,6 +101,5 @@ class NormTable:
         Args:
             addresses: int64[N] on the table's device; 0 for an absent tensor. The tensors do not overlap.
             norm: float32[1] or float64[1], on the device.
-            max_norm: a number, or a tensor of one element on the device.
         """
         self._backend.scale(addresses, norm, max_norm if isinstance(max_norm, torch.Tensor) else float(max_norm))

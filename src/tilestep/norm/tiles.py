@@ -15,17 +15,11 @@ from .orders import DTYPES
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tensors cut into tiles.
+    """Tensors cut into tiles."""
 
-    Attributes:
-        rows: int64[N, 3], each tensor's length in elements, its first tile, its dtype's place in `DTYPES`.
-        tensor_of: int32[number of tiles].
-        dtypes: those that occur, in the order of `DTYPES`.
-    """
-
-    rows: np.ndarray
-    tensor_of: np.ndarray
-    dtypes: tuple[torch.dtype, ...]
+    rows: np.ndarray  # int64[N, 3], each tensor's length in elements, its first tile, its dtype's place in `DTYPES`
+    tensor_of: np.ndarray  # int32[number of tiles]
+    dtypes: tuple[torch.dtype, ...]  # those that occur, in the order of `DTYPES`
 
     @property
     def count(self) -> int:
@@ -46,14 +40,6 @@ class Tiles:
 
 def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Tiles:
     """Cut tensors of these lengths into tiles; an empty tensor has none.
-
-    Args:
-        numels: elements of each tensor.
-        dtypes: of each tensor.
-        tile: elements of a tile.
-
-    Raises:
-        GradientError: for a dtype that has no kernel, naming the tensor.
 
     Example:
         >>> cut([5, 0, 9], [torch.float32] * 3, 4).tensor_of.tolist()
@@ -94,11 +80,7 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def source_of_graphs(host: torch.Tensor) -> torch.Tensor:
-    """Pinned memory with these contents, which stays as it is.
-
-    Args:
-        host: a contiguous tensor on the CPU.
-    """
+    """Pinned memory with these contents, which stays as it is."""
     digest = hashlib.blake2b(host.numpy().tobytes() + str(host.dtype).encode(), digest_size=32).digest()
     if digest not in _sources:
         _sources[digest] = host.pin_memory()

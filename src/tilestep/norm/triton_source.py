@@ -18,9 +18,6 @@ def tile_shape(elements: int) -> tuple[int, int, int]:
 
     The finishing program reads one number per tile at the speed of one multiprocessor, so many elements take larger
     tiles; a program walks its tile in steps, so that few registers hold what is in flight.
-
-    Args:
-        elements: of all tensors together.
     """
     return (16384, 2048, 4) if elements < 2**28 else (32768, 2048, 4)
 
@@ -291,12 +288,7 @@ def norm_source(dtypes: Sequence[torch.dtype], order: Order) -> str:
 
 
 def scale_source(dtypes: Sequence[torch.dtype], *, limit_on_device: bool) -> str:
-    """Source of `scale_tiles`, which multiplies by min(1, limit / (norm + 1e-6)).
-
-    Args:
-        dtypes: those among the tensors.
-        limit_on_device: whether `limit` is a tensor's address or a number.
-    """
+    """Source of `scale_tiles`, which multiplies by min(1, limit / (norm + 1e-6))."""
     body = _branches(dtypes, "scale_tile(address, begin, count, coefficient, {element}, TILE, STEP)", 12)
     limit = "tl.load(limit).to(tl.float64)" if limit_on_device else "limit"
     source = _SCALE_SOURCE.format(

@@ -19,40 +19,25 @@ class Constants:
     """What the times of a plan are computed from.
 
     Args:
-        reduce_scatter_bandwidth: bytes a second that a rank receives in a large reduce-scatter inside a node.
-        all_gather_bandwidth: the same for an all-gather.
-        network_bandwidth: bytes a second between nodes, for each GPU.
-        launch_latency: seconds of the smallest collective, but for its hops.
-        hop_latency: seconds that each further rank of a node adds.
-        network_hop_latency: seconds that each further node adds.
-        memory_bandwidth: bytes a second of a copy on one GPU, read and written.
-        step_latency: seconds of a step without parameters: launches, one after the other.
-        compute: floating-point operations a second in forward and backward, as reached by a model.
-        gpu_memory: bytes.
-        gpus_per_node: GPUs that reach each other without the network.
         sources: where each is from; those that begin with "assumed" are not measured.
     """
 
-    reduce_scatter_bandwidth: float
-    all_gather_bandwidth: float
-    network_bandwidth: float
-    launch_latency: float
-    hop_latency: float
-    network_hop_latency: float
-    memory_bandwidth: float
-    step_latency: float
-    compute: float
-    gpu_memory: float
-    gpus_per_node: int
+    reduce_scatter_bandwidth: float  # bytes a second that a rank receives in a large reduce-scatter inside a node
+    all_gather_bandwidth: float  # the same for an all-gather
+    network_bandwidth: float  # bytes a second between nodes, for each GPU
+    launch_latency: float  # seconds of the smallest collective, but for its hops
+    hop_latency: float  # seconds that each further rank of a node adds
+    network_hop_latency: float  # seconds that each further node adds
+    memory_bandwidth: float  # bytes a second of a copy on one GPU, read and written
+    step_latency: float  # seconds of a step without parameters: launches, one after the other
+    compute: float  # floating-point operations a second in forward and backward, as reached by a model
+    gpu_memory: float  # bytes
+    gpus_per_node: int  # GPUs that reach each other without the network
     sources: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Constants:
-        """Read what `save` wrote, or a part of it: what is missing is taken from the defaults.
-
-        Raises:
-            ValueError: for a name that is none of these, or a value that is not a positive number.
-        """
+        """Read what `save` wrote, or a part of it: what is missing is taken from the defaults."""
         stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
         names = [each.name for each in dataclasses.fields(cls) if each.name != "sources"]
         known: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())

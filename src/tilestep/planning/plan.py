@@ -32,24 +32,17 @@ class Job:
     """What is to be trained, and on what.
 
     Args:
-        elements: of all parameters.
-        footprint: bytes for each of them.
-        shard: ranks over which the state is split.
-        replicate: copies of the split state; `shard * replicate` ranks in all.
-        tokens: of a rank in an iteration.
         bucket: bytes of gradients in a bucket; None for the buckets that `shard` makes by itself.
-        contiguous: whether memory for all gradients is kept, as `shard(grad_buffer="contiguous")` does.
-        clips: whether steps need the norm of all gradients.
     """
 
-    elements: float
-    footprint: Footprint
-    shard: int
-    replicate: int = 1
-    tokens: int = 8192
+    elements: float  # of all parameters
+    footprint: Footprint  # bytes for each of them
+    shard: int  # ranks over which the state is split
+    replicate: int = 1  # copies of the split state; `shard * replicate` ranks in all
+    tokens: int = 8192  # of a rank in an iteration
     bucket: float | None = field(default=None, kw_only=True)
-    contiguous: bool = True
-    clips: bool = True
+    contiguous: bool = True  # whether memory for all gradients is kept, as `shard(grad_buffer="contiguous")` does
+    clips: bool = True  # whether steps need the norm of all gradients
 
     def __post_init__(self) -> None:
         for name in ("elements", "shard", "replicate", "tokens", *([] if self.bucket is None else ["bucket"])):
@@ -86,25 +79,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank needs for a job, in bytes and seconds.
-
-    Args:
-        job: the job.
-        memory: bytes by what they are for: parameters, gradients, state, scratch.
-        whole_state: bytes of the state if it were not split.
-        sent: bytes that a rank sends in an iteration, by collective.
-        messages: collectives in an iteration, each of which has a latency.
-        times: seconds by what is done, one after the other if nothing were hidden.
-        exposed: seconds of each that nothing hides.
-    """
+    """What a rank needs for a job, in bytes and seconds."""
 
     job: Job
-    memory: dict[str, float]
-    whole_state: float
-    sent: dict[str, float]
-    messages: int
-    times: dict[str, float]
-    exposed: dict[str, float]
+    memory: dict[str, float]  # bytes by what they are for: parameters, gradients, state, scratch
+    whole_state: float  # bytes of the state if it were not split
+    sent: dict[str, float]  # bytes that a rank sends in an iteration, by collective
+    messages: int  # collectives in an iteration, each of which has a latency
+    times: dict[str, float]  # seconds by what is done, one after the other if nothing were hidden
+    exposed: dict[str, float]  # seconds of each that nothing hides
 
     @property
     def total_memory(self) -> float:
@@ -223,10 +206,6 @@ def best_bucket(job: Job, constants: Constants) -> float:
     """Bytes of the largest bucket with which an iteration takes least time, within half a percent.
 
     Larger ones are fewer messages, for the host to begin and for the GPU to run beside the model.
-
-    Args:
-        job: its own bucket does not matter.
-        constants: those of the machine.
     """
     sizes = [size for mebibytes in BUCKETS if (size := mebibytes * 2**20) >= job.smallest_bucket]
     times = [plan(dataclasses.replace(job, bucket=size), constants).iteration for size in sizes]
@@ -234,12 +213,7 @@ def best_bucket(job: Job, constants: Constants) -> float:
 
 
 def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
-    """Plans for other meshes of as many ranks, each with its best bucket: split over 2, 4, 8, ... or all ranks.
-
-    Args:
-        job: its own mesh and bucket do not matter, only how many ranks there are.
-        constants: those of the machine.
-    """
+    """Plans for other meshes of as many ranks, each with its best bucket: split over 2, 4, 8, ... or all ranks."""
     shard = 2
     while shard < 2 * job.ranks:
         split = min(shard, job.ranks)

@@ -16,21 +16,13 @@ from ..rules import Rule
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes for each element of the parameters.
+    """Bytes for each element of the parameters."""
 
-    Args:
-        parameter: of the parameter, as it travels to other ranks.
-        gradient: of its gradient, as it is summed over the ranks.
-        state: of everything else the optimizer keeps, masters too.
-        moved: read and written by the update, in all passes.
-        notes: what is not in these numbers.
-    """
-
-    parameter: float
-    gradient: float
-    state: float
-    moved: float
-    notes: tuple[str, ...] = ()
+    parameter: float  # of the parameter, as it travels to other ranks
+    gradient: float  # of its gradient, as it is summed over the ranks
+    state: float  # of everything else the optimizer keeps, masters too
+    moved: float  # read and written by the update, in all passes
+    notes: tuple[str, ...] = ()  # what is not in these numbers
 
 
 def footprint(
@@ -42,16 +34,6 @@ def footprint(
     grad_sync_dtype: torch.dtype | None = None,
 ) -> Footprint:
     """What a rule keeps and moves for the elements of a matrix.
-
-    Args:
-        rule: the rule.
-        hyperparameters: those that are not the defaults.
-        dtype: of the parameters.
-        master_weights: as for `Optimizer`.
-        grad_sync_dtype: as for `shard`.
-
-    Raises:
-        RuleError: if the rule cannot be translated.
 
     Example:
         >>> from tilestep.rules import registry

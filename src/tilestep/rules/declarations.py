@@ -37,13 +37,6 @@ NOT_FOR_HYPERPARAMETERS = {
 def check_start(init: Any, shape: str) -> None:
     """Raise for a state that begins or lies in a way there is not.
 
-    Args:
-        init: a number, or a name.
-        shape: a word.
-
-    Raises:
-        RuleError: with the words there are.
-
     Example:
         >>> check_start(0.0, "rows")
         Traceback (most recent call last):
@@ -57,16 +50,7 @@ def check_start(init: Any, shape: str) -> None:
 
 
 def check_names(where: str, states: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
-    """Raise for names that mean something else, defaults that no hyperparameter can have, and unknown beginnings.
-
-    Args:
-        where: the rule's file and line.
-        states: how its state buffers begin, by name.
-        hyperparameters: their defaults by name.
-
-    Raises:
-        RuleError: naming what is wrong.
-    """
+    """Raise for names that mean something else, defaults that no hyperparameter can have, and unknown beginnings."""
     for kind, names, taken in (
         ("state", states, _NOT_FOR_STATES),
         ("hyperparameter", hyperparameters, NOT_FOR_HYPERPARAMETERS),
@@ -88,16 +72,7 @@ def check_names(where: str, states: Mapping[str, Any], hyperparameters: Mapping[
 
 
 def check_range_names(where: str, ranges: Collection[str], hyperparameters: Collection[str]) -> None:
-    """Raise for ranges of hyperparameters that a rule does not have.
-
-    Args:
-        where: the rule's file and line.
-        ranges: the names that have one.
-        hyperparameters: the rule's.
-
-    Raises:
-        RuleError: naming them.
-    """
+    """Raise for ranges of hyperparameters that a rule does not have."""
     unknown = sorted(set(ranges) - set(hyperparameters))
     if unknown:
         raise RuleError(

@@ -15,9 +15,6 @@ _PROCESS = "tilestep lanes"
 def lane_events(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
     """Events that show the lanes of all iterations in a trace viewer.
 
-    Args:
-        iterations: in order.
-
     Example:
         >>> from tilestep.tracing.lanes import Lanes
         >>> lanes = Lanes(update=[(1.0, 3.0)], optimizer=[(1.0, 3.0)])

@@ -9,40 +9,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """An operator or a named range on the host.
-
-    Args:
-        name: its name.
-        start: microseconds.
-        stop: microseconds.
-        thread: of the host.
-        is_range: whether it is a named range, not an operator.
-    """
+    """An operator or a named range on the host."""
 
     name: str
-    start: float
-    stop: float
-    thread: Any
-    is_range: bool
+    start: float  # microseconds
+    stop: float  # microseconds
+    thread: Any  # of the host
+    is_range: bool  # whether it is a named range, not an operator
 
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel or a copy on a device.
-
-    Args:
-        name: its name.
-        start: microseconds, on the host's clock.
-        stop: microseconds.
-        is_copy: whether it copies or fills memory rather than being a kernel.
-        launched: thread and moment of the call that launched it; None if the trace has it not.
-    """
+    """A kernel or a copy on a device."""
 
     name: str
-    start: float
-    stop: float
-    is_copy: bool
-    launched: tuple[Any, float] | None
+    start: float  # microseconds, on the host's clock
+    stop: float  # microseconds
+    is_copy: bool  # whether it copies or fills memory rather than being a kernel
+    launched: tuple[Any, float] | None  # thread and moment of the call that launched it; None if the trace has it not
 
 
 @dataclass(frozen=True)
@@ -70,9 +54,6 @@ _COPIES = ("gpu_memcpy", "gpu_memset")
 
 def read_events(trace: Iterable[Mapping[str, Any]]) -> Events:
     """Take what counts out of the `traceEvents` of a Chrome trace that `torch.profiler` has exported.
-
-    Args:
-        trace: the events, times in microseconds.
 
     Example:
         >>> read_events([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 2.0, "tid": 7}]).calls

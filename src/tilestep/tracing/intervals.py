@@ -12,9 +12,6 @@ Intervals = list[Interval]
 def union(*many: Iterable[Interval]) -> Intervals:
     """All moments of any of these, in order.
 
-    Args:
-        many: intervals in any order, which may overlap; empty ones count for nothing.
-
     Example:
         >>> union([(4.0, 5.0), (0.0, 2.0)], [(1.0, 3.0), (5.0, 6.0), (9.0, 9.0)])
         [(0.0, 3.0), (4.0, 6.0)]

@@ -14,17 +14,11 @@ from .names import is_end_of_iteration, is_iteration_mark, runs_backward
 
 @dataclass(frozen=True)
 class Iteration:
-    """One training iteration.
+    """One training iteration."""
 
-    Args:
-        start: microseconds.
-        stop: microseconds.
-        lanes: what ran in it.
-    """
-
-    start: float
-    stop: float
-    lanes: Lanes
+    start: float  # microseconds
+    stop: float  # microseconds
+    lanes: Lanes  # what ran in it
 
     @property
     def milliseconds(self) -> float:
@@ -43,12 +37,6 @@ def split(events: Events) -> list[Iteration]:
     On the host an iteration is over when the user says so, else after the last of the optimizers' steps between two
     backward passes. On a GPU, which runs behind, it is over when the first computation starts that the host launched
     afterwards: so a schedule that runs updates beside the next forward has them in that iteration.
-
-    Args:
-        events: of the whole trace.
-
-    Returns:
-        At least one iteration, if anything ran; what comes after the last end is left out.
     """
     if not events.calls and not events.works:
         return []

@@ -26,24 +26,18 @@ class Lanes:
     """When each kind of work ran, in microseconds; on a machine without GPU traces the host's own work.
 
     Args:
-        forward: computing, outside backward and the optimizer.
-        backward: computing, launched by autograd.
-        communication: between ranks, whoever asked for it.
         update: the optimizer's own: updates, norms, clips, scaler; also what of it the host computes beside a GPU.
-        copies: copies and fills, on a GPU.
         host: on a GPU, calls of the host of any kind; else what is left of the main thread: Python.
-        host_update: the part of the host's time that is the optimizer's.
-        optimizer: the update, and copies and communication that it asked for.
     """
 
-    forward: Intervals = field(default_factory=list)
-    backward: Intervals = field(default_factory=list)
-    communication: Intervals = field(default_factory=list)
+    forward: Intervals = field(default_factory=list)  # computing, outside backward and the optimizer
+    backward: Intervals = field(default_factory=list)  # computing, launched by autograd
+    communication: Intervals = field(default_factory=list)  # between ranks, whoever asked for it
     update: Intervals = field(default_factory=list)
-    copies: Intervals = field(default_factory=list)
+    copies: Intervals = field(default_factory=list)  # copies and fills, on a GPU
     host: Intervals = field(default_factory=list)
-    host_update: Intervals = field(default_factory=list)
-    optimizer: Intervals = field(default_factory=list)
+    host_update: Intervals = field(default_factory=list)  # the part of the host's time that is the optimizer's
+    optimizer: Intervals = field(default_factory=list)  # the update, and copies and communication that it asked for
 
     def between(self, start: float, stop: float) -> Lanes:
         """The part between two moments."""
@@ -86,11 +80,7 @@ _NOWHERE = _Contexts([], [], [])
 
 
 class Sorting:
-    """A trace's events, sorted by their names and by what the host was doing when it launched them.
-
-    Args:
-        events: of the whole trace.
-    """
+    """A trace's events, sorted by their names and by what the host was doing when it launched them."""
 
     def __init__(self, events: Events) -> None:
         self._events = events

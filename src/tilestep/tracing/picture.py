@@ -20,16 +20,7 @@ _FINEST = 1 / 3000
 
 
 def draw(report: Report, path: Path, title: str) -> None:
-    """Draw the report's shown iteration.
-
-    Args:
-        report: what to draw.
-        path: the picture's file.
-        title: above the line with the exposed time.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw the report's shown iteration."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -28,17 +28,11 @@ LANES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What `tilestep.profile` has seen.
+    """What `tilestep.profile` has seen."""
 
-    Args:
-        iterations: all of them, the first of which often builds kernels.
-        on_gpu: whether the lanes are a GPU's.
-        files: what was written.
-    """
-
-    iterations: Sequence[Iteration]
-    on_gpu: bool
-    files: tuple[Path, ...] = ()
+    iterations: Sequence[Iteration]  # all of them, the first of which often builds kernels
+    on_gpu: bool  # whether the lanes are a GPU's
+    files: tuple[Path, ...] = ()  # what was written
 
     @property
     def shown(self) -> Iteration:
@@ -92,14 +86,7 @@ class Report:
 
 
 def report_on(trace: Sequence[Mapping[str, Any]]) -> Report:
-    """Read a trace's events.
-
-    Args:
-        trace: `traceEvents` of a Chrome trace that `torch.profiler` has exported.
-
-    Raises:
-        ValueError: for a trace in which nothing ran.
-    """
+    """Read a trace's events."""
     events = read_events(trace)
     iterations = split(events)
     if not iterations:

@@ -120,11 +120,7 @@ _folder: Path | None = None
 
 @contextmanager
 def collecting(out: Path) -> Iterator[list[Report]]:
-    """A block in which every `profile` writes to one folder, and the list has the reports.
-
-    Args:
-        out: the folder.
-    """
+    """A block in which every `profile` writes to one folder, and the list has the reports."""
     global _folder
     reports: list[Report] = []
     before, _folder = _folder, out
