@@ -9,6 +9,7 @@ import warnings
 import torch
 from amp_runs import INF, NAN
 
+from tilestep.control_numbers import LARGEST_SUM
 from tilestep.engine.backends import apply_limit
 from tilestep.engine.control import CLIP, CONTROL_SIZE, NORM, SKIP, SKIPPED, Decision, decide_on_host
 from tilestep.engine.cuda import decide_on_device, limit_on_device
@@ -38,7 +39,7 @@ def both(decision: Decision, remembered: tuple[float, float]) -> tuple[list[torc
 def main() -> None:
     seen = set()
     for power_sum, scale, found, limits, flags, remembered in itertools.product(
-        [None, 0.0, 6.25, 1e300, INF, NAN], [None, 0.5], [None, 0.0, 2.0], LIMITS, FLAGS, REMEMBERED
+        [None, 0.0, 6.25, 1e300, LARGEST_SUM, INF, NAN], [None, 0.5], [None, 0.0, 2.0], LIMITS, FLAGS, REMEMBERED
     ):
         overflow = torch.full((), 5.0) if flags.get("check_overflow") else None
         decision = Decision(

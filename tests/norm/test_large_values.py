@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import tilestep
 from tilestep import clip_grad_norm_, total_norm
 from tilestep.norm.cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from tilestep.norm.tiles import cut
@@ -15,11 +16,11 @@ from tilestep.norm.tiles import cut
 MOST = sys.float_info.max**0.5
 
 
-def squares(tensors: list[torch.Tensor], *, eager: bool) -> float:
+def squares(tensors: list[torch.Tensor], *, eager: bool, root: bool = True) -> float:
     sizes = [each.numel() for each in tensors], [each.dtype for each in tensors]
     table: CpuNorm | EagerNorm = EagerNorm(cut(*sizes, 16384)) if eager else cpu_norm(*sizes)
     out = torch.empty(1, dtype=torch.float64)
-    table.norm(torch.tensor([each.data_ptr() for each in tensors]), out, 2.0, True)
+    table.norm(torch.tensor([each.data_ptr() for each in tensors]), out, 2.0, root)
     return out.item()
 
 
@@ -35,13 +36,64 @@ def test_norm_of_large_values(value: float, dtype: torch.dtype, eager: bool) -> 
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_float64_is_finite_up_to_the_largest_square_root(eager: bool) -> None:
+def test_float64_norms_beyond_the_range_are_infinite_and_their_sums_finite(eager: bool) -> None:
     large = torch.full((5,), 1e300, dtype=torch.float64)
-    assert squares([large], eager=eager) == MOST
-    assert squares([large, large, torch.ones(3)], eager=eager) == MOST
     half = torch.full((1,), 0.9 * MOST, dtype=torch.float64)
-    assert squares([half, half.clone()], eager=eager) == MOST
+    for tensors in ([large], [large, large, torch.ones(3)], [half, half.clone()]):
+        assert squares(tensors, eager=eager) == math.inf
+        # An overflow check tells them from gradients that are not finite.
+        assert squares(tensors, eager=eager, root=False) == sys.float_info.max
     assert squares([half], eager=eager) == pytest.approx(0.9 * MOST)
+
+
+@pytest.mark.parametrize("value", [1e200, -1e308, 1e153, math.inf, math.nan])
+def test_clips_of_large_float64_gradients_are_torchs(value: float) -> None:
+    gradients = [torch.full((5,), value, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+    expected = torch.nn.utils.get_total_norm(gradients)
+    torch.testing.assert_close(total_norm(gradients), expected, equal_nan=True)
+    weights = [[torch.nn.Parameter(torch.zeros_like(each)) for each in gradients] for _ in range(3)]
+    for one in weights:
+        for weight, gradient in zip(one, gradients):
+            weight.grad = gradient.clone()
+    clip_grad_norm_(weights[0], 1.0)
+    torch.nn.utils.clip_grad_norm_(weights[1], 1.0)
+    optimizer = tilestep.SGD(weights[2], lr=1.0, max_grad_norm=1.0)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, expected, equal_nan=True)
+    for ours, torchs, stepped in zip(*weights):
+        torch.testing.assert_close(ours.grad, torchs.grad, equal_nan=True)
+        torch.testing.assert_close(stepped.data, -torchs.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("above", [tilestep.TimesMean(2.0, warmup=2), tilestep.Sigma(3, window=8, warmup=4), 10.0])
+def test_a_norm_beyond_the_range_is_above_every_limit_and_enters_none(above: object) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = tilestep.SGD([weight], lr=1.0, skip_above=above)
+    for value in (1.0, 1.1, 0.9, 1.0, 1.1, 1e200, 1.0):
+        weight.grad = torch.full((2,), value, dtype=torch.float64)
+        optimizer.step()
+    assert optimizer.skipped_steps.item() == 1
+    assert weight.tolist() == pytest.approx([-6.1, -6.1])
+
+
+def test_a_loss_scale_does_not_take_a_large_norm_for_an_overflow() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = tilestep.SGD([weight], lr=1e-200)
+    scaler = tilestep.GradScaler("cpu", init_scale=2.0)
+    scaler.scale((weight * 1e200).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == pytest.approx([-1.0, -1.0])
+    assert scaler.get_scale() == 2.0
+
+
+def test_an_outlier_beyond_the_range_is_clipped_by_zclip() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = tilestep.SGD([weight], lr=1.0, max_grad_norm=tilestep.ZClip(warmup=3, max_norm=None))
+    for value in (1.0, 1.1, 0.9, 1.0, 1e200):
+        weight.grad = torch.full((1,), value, dtype=torch.float64)
+        optimizer.step()
+    assert weight.item() == pytest.approx(-4.0)
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -49,7 +101,7 @@ def test_float64_is_finite_up_to_the_largest_square_root(eager: bool) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so_beside_large_values(bad: float, dtype: torch.dtype, eager: bool) -> None:
     tensors = [torch.full((20_000,), torch.finfo(dtype).max, dtype=dtype), torch.ones(3, dtype=dtype)]
-    assert math.isfinite(squares(tensors, eager=eager))
+    assert math.isfinite(squares(tensors, eager=eager, root=False))
     for place in (0, 19_999):
         spoiled = [tensors[0].clone(), tensors[1]]
         spoiled[0][place] = bad

@@ -215,3 +215,52 @@ def test_a_number_that_a_rule_can_do_without_may_be_none(name: str, key: str) ->
         torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="Invalid lr: None; it must be a number"):
         getattr(tilestep, name)([param], lr=None)
+
+
+REFUSED = {
+    "differentiable": ("Adam", True, "differentiable=True is not supported"),
+    "decoupled_weight_decay": ("AdamW", False, "decoupled_weight_decay=False is not what AdamW does"),
+    "max_grad_norm": ("Lion", -1.0, "Invalid max_grad_norm.* -1.0"),
+    "master_weights": ("SGD", "sixteen", "Invalid master_weights"),
+    "state_dtype": ("Adagrad", "sixteen", "Invalid state_dtype"),
+    "rule": ("Adafactor", "Lion", "no group of the optimizer was made with that rule"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_the_constructor_refuses_is_refused_when_a_group_is_given_it_later(key: str) -> None:
+    name, value, message = REFUSED[key]
+    params = make_params()
+    optimizer = getattr(tilestep, name)(params, **({"max_grad_norm": 1.0} if key == "max_grad_norm" else {}))
+    for stepped in (False, True):
+        set_gradients(params)
+        if stepped:
+            optimizer.step()
+        before, group = [param.detach().clone() for param in params], optimizer.param_groups[0]
+        known = dict(group)
+        group[key] = value
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                optimizer.step()
+        assert_close(params, before)
+        group.clear()
+        group.update(known)
+    optimizer.step()
+    assert any(not torch.equal(param, old) for param, old in zip(params, before))
+    if key == "rule":
+        return
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": make_params(), key: value})
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][key] = value
+    if key not in ("master_weights", "state_dtype"):
+        with pytest.raises((ValueError, tilestep.StateError), match=key):
+            optimizer.load_state_dict(saved)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_beside_foreach_is_refused_as_by_torch(name: str) -> None:
+    for module in (torch.optim, tilestep):
+        with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
+            getattr(module, name)(make_params(), fused=True, foreach=True)

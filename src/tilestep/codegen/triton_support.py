@@ -479,7 +479,8 @@ def decide(
         else:
             total = tl.load(power_sum)
         finite = total < infinity
-        norm = tl.sqrt(total) * inverse
+        # The largest sum stands for a larger one, of finite gradients.
+        norm = tl.where(total >= 1.7976931348623157e308, infinity, tl.sqrt(total) * inverse)
         if CHECK_OVERFLOW:
             overflow = overflow | (finite == 0)
     mean = tl.load(control + 5)
@@ -496,7 +497,7 @@ def decide(
     tl.store(control + 3, one if HAS_SCALE else one * 0.0)
     tl.store(control + 4, tl.load(control + 4) + tl.where(skip, one, one * 0.0))
     if HAS_NORM:
-        enters = finite & (overflow == 0) & (wrong == 0)
+        enters = finite & (norm < infinity) & (overflow == 0) & (wrong == 0)
         weight = tl.maximum(one - tl.load(limits + 2), one / (count + one))
         moved = mean + weight * (tl.minimum(norm, limit) - mean)
         tl.store(control + 5, tl.where(enters, moved, mean))
@@ -534,7 +535,8 @@ def limit_by_z_score(control, memory, numbers, loss, HAS_LOSS: tl.constexpr, OPT
     taken = tl.where(outlier, clip, norm)
     next_mean = decay * mean + (one - decay) * taken
     next_variance = decay * variance + (one - decay) * (taken - next_mean) * (taken - next_mean)
-    tl.store(control + 7, tl.where(outlier, clip, infinity))
+    beyond = (norm == infinity) & (tl.load(control + 1) == 0.0) & (warming == 0)
+    tl.store(control + 7, tl.where(outlier, clip, tl.where(beyond, mean, infinity)))
     tl.store(memory, tl.where(enters, tl.where(warming, first_mean, next_mean), mean))
     tl.store(memory + 1, tl.where(enters, tl.where(warming, first_variance, next_variance), variance))
     tl.store(memory + 2, tl.where(enters & warming, count + one, count))
@@ -579,7 +581,8 @@ def limit_by_window(
 ):
     """`Sigma.on_host` of engine/limits.py. numbers: factor, steps seen, one."""
     factor, seen, one = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    outlier = enter_window(memory, tl.load(control), factor, seen, WINDOW, BLOCK, BOTH_SIDES)
+    norm = tl.load(control)
+    outlier = enter_window(memory, norm, factor, seen, WINDOW, BLOCK, BOTH_SIDES) | (norm == float("inf"))
     if HAS_LOSS:
         own = tl.load(loss).to(tl.float64)
         outlier = outlier | enter_window(memory + 1 + WINDOW, own, factor, seen, WINDOW, BLOCK, BOTH_SIDES)

@@ -5,7 +5,7 @@ The formulas, the same on every device (inputs in the order of `Decision`; `nan`
     inverse  = 1 / grad_scale                                   1 without a scale
     valid    = 0 < grad_scale < inf                             true without a scale
     finite   = power_sum < inf                                  true without a norm pass; false for nan
-    norm     = sqrt(power_sum) * inverse                        0 without a norm pass
+    norm     = sqrt(power_sum) * inverse                        0 without a norm pass; inf from LARGEST_SUM on
     overflow = found_inf != 0 or (check_overflow and not finite)
     limit    = min(skip_above, mean_factor * MEAN if MEAN_COUNT >= mean_warmup and MEAN > 0 else inf)
     skip     = overflow or not valid or (skip_nonfinite and not finite) or norm > limit
@@ -13,7 +13,7 @@ The formulas, the same on every device (inputs in the order of `Decision`; `nan`
     NORM, SKIP, INVERSE_SCALE = norm, skip, inverse
     UNSCALE    = a scale was given
     SKIPPED   += skip
-    if there was a norm pass, and finite, valid and not overflow:
+    if there was a norm pass, and norm < inf, finite, valid and not overflow:
         MEAN       += max(1 - mean_decay, 1 / (MEAN_COUNT + 1)) * (min(norm, limit) - MEAN)
         MEAN_COUNT += 1
     overflow out = overflow
@@ -29,7 +29,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ..control_numbers import CLIP, CONTROL_SIZE, INVERSE_SCALE, MEAN, MEAN_COUNT, NORM, SKIP, SKIPPED, UNSCALE
+from ..control_numbers import (
+    CLIP,
+    CONTROL_SIZE,
+    INVERSE_SCALE,
+    LARGEST_SUM,
+    MEAN,
+    MEAN_COUNT,
+    NORM,
+    SKIP,
+    SKIPPED,
+    UNSCALE,
+)
 from ..errors import GradientError
 from .limits import StepHistory, StepLimit
 
@@ -135,7 +146,7 @@ def decide_on_host(control: torch.Tensor, decision: Decision) -> None:
     power_sum = 0.0 if decision.power_sum is None else float(decision.power_sum)
     finite = power_sum < math.inf
     overflow = overflow or (decision.check_overflow and not finite)
-    norm = math.sqrt(power_sum) * inverse
+    norm = math.inf if power_sum >= LARGEST_SUM else math.sqrt(power_sum) * inverse
     limit = decision.skip_above
     if known[MEAN_COUNT] >= decision.mean_warmup and known[MEAN] > 0:
         limit = min(limit, decision.mean_factor * known[MEAN])
@@ -143,7 +154,7 @@ def decide_on_host(control: torch.Tensor, decision: Decision) -> None:
     known[NORM], known[SKIP], known[INVERSE_SCALE] = norm, float(skip), inverse
     known[UNSCALE] = float(decision.grad_scale is not None)
     known[SKIPPED] += float(skip)
-    if decision.has_norm and finite and not overflow:
+    if decision.has_norm and finite and norm < math.inf and not overflow:
         weight = max(1 - decision.mean_decay, 1 / (known[MEAN_COUNT] + 1))
         known[MEAN] += weight * (min(norm, limit) - known[MEAN])
         known[MEAN_COUNT] += 1

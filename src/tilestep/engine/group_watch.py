@@ -64,7 +64,7 @@ class GroupWatch:
         """Whether a hyperparameter has another value, or is of another kind, than the known one.
 
         Raises:
-            ValueError: for one that is NaN.
+            ValueError: for one that is NaN, and a negative `max_grad_norm`.
         """
         now = self._get(self.group)
         self._only_numbers_differ = False
@@ -79,7 +79,7 @@ class GroupWatch:
             if not self._mutable:
                 self._values = now
             return False
-        self._refuse_nan(numbers)
+        self._refuse_invalid(numbers)
         return True
 
     def _other_numbers(self, now: tuple[Any, ...]) -> bool:
@@ -87,15 +87,18 @@ class GroupWatch:
         if now == self._values:
             self._values = now
             return False
-        if _has_nan(now):
-            self._refuse_nan(flat_numbers(self.chosen()))
+        limit = self.group.get("max_grad_norm")
+        if _has_nan(now) or (limit is not None and type(limit) in _NUMBERS and limit < 0):
+            self._refuse_invalid(flat_numbers(self.chosen()))
         self._only_numbers_differ = True
         return True
 
-    def _refuse_nan(self, numbers: Sequence[tuple[str, Any]]) -> None:
+    def _refuse_invalid(self, numbers: Sequence[tuple[str, Any]]) -> None:
         for name, value in numbers:
             if value != value:
                 raise ValueError(f"Invalid {name} of group {self.index}: nan")
+            if name == "max_grad_norm" and value < 0:
+                raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
 
     def _known_numbers(self) -> list[tuple[str, Any]]:
         return self._seen if self._mutable else _numbers(dict(zip(self.keys, self._values)))

@@ -119,6 +119,9 @@ class ZClip(StepLimit):
         norm, (mean, variance, count) = control[NORM], memory
         control[CLIP] = math.inf
         if control[SKIP] or not norm < math.inf:
+            # A norm above float64's range is an outlier whatever came before; one of infinite gradients stays NaN.
+            if norm == math.inf and not control[SKIP] and count >= self.warmup:
+                control[CLIP] = mean
             return
         if count < self.warmup:
             count += 1
@@ -207,7 +210,7 @@ class Sigma(StepLimit):
 
     def on_host(self, control: list[float], memory: list[float], loss: float | None) -> None:
         span = 1 + self.window
-        above = self._enter(memory, 0, control[NORM])
+        above = self._enter(memory, 0, control[NORM]) or control[NORM] == math.inf
         if loss is not None:
             above = self._enter(memory, span, loss) or above
         if above and not control[SKIP]:

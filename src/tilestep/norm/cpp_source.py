@@ -225,7 +225,9 @@ extern "C" void tilestep_norm(const int64_t* addresses, const int64_t* rows, con
         partials[index] = value;
     }
     double result = total(partials, tile_tensor, tiles, order);
-    if (root && order == SQUARES) result = std::sqrt(result);
+    // The largest sum stands for a larger one.
+    const bool outgrown = result == std::numeric_limits<double>::max();
+    if (root && order == SQUARES) result = outgrown ? std::numeric_limits<double>::infinity() : std::sqrt(result);
     if (root && order == POWER) result = std::pow(result, 1 / p);
     *out = result;
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from ..codegen.compile_cpp import load_library, warn_of_failure
+from ..control_numbers import LARGEST_SUM
 from ..errors import BuildError
 from ..threads import thread_count
 from .cpp_source import SOURCE, TILE
@@ -87,7 +87,7 @@ class CpuNorm:
         with np.errstate(over="ignore", invalid="ignore"):
             total = float(np.add.accumulate(tiles)[-1]) if len(tiles) else 0.0
         # Finite tiles may not sum up to infinity.
-        _put(out, min(total, sys.float_info.max) if np.isfinite(tiles).all() else total)
+        _put(out, min(total, LARGEST_SUM) if np.isfinite(tiles).all() else total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """One call."""
@@ -121,8 +121,8 @@ class EagerNorm:
         """Each tensor by itself, then together."""
         parts = [before_root(tensor, norm_type) for tensor in self._tensors(addresses)]
         total = combine(torch.tensor(parts, dtype=torch.float64, device="cpu"), norm_type, root=root)
-        if order_of(norm_type) is Order.SQUARES and max(parts, default=0.0) < math.inf:
-            total = total.clamp(max=sys.float_info.max**0.5 if root else sys.float_info.max)
+        if not root and order_of(norm_type) is Order.SQUARES and max(parts, default=0.0) < math.inf:
+            total = total.clamp(max=LARGEST_SUM)
         out.copy_(total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
@@ -153,5 +153,5 @@ def before_root(tensor: torch.Tensor, norm_type: float) -> float:
         return norm
     if not norm * norm < math.inf and tensor.isfinite().all():
         # Finite elements have a finite sum of squares: an overflow check may rely on it.
-        return min(tensor.double().square().sum().item(), sys.float_info.max)
+        return min(tensor.double().square().sum().item(), LARGEST_SUM)
     return norm * norm

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from ..control_numbers import LARGEST_SUM
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that have kernels; a dtype's place is its code in the tables."""
 
@@ -56,4 +58,7 @@ def combine(parts: torch.Tensor, norm_type: float, *, root: bool = True) -> torc
     if order is Order.LARGEST:
         return torch.cat((parts, parts.new_zeros(1))).amax()
     total = parts.sum()
-    return total ** (1 / norm_type) if root and order in (Order.SQUARES, Order.POWER) else total
+    if not root or order not in (Order.SQUARES, Order.POWER):
+        return total
+    norm = total ** (1 / norm_type)
+    return torch.where(total >= LARGEST_SUM, math.inf, norm) if order is Order.SQUARES else norm

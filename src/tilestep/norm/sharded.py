@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ..compat import layouts, local_parts
+from ..control_numbers import LARGEST_SUM
 from ..errors import GradientError
 from ..pairs import as_real
 from ..placements import Agreement, is_distributed
@@ -83,7 +85,11 @@ class ShardedNorm:
         """The norm of tensors that count alike before its root, a sum times their share; float64[1]."""
         with recipe.lock:
             total = recipe.total(own, norm_type).to(self._local[0].device)
-        return total if order_of(norm_type) in (Order.LARGEST, Order.SMALLEST) else total * share
+        order = order_of(norm_type)
+        if order in (Order.LARGEST, Order.SMALLEST):
+            return total
+        # What stands for a larger sum is no number to take a part of.
+        return (torch.where(total >= LARGEST_SUM, math.inf, total) if order is Order.SQUARES else total) * share
 
     def _nonzero(self) -> torch.Tensor:
         """How many tensors hold a nonzero; one that is sharded has one if any of its parts has."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from ..placements import (
 from ..placements.local import local_part
 from ..rules import Rule
 from .homes import StateHome
-from .hyperparameters import OWN_KEYS
+from .hyperparameters import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
 from .parameters import check_pairs, check_parameter, further_rounds, labelled, listed_once
@@ -160,7 +161,10 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
     Raises:
         GradientError: for parameters that cannot be updated in place.
         StateError: for state that has another shape than its parameter.
+        ValueError: for a group that says what cannot be done.
     """
+    for index, group in enumerate(optimizer.param_groups):
+        about_group(index, partial(check_flags, optimizer.rule_of(group), group))
     state = _watched(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     _forget_replaced(state, params)
@@ -346,7 +350,7 @@ def _engines(
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)
     for by_spec in parts.values():
         check_not_shared([(entry.label, entry.param) for _, entries in by_spec.values() for entry in entries])
-    keys = [(*optimizer.rule_of(group).hyperparameters, *OWN_KEYS) for group in optimizer.param_groups]
+    keys = [deciding_keys(optimizer.rule_of(group)) for group in optimizer.param_groups]
     by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
     engines, places = build_engines(optimizer, by_device, members, keys)
     for engine in engines:

@@ -16,13 +16,37 @@ from ..rules.scalars import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
 from .state_formats import check_state_dtype
 
-__all__ = ["GROUP_OPTIONS", "OWN_KEYS", "about_group", "check_group", "current_value", "find_rule", "without_defaults"]
+__all__ = [
+    "GROUP_OPTIONS",
+    "OWN_KEYS",
+    "about_group",
+    "check_flags",
+    "check_group",
+    "current_value",
+    "deciding_keys",
+    "find_rule",
+    "without_defaults",
+]
 
 GROUP_OPTIONS: Mapping[str, Any] = {"max_grad_norm": None, "master_weights": False, "state_dtype": None}
 """What a param group may say for any rule, and what a group means that does not say it."""
 
 OWN_KEYS = (*GROUP_OPTIONS, "rule")
 """Keys of a param group that torch's optimizers do not have; a group has none of them at its default."""
+
+
+def deciding_keys(rule: Rule) -> tuple[str, ...]:
+    """What of a param group decides what a step does, or that it is refused.
+
+    Example:
+        >>> "differentiable" in deciding_keys(registry["SGD"])
+        True
+    """
+    return (*rule.hyperparameters, *OWN_KEYS, "differentiable", *_FIXED.intersection(rule.options))
+
+
+_FIXED = frozenset({"decoupled_weight_decay"})
+"""Options that are part of what a rule is: a group cannot have another value."""
 
 
 def without_defaults(group: dict[str, Any]) -> None:
@@ -104,10 +128,32 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
         limit = limit.max_norm
     if limit is not None:
         _check_kind("max_grad_norm", limit, 1.0)
-    if limit is not None and not isinstance(limit, torch.Tensor) and not limit >= 0:
-        raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")
+    check_flags(rule, group)
+
+
+def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
+    """Raise for what no rule can do, in a param group that may have been changed since it was added.
+
+    Args:
+        rule: the group's rule.
+        group: the param group.
+
+    Raises:
+        ValueError: for `differentiable=True`, a `master_weights` or `state_dtype` that there is not, another
+            `decoupled_weight_decay` than the rule's, a negative `max_grad_norm`.
+        RuntimeError: for `fused` beside `foreach`, as torch.
+    """
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
+    limit = group.get("max_grad_norm")
+    if isinstance(limit, (int, float)) and not limit >= 0:
+        raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")
+    if group.get("fused") and group.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    for key in _FIXED.intersection(rule.options):
+        wanted = rule.options[key]
+        if bool(group.get(key, wanted)) is not wanted:
+            raise ValueError(f"{key}={group[key]} is not what {rule.name} does: take tilestep.Adam for that group")
     if group.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the step writes behind autograd's back; "

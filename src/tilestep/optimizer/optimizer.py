@@ -53,6 +53,8 @@ from .watched_state import WatchedState, plain_states
 
 __all__ = ["Optimizer"]
 
+_WIDE = (torch.float64, torch.complex128)
+
 
 class Optimizer(torch.optim.Optimizer):
     """An optimizer for any rule.
@@ -216,7 +218,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a param group."""
-        return self._rules[group["rule"]] if "rule" in group else self._rule
+        if "rule" not in group:
+            return self._rule
+        name = group["rule"]
+        if name not in self._rules:
+            raise ValueError(
+                f"a param group's rule was set to {name!r}: no group of the optimizer was made with that rule; give it "
+                "in add_param_group, or to the constructor"
+            )
+        return self._rules[name]
 
     _begins_together = False
     """Whether the state of all parameters begins at the first step, and not that of each with its first gradient."""
@@ -276,8 +286,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The global 2-norm of the last step's (unscaled) gradients, a float32 scalar on the device, not yet read.
+        """The global 2-norm of the last step's (unscaled) gradients, a scalar on the device, not yet read.
 
+        It is float64 if any parameter is, else float32; infinite beyond the range of that, as torch's.
         It is there when a group has `max_grad_norm`, the optimizer skips steps by itself, `tilestep.GradScaler` runs
         the step, or the optimizer was made with `track_grad_norm=True`.
 
@@ -290,7 +301,9 @@ class Optimizer(torch.optim.Optimizer):
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
             )
         control = self._last_control()
-        return torch.zeros((), device="cpu") if control is None else control[NORM].to(torch.float32)
+        wide = any(param.dtype in _WIDE for group in self.param_groups for param in group["params"])
+        dtype = torch.float64 if wide else torch.float32
+        return torch.zeros((), dtype=dtype, device="cpu") if control is None else control[NORM].to(dtype, copy=True)
 
     @property
     def skipped_steps(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..optimizer.hyperparameters import GROUP_OPTIONS, OWN_KEYS
+from ..optimizer.hyperparameters import GROUP_OPTIONS, deciding_keys
 from .agree import first_difference, plain_value
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Alike:
     def _keys_of(self, optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
         name = group.get("rule")
         if name not in self._keys:
-            self._keys[name] = (*optimizer.rule_of(group).hyperparameters, *OWN_KEYS)
+            self._keys[name] = deciding_keys(optimizer.rule_of(group))
         return self._keys[name]
 
     def hear(self, sums: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class Alike:
 def _described(optimizer: Optimizer) -> Iterator[str]:
     """Everything that decides what a step makes of the same gradients, in words."""
     for index, group in enumerate(optimizer.param_groups):
-        for key in (*optimizer.rule_of(group).hyperparameters, *OWN_KEYS):
+        for key in deciding_keys(optimizer.rule_of(group)):
             yield f"group {index} {key}={_told(group.get(key, GROUP_OPTIONS.get(key)))}"
 
 

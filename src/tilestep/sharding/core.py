@@ -15,6 +15,7 @@ from ..combinations import refuse_replaced
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..gradientless import gradientless
 from ..norm import NormTable
+from ..norm.orders import combine
 from ..optimizer import Optimizer
 from ..tensor_watch import survey
 from .alike import Alike
@@ -402,7 +403,8 @@ class Sharding:
             addresses = torch.tensor([each.data_ptr() for each in gradients], dtype=torch.int64, device=device)
             table.launch(addresses, total)
         Deciders(self.ranks, groups).add(total)
-        return total.sqrt().to(torch.float32).reshape(())
+        wide = any(param.dtype is torch.float64 for param in listed)
+        return combine(total, 2.0).to(torch.float64 if wide else torch.float32)
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:

@@ -239,7 +239,7 @@ class ShardedOptimizer(Optimizer):
                 are to be in it; all of them call it too.
 
         Returns:
-            A float32 scalar on the device, the same on all ranks, not yet read.
+            A scalar on the device, float64 if a parameter is, else float32; the same on all ranks, not yet read.
 
         Raises:
             ValueError: for a tensor that is no parameter of the optimizer.
@@ -266,7 +266,7 @@ class ShardedOptimizer(Optimizer):
             process_group: as for `grad_norm_of`.
 
         Returns:
-            The norm before, a float32 scalar on the device, the same on all ranks, not yet read.
+            The norm before, as from `grad_norm_of`.
 
         Raises:
             ValueError: for a tensor that is no parameter of the optimizer.
