@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.nn import functional
 
 import tilestep
 
-__all__ = ["CLIP", "CONTENDERS", "Llama", "Shape", "TINY", "Trained", "make_model"]
+__all__ = ["CLIP", "CONTENDERS", "Llama", "Shape", "TINY", "Trained", "compiled_blocks", "make_model"]
 
 CLIP = 1.0
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
+_OURS: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": CLIP}
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,20 @@ class Llama(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
 
 
+_block_backend = ""
+
+
+@contextmanager
+def compiled_blocks(backend: str) -> Iterator[None]:
+    """Models made here have every block compiled by itself, in place, as torchtitan does it."""
+    global _block_backend
+    _block_backend = backend
+    try:
+        yield
+    finally:
+        _block_backend = ""
+
+
 def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Llama:
     torch.manual_seed(0)
     with device:
@@ -96,6 +111,9 @@ def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Llama:
     for param in model.parameters():
         if param.dim() == 2:
             nn.init.normal_(param, std=0.02)
+    if _block_backend:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=_block_backend)
     return model.to(dtype)
 
 
@@ -118,16 +136,20 @@ class Trained:
     alone: Callable[[], AbstractContextManager[Any]] | None = None
 
 
-def sharded(shape: Shape, device: torch.device) -> Trained:
+def sharded(shape: Shape, device: torch.device, **options: Any) -> Trained:
     """tilestep: bfloat16 parameters, float32 master and moments, split."""
     model = make_model(shape, device, torch.bfloat16)
 
     def whole() -> tilestep.Optimizer:
-        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": CLIP}
-        return tilestep.AdamW(model.parameters(), master_weights=True, **options)  # type: ignore[attr-defined]
+        return tilestep.AdamW(model.parameters(), master_weights=True, **_OURS)  # type: ignore[attr-defined]
 
-    optimizer = tilestep.shard(whole, model)
+    optimizer = tilestep.shard(whole, model, **options)
     return Trained(model, optimizer, optimizer.step, optimizer.zero_grad, optimizer.no_sync)
+
+
+def sharded_waiting(shape: Shape, device: torch.device) -> Trained:
+    """The same, all parameters gathered before `step` returns: what nothing hides is seen beside it."""
+    return sharded(shape, device, overlap_param_sync=False)
 
 
 def _torchs(model: nn.Module, optimizer: Any, params: list[Any], alone: Any = None) -> Trained:
@@ -188,8 +210,7 @@ def zero_redundancy(shape: Shape, device: torch.device) -> Trained:
     return _torchs(model, optimizer, params, model.no_sync)
 
 
-def fully_sharded(shape: Shape, device: torch.device) -> Trained:
-    """FSDP2 without reshard_after_forward and torch's fused AdamW: float32 shards, bfloat16 in use and on the way."""
+def _fully_sharded_model(shape: Shape, device: torch.device) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -203,14 +224,42 @@ def fully_sharded(shape: Shape, device: torch.device) -> Trained:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    return model
+
+
+def fully_sharded(shape: Shape, device: torch.device) -> Trained:
+    """FSDP2 without reshard_after_forward and torch's fused AdamW: float32 shards, bfloat16 in use and on the way."""
+    model = _fully_sharded_model(shape, device)
     params = list(model.parameters())
     return _torchs(model, torch.optim.AdamW(params, **_options(device)), params)
 
 
+def fully_sharded_ours(shape: Shape, device: torch.device, during: str = "") -> Trained:
+    """The same FSDP2 with tilestep's AdamW."""
+    model = _fully_sharded_model(shape, device)
+    optimizer = tilestep.AdamW(model.parameters(), **_OURS)  # type: ignore[attr-defined]
+    if during:
+        tilestep.overlap(optimizer, model, during)  # type: ignore[arg-type]
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trained(model, optimizer, step, optimizer.zero_grad)
+
+
+def fully_sharded_forward(shape: Shape, device: torch.device) -> Trained:
+    """The same FSDP2 with tilestep's AdamW, overlapped with the next forward."""
+    return fully_sharded_ours(shape, device, "forward")
+
+
 CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "sharded": sharded,
+    "sharded_waiting": sharded_waiting,
     "data_parallel": data_parallel,
     "data_parallel_master": data_parallel_master,
     "fully_sharded": fully_sharded,
+    "fully_sharded_ours": fully_sharded_ours,
+    "fully_sharded_forward": fully_sharded_forward,
     "zero_redundancy": zero_redundancy,
 }

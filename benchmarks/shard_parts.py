@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shard_bench import Bench, quartiles
-from shard_contenders import CONTENDERS, Trained
+from shard_contenders import CONTENDERS, Trained, compiled_blocks
 from shard_iterations import iterations
 from torch import nn
 
@@ -206,10 +206,27 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
     return found
 
 
+COMPILED = (
+    "sharded",
+    "sharded_waiting",
+    "data_parallel_master",
+    "fully_sharded",
+    "fully_sharded_ours",
+    "fully_sharded_forward",
+)
+
+
+def compiled(bench: Bench) -> dict[str, Any]:
+    """Iterations of models whose blocks are compiled, each by itself."""
+    with compiled_blocks("aot_eager" if bench.quick else "inductor"):
+        return iterations(bench, COMPILED)
+
+
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "sharded": sharded,
     "iterations": iterations,
     "host_of_many": host_of_many,
     "collectives": collectives,
+    "compiled": compiled,
     "zero_redundancy": partial(iterations, names=("sharded", "zero_redundancy")),
 }

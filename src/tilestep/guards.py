@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .compat import guard_parameters, is_dropping_gradients, watch_all_parameters
+from .compat import guard_parameters, is_dropping_gradients, watch_all_parameters, wrap_compiled_call
 
 
 class Waits(Protocol):
     """What knows which parameters are on their way."""
 
     compiled: bool
-    """Whether compiled code uses the model: it takes parameters without looking them up."""
+    """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
 
     @property
     def is_pending(self) -> bool:
@@ -32,13 +32,80 @@ def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor
 
     Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
     embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
-    somewhere else too.
+    somewhere else too. Compiled code looks nothing up: a compiled module waits for all below it when it is called.
     """
     handles: list[Any] = []
     for module in model.modules():
         if any(map(concerns, module.parameters(recurse=False))):
             handles += _guard(module, waits)
-    return handles
+    return handles + [region for module in model.modules() if (region := CompiledRegion.of(module)) is not None]
+
+
+class CompiledRegion:
+    """A module that runs as compiled code: whatever is below it is waited for when it is called.
+
+    Code that was traced in such a call depends on `is_entered`, as one of its guards: called from elsewhere, it is
+    traced again and says that it takes parameters without a region (`Waits.compiled`).
+
+    Args:
+        module: the module, in place or as `torch.compile` wraps it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.is_entered = False
+        """Whether the module is being called."""
+        self._users = 0
+        self._guarded = [
+            entries for part in module.modules() if isinstance(entries := part._parameters, GuardedParameters)
+        ]
+        for entries in self._guarded:
+            entries.regions = (*entries.regions, self)
+        self._unwrap: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> CompiledRegion | None:
+        """The region of a compiled module whose parameters are guarded; None for other modules."""
+        region = _regions.get(module)
+        if region is None:
+            region = cls(module)
+            region._unwrap = wrap_compiled_call(module, region._entering) if region._guarded else None
+            if region._unwrap is None:
+                region._forget()
+                return None
+            _regions[module] = region
+        region._users += 1
+        return region
+
+    def _entering(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if _is_traced():
+                # Part of other compiled code, which waits for nothing in here.
+                return call(*args, **kwargs)
+            for entries in self._guarded:
+                entries.wait()
+            before, self.is_entered = self.is_entered, True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.is_entered = before
+
+        return entered
+
+    def remove(self) -> None:
+        """One guard less; without any, the module is as it was."""
+        self._users -= 1
+        if self._users == 0 and self._unwrap is not None:
+            self._unwrap()
+            self._forget()
+
+    def _forget(self) -> None:
+        for entries in self._guarded:
+            entries.regions = tuple(region for region in entries.regions if region is not self)
+        for module in [module for module, region in _regions.items() if region is self]:
+            del _regions[module]
+
+
+_regions: weakref.WeakKeyDictionary[nn.Module, CompiledRegion] = weakref.WeakKeyDictionary()
 
 
 def _guard(module: nn.Module, waits: Waits) -> list[Any]:
@@ -135,6 +202,8 @@ class GuardedParameters(dict[str, Any]):
     def __init__(self, entries: dict[str, Any], waits: Waits) -> None:
         super().__init__(entries)
         self._waits = waits
+        self.regions: tuple[CompiledRegion, ...] = ()
+        """The compiled modules that wait for these parameters where they are called."""
 
     @classmethod
     def of(cls, entries: dict[str, Any], waits: Waits) -> GuardedParameters:
@@ -148,10 +217,20 @@ class GuardedParameters(dict[str, Any]):
         # For every parameter in every forward: no look-up more than there must be.
         param = dict.__getitem__(self, key)
         if _is_traced():
-            self._waits.compiled = True
+            if not self._is_awaited():
+                self._waits.compiled = True
         elif self._waits.is_pending:
             self._waits.wait(param)
         return param
+
+    def _is_awaited(self) -> bool:
+        return any(region.is_entered for region in self.regions)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        if self._waits.is_pending:
+            for param in super().values():
+                self._waits.wait(param)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401

@@ -252,6 +252,23 @@ def test_a_compiled_model(during: str) -> None:
     twins.compare()
 
 
+@both
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_compiled_blocks_wait_for_their_own_parameters(during: str, wrapped: bool) -> None:
+    def build() -> nn.Module:
+        model = small()
+        for name in ("first", "second", "attention"):
+            part = getattr(model, name)
+            setattr(model, name, torch.compile(part, backend="eager")) if wrapped else part.compile(backend="eager")
+        return model
+
+    torch._dynamo.reset()
+    twins = Twins(clipped, during, build)
+    for step in range(5):
+        twins.step(step)
+    twins.compare()
+
+
 def test_what_is_refused() -> None:
     model = small()
     optimizer = adamw(model.parameters())

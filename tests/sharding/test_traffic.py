@@ -219,6 +219,63 @@ def compiled_models() -> None:
     assert isinstance(tilestep.shard(sgd(other.parameters()), torch.compile(other)), tilestep.ShardedOptimizer)
 
 
+class Step(nn.Module):
+    """A block with a weight that others use too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 5), nn.Linear(5, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.out(torch.tanh(self.into(hidden)))
+
+
+class Steps(nn.Module):
+    """Blocks, each of which may be compiled by itself, and a weight of one of them beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Step() for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return functional.linear(hidden, self.blocks[1].into.weight)
+
+
+@gathers_that_come_late()
+def compiled_blocks() -> None:
+    """A compiled block waits for its own parameters when it is called, and the step for none."""
+    for wrapped in (False, True):
+        torch._dynamo.reset()
+        model = Steps()
+        for index, block in enumerate(model.blocks):
+            if wrapped:
+                model.blocks[index] = torch.compile(block, backend="eager", fullgraph=True)
+            else:
+                block.compile(backend="eager", fullgraph=True)
+        pair = Pair(model, sgd, bucket_cap_mb=TINY)
+        sync = pair.optimizer._sharding.parameters
+        late = []
+        for _ in range(4):
+            data = inputs(3, 4)
+            train(pair, [lambda model, data=data: model(data).square().sum()])
+            late.append(sum(wave.is_pending for wave in sync._waves))
+            pair.compare()
+        assert not sync.compiled
+        assert max(late) > 1
+        # Code that is compiled around a block waits for nothing when it is called: the next steps wait.
+        outer = torch.compile(lambda model, data: model(data).square().sum(), backend="eager", fullgraph=True)
+        for _ in range(3):
+            data = inputs(3, 4)
+            outer(pair.model, data).backward()
+            pair.twin(data).square().sum().backward()
+            pair.step()
+            pair.compare()
+        assert sync.compiled
+        assert not any(wave.is_pending for wave in sync._waves)
+
+
 def parameters_written_by_others() -> None:
     def make(params: Any) -> Any:
         return tilestep.AdamW(params, lr=0.1, master_weights=True)  # type: ignore[attr-defined]
@@ -301,6 +358,7 @@ CHECKS = [
     modules_that_peek_at_each_other,
     parameters_read_right_after_the_step,
     compiled_models,
+    compiled_blocks,
     parameters_written_by_others,
     a_step_makes_old_graphs_unusable,
     weights_to_evaluate,

@@ -44,6 +44,7 @@ from .modules import (
     watch_all_forwards,
     watch_all_parameters,
     watch_all_submodules,
+    wrap_compiled_call,
 )
 from .optimizers import count_scaled_losses, route_unscaling, step_is_watched
 from .profiler import profiler_is_running
@@ -115,4 +116,5 @@ __all__ = [
     "watch_clips",
     "wrapper_tensor",
     "zero_all",
+    "wrap_compiled_call",
 ]

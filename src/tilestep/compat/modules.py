@@ -23,6 +23,32 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def wrap_compiled_call(
+    module: torch.nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None] | None:
+    """Have something run around a compiled module's calls, outside of what is compiled.
+
+    Args:
+        module: a module after `module.compile()`, or what `torch.compile` has made of one; any other.
+        wrapped: makes what is called from the compiled call.
+
+    Returns:
+        What takes it back; None for a module that is not compiled, or where torch keeps the compiled call elsewhere.
+    """
+    name = "_compiled_call_impl" if is_compiled(module) else "forward" if uncompiled(module) is not module else ""
+    call = vars(module).get(name)
+    if call is None:
+        return None
+    around = wrapped(call)
+    setattr(module, name, around)
+
+    def take_back() -> None:
+        if vars(module).get(name) is around:
+            setattr(module, name, call)
+
+    return take_back
+
+
 def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
     """Let a module look its parameters up in a dictionary of our own.
 

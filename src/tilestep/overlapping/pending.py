@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import before_gathering, is_compiled, watch_all_forwards
-from ..guards import guard_model, guard_sharers
+from ..compat import before_gathering, watch_all_forwards
+from ..guards import CompiledRegion, guard_model, guard_sharers
 from .groups import Group, Grouping
 from .lanes import Lane
 
@@ -72,10 +72,12 @@ class Pending:
         self._needed: list[int] = []
         """Groups in the order in which they were asked for since the last step."""
         self._forwards: Any = None
-        self.compiled = any(map(is_compiled, model.modules()))
-        """Whether compiled code uses the model: it takes parameters without looking them up."""
+        self.compiled = False
+        """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         self._guarded = {id(module) for module in model.modules()}
-        guard_model(model, self, lambda param: True)
+        handles = guard_model(model, self, lambda param: True)
+        # A hook on all forwards that comes and goes would have them traced again.
+        self._watches = not any(isinstance(handle, CompiledRegion) for handle in handles)
         guard_sharers(model, self)
         for group in grouping().groups:
             if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
@@ -125,7 +127,7 @@ class Pending:
         if self._lane.stream is not None:
             for update in self._updates.values():
                 update.launch(self._lane)
-        if self._updates and self._forwards is None:
+        if self._updates and self._forwards is None and self._watches:
             living = weakref.WeakMethod(self._before_forward)
             self._forwards = watch_all_forwards(lambda module, given: _called(living, module, given))
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import is_compiled
 from ..engine.capturing import is_capturing
 from ..gradientless import gradientless
 from ..guards import guard_model, guard_sharers
@@ -163,8 +162,8 @@ class ParameterSync:
         self._updated: list[Bucket] = []
         self._updated_waves: list[_Wave] = []
         self._handles: list[Any] = []
-        self.compiled = any(map(is_compiled, model.modules()))
-        """Whether compiled code uses the model: it takes parameters without looking them up."""
+        self.compiled = False
+        """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         self.take_in(model, buckets)
         if self._overlaps:
             guard_sharers(model, self)

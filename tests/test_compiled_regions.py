@@ -1,0 +1,94 @@
+"""Compiled modules whose parameters may be on their way: what waits where, and when code is traced again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tilestep.guards import CompiledRegion, guard_model
+
+BLOCKS = 12
+"""More than dynamo traces one function for."""
+
+
+class Waiting:
+    """Counts who waits."""
+
+    def __init__(self) -> None:
+        self.compiled, self.is_pending = False, True
+        self.waited: list[Any] = []
+
+    def wait(self, param: Any) -> None:
+        self.waited.append(param)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.out(torch.tanh(self.into(hidden)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, wrapped: bool, backend: Any) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(BLOCKS)]
+        for block in blocks:
+            if not wrapped:
+                block.compile(backend=backend, fullgraph=True)
+        made = [torch.compile(block, backend=backend, fullgraph=True) if wrapped else block for block in blocks]
+        self.blocks = nn.ModuleList(made)  # type: ignore[arg-type]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compiled_module_waits_where_it_is_called(wrapped: bool) -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model, waits = Blocks(wrapped, backend), Waiting()
+    handles = guard_model(model, waits, lambda param: True)
+    assert len(handles) == BLOCKS
+    assert all(isinstance(handle, CompiledRegion) for handle in handles)
+    data = torch.randn(3, 4)
+    model(data)
+    model(data)
+    # All blocks share their code, as without guards: one graph for the first input, and one that requires a gradient.
+    assert len(graphs) == 2
+    waits.waited.clear()
+    model.blocks[3](data)
+    wanted = {id(param) for param in model.blocks[3].parameters()}
+    assert {id(param) for param in waits.waited} == wanted
+    assert not waits.compiled
+
+    def around(given: torch.Tensor) -> torch.Tensor:
+        return 2 * model(given)
+
+    fast = torch.compile(around, backend=backend, fullgraph=True)
+    for _ in range(2):
+        # Such code enters no block when it is called, and so it says that it waits for nothing.
+        waits.compiled = False
+        fast(data)
+        assert waits.compiled
+    count = len(graphs)
+    waits.compiled = False
+    model(data)
+    assert (waits.compiled, len(graphs)) == (False, count)
+    for handle in handles:
+        handle.remove()
+    waits.waited.clear()
+    model.blocks[3](data)
+    assert waits.compiled or waits.waited
