@@ -164,8 +164,8 @@ def test_runs_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_clip_that_does_not_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = "tilestep.optimizer.decide.needs_norm"
-    verdict = broken_item(monkeypatch, target, lambda optimizer: False, "clipping")
+    target = "tilestep.optimizer.decide.StepControl.needs_norm"
+    verdict = broken_item(monkeypatch, target, lambda control, groups: False, "clipping")
     assert verdict.passed is False
     assert (
         "max_grad_norm=0.5 does not give what clipping before the step gives: the parameter of a float32"

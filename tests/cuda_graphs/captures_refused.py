@@ -278,7 +278,7 @@ def test_a_scaler_that_was_not_used_before() -> None:
         tilestep.capture(optimizer, lambda: scaler.step(optimizer))
     scaler.update(2.0)
     fill_gradients(params, 1)
-    optimizer._gradients_scaled = False
+    optimizer.control.gradients_scaled = False
     optimizer.step()
     with refused("did not step the optimizer"):
         tilestep.capture(optimizer, lambda: None)

@@ -78,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             for optimizer in self._known:
                 if self._stage(optimizer) is OptState.READY:
-                    optimizer._gradients_scaled = True
+                    optimizer.control.gradients_scaled = True
         return scaled
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         if self._enabled and isinstance(optimizer, Optimizer):
             self._known.add(optimizer)
-            optimizer._gradients_scaled = False
+            optimizer.control.gradients_scaled = False
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(optimizer, Optimizer):
@@ -130,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
             result = self._step_unscaling(optimizer, **kwargs)
         else:
             result = super().step(optimizer, **kwargs)
-        optimizer._gradients_scaled = False
+        optimizer.control.gradients_scaled = False
         return result
 
     def _step_unscaling(self, optimizer: Optimizer, **kwargs: Any) -> Any:
@@ -138,12 +138,12 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._scale
         own = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = scale if own is None else scale * own  # type: ignore[attr-defined]
-        optimizer._check_overflow = True
+        optimizer.control.checks_overflow = True
         try:
             result = optimizer.step(**kwargs)
         finally:
             optimizer.__dict__.pop("grad_scale", None)
-            optimizer._check_overflow = False
+            optimizer.control.checks_overflow = False
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.STEPPED
         state["found_inf_per_device"] = optimizer.overflow_flags()
@@ -175,7 +175,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().update(new_scale)
         for optimizer in self._known:
-            optimizer._gradients_scaled = False
+            optimizer.control.gradients_scaled = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a checkpoint, written by this scaler or by torch's.

@@ -194,7 +194,7 @@ def _stale(reason: str) -> CaptureError:
 
 
 def _require_unscaled(optimizer: Optimizer) -> None:
-    if optimizer._gradients_scaled:
+    if optimizer.control.gradients_scaled:
         raise GradientError(
             "the gradients still carry a loss scale, and the captured step does not know it: capture the scaler's "
             "calls, capture(optimizer, lambda: (scaler.step(optimizer), scaler.update()))"

@@ -200,6 +200,7 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
         state_changes=state.changes,
         masters=Masters(stated, fresh, have_parts=agreement is not None),
         agreement=agreement,
+        ranks=agreement,
         places=places,
         home=home,
         further_rounds=further_rounds(optimizer),

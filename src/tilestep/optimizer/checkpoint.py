@@ -52,12 +52,13 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     groups, state = optimizer.param_groups, optimizer.state
     members, states = list(groups), dict(state)
     contents = [(group, dict(group), list(group["params"])) for group in groups]
-    changes = getattr(state, "changes", 0)
+    changes, numbers = getattr(state, "changes", 0), optimizer.control.numbers
     try:
         yield
     except BaseException:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
+        optimizer.control.numbers = numbers
         groups[:] = members
         for group, content, params in contents:
             group.clear()

@@ -12,7 +12,7 @@ import torch
 from ..combinations import FSDP1, refusal, split_kind
 from ..engine import Decision, DeviceEngine, are_built_ahead, build_ahead
 from ..engine.control import CONTROL_SIZE, MEAN, MEAN_COUNT, NORM, SKIPPED
-from ..engine.limits import Sigma, StepLimit, ZClip
+from ..engine.limits import Sigma, StepHistory, StepLimit, ZClip
 from ..errors import GradientError
 from ..placements.local import local_part
 from .parameters import labelled
@@ -21,20 +21,8 @@ from .specs import spec_of
 if TYPE_CHECKING:
     from ..engine.decider import JointNorm
     from ..placements import Agreement
-    from .protocol import Optimizer
-
-__all__ = [
-    "SkipPolicy",
-    "TimesMean",
-    "build_decision",
-    "decide",
-    "flat_part",
-    "forget_scale",
-    "needs_norm",
-    "remember",
-    "restore_mean",
-    "save_mean",
-]
+    from .joint import JointGradNorm
+    from .protocol import Optimizer, Tables
 
 LIMITS_KEY = "limits"
 """Key of the first group of a state_dict for what adaptive limits remember."""
@@ -130,87 +118,203 @@ class SkipPolicy:
         return Decision(skip_nonfinite=self.skips, skip_above=above)
 
 
-def decide(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> None:
-    """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it.
+class StepControl:
+    """What the steps of an optimizer are decided from, and what outlives them.
 
     Args:
-        optimizer: its attributes `grad_scale` and `found_inf` are what a scaler has set.
-        engines: its engines, prepared.
-
-    Raises:
-        GradientError: for gradients that carry a loss scale which nobody takes away; for a loss scale that is not
-            positive and finite, where the host knows it.
+        policy: which steps are skipped by themselves.
     """
-    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if optimizer._gradients_scaled and scale is None and found_inf is None:
-        raise GradientError(
-            "the gradients still carry a loss scale: call scaler.step(optimizer) instead of optimizer.step(), "
-            "or scaler.unscale_(optimizer) before it; nothing was updated"
-        )
-    if not engines:
-        return
-    agreement = optimizer.agreement
-    scale, found_inf = _tensor(scale, engines[0].device), _tensor(found_inf, engines[0].device)
-    if not are_built_ahead(engines, unscales=scale is not None):
-        expected = replace(_limits(optimizer), grad_scale=scale, found_inf=found_inf)
-        build_ahead(engines, expected, norm=needs_norm(optimizer), alone=agreement is None)
-    decision = build_decision(optimizer, engines, alone=agreement is None)
-    decision.grad_scale, decision.found_inf = scale, found_inf
-    optimizer._history.has_norm = decision.has_norm
-    if decision.limits:
-        decision.loss, optimizer._history.loss = optimizer._history.loss, None
-        if decision.loss is not None:
-            decision.loss = _moved(decision.loss, engines[0].device)
-    if optimizer._joint is not None:
-        scaled = scale is not None or found_inf is not None or decision.check_overflow
-        decision.skip_nonfinite |= scaled or optimizer._joint.skips
-    if agreement is not None:
-        _agree(decision, agreement, has_whole_norm=optimizer._joint is not None)
-    for engine in engines:
-        engine.follow(decision)
-    deciders = {engine.decider: engine for engine in engines}
-    for decider, engine in deciders.items():
-        own = decision if len(deciders) == 1 else replace(decision)
-        _bring(own, engine)
-        decider.decide(own, captured=engine.captured)
 
+    def __init__(self, policy: SkipPolicy) -> None:
+        self.policy = policy
+        self.history = StepHistory()
+        self.numbers: torch.Tensor | None = None
+        """The control numbers of one of the devices: those of the last step, or what the next one carries on with."""
+        self.checks_overflow = False
+        """Set by `GradScaler` for one step: gradients that are not finite are an overflow."""
+        self.gradients_scaled: bool | None = None
+        """Set by `GradScaler`: from `scale` until the gradients are unscaled or used they carry a loss scale."""
+        self.joint: JointGradNorm | None = None
+        """What shares its norm with other optimizers."""
+        self.flat_part = ""
+        """What messages call the first piece of one of FSDP1's flat parameters."""
 
-def build_decision(optimizer: Optimizer, engines: Sequence[DeviceEngine], *, alone: bool = True) -> Decision:
-    """What a step is decided from, but for what a scaler has set; the norm pass is run if anything asks for it.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"policy": self.policy, "history": self.history, "numbers": self.numbers}
 
-    Args:
-        optimizer: the optimizer.
-        engines: its engines, prepared; at least one.
-        alone: whether no other rank has to decide the same.
-    """
-    decision = _limits(optimizer)
-    if not needs_norm(optimizer):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["policy"])  # type: ignore[misc]
+        vars(self).update(state)
+
+    def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a step asks for the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
+        clips = any(group.get("max_grad_norm") is not None for group in groups)
+        return clips or self.joint is not None or self.checks_overflow or self.policy.needs_norm
+
+    def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[StepLimit, ...]:
+        """The limits that remember something."""
+        return self.policy.decision().limits + adaptive_clips(groups)
+
+    def decide(self, optimizer: Optimizer, plan: Tables) -> None:
+        """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it.
+
+        Args:
+            optimizer: its attributes `grad_scale` and `found_inf` are what a scaler has set.
+            plan: prepared.
+
+        Raises:
+            GradientError: for gradients that carry a loss scale which nobody takes away; for a loss scale that is not
+                positive and finite, where the host knows it.
+        """
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if self.gradients_scaled and scale is None and found_inf is None:
+            raise GradientError(
+                "the gradients still carry a loss scale: call scaler.step(optimizer) instead of optimizer.step(), "
+                "or scaler.unscale_(optimizer) before it; nothing was updated"
+            )
+        engines, ranks = plan.engines, plan.ranks
+        if not engines:
+            return
+        device = engines[0].device
+        scale, found_inf = _tensor(scale, device), _tensor(found_inf, device)
+        groups = optimizer.param_groups
+        if not are_built_ahead(engines, unscales=scale is not None):
+            expected = replace(self._constants(groups), grad_scale=scale, found_inf=found_inf)
+            build_ahead(engines, expected, norm=self.needs_norm(groups), alone=ranks is None)
+        decision = self.expected(optimizer, plan)
+        decision.grad_scale, decision.found_inf = scale, found_inf
+        self.history.has_norm = decision.has_norm
+        if decision.limits:
+            decision.loss, self.history.loss = self.history.loss, None
+            if decision.loss is not None:
+                decision.loss = _moved(decision.loss, device)
+        if self.joint is not None:
+            scaled = scale is not None or found_inf is not None or decision.check_overflow
+            decision.skip_nonfinite |= scaled or self.joint.skips
+        if ranks is not None:
+            _agree(decision, ranks, has_whole_norm=self.joint is not None)
+        for engine in engines:
+            engine.follow(decision)
+        deciders = {engine.decider: engine for engine in engines}
+        for decider, engine in deciders.items():
+            own = decision if len(deciders) == 1 else replace(decision)
+            _bring(own, engine)
+            decider.decide(own, captured=engine.captured)
+
+    def expected(self, optimizer: Optimizer, plan: Tables) -> Decision:
+        """What a step is decided from, but for what a scaler has set; the norm pass is run if anything asks for it.
+
+        Args:
+            optimizer: the optimizer.
+            plan: prepared, with at least one engine.
+        """
+        decision = self._constants(optimizer.param_groups)
+        if not self.needs_norm(optimizer.param_groups):
+            return decision
+        if self.flat_part:
+            raise GradientError(f"{self.flat_part} {refusal('a norm of the gradients', [FSDP1])}")
+        if self.joint is not None:
+            decision.power_sum = self.joint.power_sum(optimizer)
+            return decision
+        sources = _norm_sources(plan.engines)
+        decision.partials = sources[0].norm_partials() if plan.ranks is None and len(sources) == 1 else None
+        if decision.partials is None:
+            decision.power_sum = _total(plan.home.power_sums(sources))
         return decision
-    if optimizer._flat_part:
-        raise GradientError(f"{optimizer._flat_part} {refusal('a norm of the gradients', [FSDP1])}")
-    if optimizer._joint is not None:
-        decision.power_sum = optimizer._joint.power_sum(optimizer)
+
+    def _constants(self, groups: Sequence[Mapping[str, Any]]) -> Decision:
+        """What the optimizer itself says of every step."""
+        decision = self.policy.decision()
+        decision.check_overflow = self.checks_overflow
+        decision.limits += adaptive_clips(groups)
+        decision.memory = self.history
         return decision
-    sources = _norm_sources(engines)
-    decision.partials = sources[0].norm_partials() if alone and len(sources) == 1 else None
-    if decision.partials is None:
-        decision.power_sum = _total(optimizer._home.power_sums(sources))
-    return decision
+
+    def power_sum(self, plan: Tables) -> torch.Tensor | None:
+        """The sum of squares of the gradients on all devices and ranks, float64[1]; None without engines."""
+        if not plan.engines:
+            return None
+        total = _total(plan.home.power_sums(_norm_sources(plan.engines))).reshape(1)
+        if plan.ranks is not None:
+            total = total.clone()
+            plan.ranks.add(total)
+        return total
+
+    def take_loss(self, loss: Any) -> None:
+        """Let the next decision know the loss of its step.
+
+        Raises:
+            TypeError: for something that is no number.
+        """
+        if not any(isinstance(limit, Sigma) for limit in self.policy.decision().limits):
+            return
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise TypeError(f"Invalid loss: a tensor of shape {tuple(loss.shape)}; it must have one element")
+            self.history.loss = local_part(loss.detach()).to(torch.float64).reshape(1)
+        elif isinstance(loss, (int, float)):
+            self.history.loss = torch.tensor([float(loss)], dtype=torch.float64, device="cpu")
+        else:
+            raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
+
+    def take_unused_loss(self) -> bool:
+        """Whether a loss was given for a step that was decided before; it is forgotten."""
+        loss, self.history.loss = self.history.loss, None
+        return loss is not None
+
+    def forget_step(self, optimizer: Optimizer) -> None:
+        """After a step that failed: take away what was set for it; the next one would use it again."""
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
+        self.history.loss = None
+
+    def carry_to(self, engines: Sequence[DeviceEngine]) -> None:
+        """Let engines that were built anew go on with the norm, the skipped steps and the mean norm."""
+        if self.numbers is not None:
+            for engine in engines:
+                engine.control[SKIPPED:].copy_(self.numbers[SKIPPED:])
+                engine.control[NORM].copy_(self.numbers[NORM])
+        if engines:
+            self.numbers = engines[0].control
+
+    def save(self, state_dict: dict[str, Any]) -> None:
+        """Put what limits remember into the first group of a state_dict, unread, and name them by plain values."""
+        groups = state_dict["param_groups"]
+        own: dict[str, Any] = {}
+        if self.numbers is not None and isinstance(self.policy.above, TimesMean):
+            own = {key: self.numbers[place].clone() for key, place in _MEAN_KEYS.items()}
+        saved = self.history.save(self.limits(groups))
+        if saved:
+            own[LIMITS_KEY] = saved
+        for place, group in enumerate(groups):
+            clip = group.get("max_grad_norm")
+            if isinstance(clip, ZClip):
+                own = {**own, "max_grad_norm": {"ZClip": asdict(clip)}}
+            if own:
+                groups[place] = {**group, **own}
+            own = {}
+
+    def load(self, groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take what limits remember out of a loaded state_dict.
+
+        Args:
+            groups: the optimizer's param groups, which have taken every key of the state_dict's.
+            saved: the state_dict's groups.
+        """
+        first = saved[0] if saved else {}
+        for group in groups:
+            for key in (*_MEAN_KEYS, LIMITS_KEY):
+                group.pop(key, None)
+        if isinstance(self.policy.above, TimesMean):
+            zeros = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device="cpu")
+            self.numbers = zeros if self.numbers is None else self.numbers.clone()
+            for key, place in _MEAN_KEYS.items():
+                self.numbers[place] = first.get(key, 0.0)
+        self.history.load(self.limits(groups), first.get(LIMITS_KEY, {}))
 
 
 def _norm_sources(engines: Sequence[DeviceEngine]) -> list[DeviceEngine | JointNorm]:
     return list(dict.fromkeys(engine.norm_source for engine in engines))
-
-
-def total_power_sum(optimizer: Optimizer, engines: Sequence[DeviceEngine]) -> torch.Tensor | None:
-    """The sum of squares of an optimizer's gradients on all its devices and ranks, float64[1]; None without engines."""
-    if not engines:
-        return None
-    total = _total(optimizer._home.power_sums(_norm_sources(engines))).reshape(1)
-    if optimizer.agreement is not None:
-        total = total.clone()
-        optimizer.agreement.add(total)
-    return total
 
 
 def flat_part(optimizer: Optimizer) -> str:
@@ -229,43 +333,6 @@ def flat_part(optimizer: Optimizer) -> str:
         if reduces or program.library.scratch or program.slices.views or program.graph.slice_states:
             raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
     return first
-
-
-def _limits(optimizer: Optimizer) -> Decision:
-    """What the optimizer itself says of every step."""
-    decision = optimizer._skip.decision()
-    decision.check_overflow = optimizer._check_overflow
-    decision.limits += adaptive_clips(optimizer.param_groups)
-    decision.memory = optimizer._history
-    return decision
-
-
-def take_loss(optimizer: Optimizer, loss: Any) -> None:
-    """Let the next decision know the loss of its step.
-
-    Raises:
-        TypeError: for something that is no number.
-    """
-    if not any(isinstance(limit, Sigma) for limit in optimizer._skip.decision().limits):
-        return
-    if isinstance(loss, torch.Tensor):
-        if loss.numel() != 1:
-            raise TypeError(f"Invalid loss: a tensor of shape {tuple(loss.shape)}; it must have one element")
-        optimizer._history.loss = local_part(loss.detach()).to(torch.float64).reshape(1)
-    elif isinstance(loss, (int, float)):
-        optimizer._history.loss = torch.tensor([float(loss)], dtype=torch.float64, device="cpu")
-    else:
-        raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
-
-
-def require_no_loss(optimizer: Optimizer) -> None:
-    """Raise if a loss was given for a step that had been decided before."""
-    loss, optimizer._history.loss = optimizer._history.loss, None
-    if loss is not None and optimizer.param_groups and optimizer._current():
-        raise RuntimeError(
-            "step(loss=...): the step was decided before it was called, in backward or without gradients, so its loss "
-            "was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"
-        )
 
 
 def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
@@ -320,12 +387,6 @@ def _agree(decision: Decision, agreement: Agreement, *, has_whole_norm: bool) ->
         decision.found_inf = together[-1].to(decision.found_inf.dtype)
 
 
-def needs_norm(optimizer: Optimizer) -> bool:
-    """Whether a step asks for the norm of its gradients: for a clip, for a skip, or for a scaler's overflow check."""
-    clips = any(group.get("max_grad_norm") is not None for group in optimizer.param_groups)
-    return clips or optimizer._joint is not None or optimizer._check_overflow or optimizer._skip.needs_norm
-
-
 def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
     """A scaler's number as a tensor; torch's scaler gives a plain 0 where no gradient was checked."""
     if value is None or isinstance(value, torch.Tensor):
@@ -358,48 +419,8 @@ def _bring(decision: Decision, engine: DeviceEngine) -> None:
     decision.overflow = engine.overflow if decision.check_overflow else None
 
 
-def forget_scale(optimizer: Optimizer) -> None:
-    """Take away what a scaler set for a step that failed; the next one would multiply by it again."""
-    for name in ("grad_scale", "found_inf"):
-        optimizer.__dict__.pop(name, None)
-
-
-def remember(known: torch.Tensor | None, engines: Sequence[DeviceEngine]) -> torch.Tensor | None:
-    """Carry the norm, skipped steps and mean norm over to engines built anew.
-
-    Args:
-        known: control numbers of an engine before, or None.
-        engines: the new ones.
-
-    Returns:
-        The control numbers to carry over next time.
-    """
-    if known is not None:
-        for engine in engines:
-            engine.control[SKIPPED:].copy_(known[SKIPPED:])
-            engine.control[NORM].copy_(known[NORM])
-    return engines[0].control if engines else known
-
-
-def limits_of(optimizer: Optimizer) -> tuple[StepLimit, ...]:
-    """An optimizer's limits that remember something."""
-    return optimizer._skip.decision().limits + adaptive_clips(optimizer.param_groups)
-
-
-def save_limits(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put what adaptive limits remember into the first group of a state_dict, unread, and name them by plain values."""
-    saved = optimizer._history.save(limits_of(optimizer))
-    for place, group in enumerate(state_dict["param_groups"]):
-        own: dict[str, Any] = {LIMITS_KEY: saved} if saved and place == 0 else {}
-        clip = group.get("max_grad_norm")
-        if isinstance(clip, ZClip):
-            own["max_grad_norm"] = {"ZClip": asdict(clip)}
-        if own:
-            state_dict["param_groups"][place] = {**group, **own}
-
-
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state_dict with the limits that `save_limits` has named by plain values."""
+    """A state_dict with the limits that `StepControl.save` has named by plain values."""
     groups = [
         {**group, "max_grad_norm": ZClip(**group["max_grad_norm"]["ZClip"])}
         if isinstance(group.get("max_grad_norm"), dict)
@@ -407,54 +428,3 @@ def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def restore_limits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Take what adaptive limits remember out of a loaded state_dict, whose first group is given."""
-    for group in optimizer.param_groups:
-        group.pop(LIMITS_KEY, None)
-    optimizer._history.load(limits_of(optimizer), saved.get(LIMITS_KEY, {}))
-
-
-def save_mean(control: torch.Tensor | None, policy: SkipPolicy, state_dict: dict[str, Any]) -> None:
-    """Put the running mean of the norm into the first group of a state_dict, unread.
-
-    Args:
-        control: an engine's control numbers.
-        policy: only `TimesMean` has a mean worth keeping.
-        state_dict: what to add to.
-    """
-    if control is None or not isinstance(policy.above, TimesMean):
-        return
-    first = dict(state_dict["param_groups"][0])
-    first.update({key: control[place].clone() for key, place in _MEAN_KEYS.items()})
-    state_dict["param_groups"] = [first, *state_dict["param_groups"][1:]]
-
-
-def restore_mean(
-    control: torch.Tensor | None,
-    policy: SkipPolicy,
-    groups: Sequence[dict[str, Any]],
-    saved: Sequence[Mapping[str, Any]],
-) -> torch.Tensor | None:
-    """Take the running mean of the norm out of a loaded state_dict.
-
-    Args:
-        control: the control numbers that were known so far.
-        policy: only `TimesMean` has a mean.
-        groups: the optimizer's param groups, which have taken every key of the state_dict's.
-        saved: the state_dict's groups.
-
-    Returns:
-        The control numbers that the next engines carry on with.
-    """
-    for group in groups:
-        for key in _MEAN_KEYS:
-            group.pop(key, None)
-    if not isinstance(policy.above, TimesMean):
-        return control
-    first = saved[0] if saved else {}
-    known = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device="cpu") if control is None else control.clone()
-    for key, place in _MEAN_KEYS.items():
-        known[place] = first.get(key, 0.0)
-    return known

@@ -14,7 +14,6 @@ from ..engine import Stale, run_passes, segment_class
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..errors import CaptureError
 from ..matrices import MATRIX_OPERATIONS
-from .decide import build_decision, decide
 from .parameters import LISTED_TWICE
 from .specs import graph_of
 
@@ -146,7 +145,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
         tables.prepare()
     tables.follow_parameters()
     tables.note_versions()
-    tables.engines[0].build(build_decision(optimizer, tables.engines, alone=optimizer.agreement is None))
+    tables.engines[0].build(optimizer.control.expected(optimizer, tables))
     optimizer._graphs = replace(optimizer._graphs, stale="", kept=None)
     return tables
 
@@ -180,7 +179,7 @@ def step_in_capture(optimizer: Optimizer) -> None:
     seen = engine.check_capture(gradients[0])
     require(tables.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")
     with engine.into_graph(seen):
-        decide(optimizer, tables.engines)
+        optimizer.control.decide(optimizer, tables)
         engine.begin(gradients[0])
         engine.refresh_device_hypers()
         run_passes(tables.engines, tables.shared_sums)

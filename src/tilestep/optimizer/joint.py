@@ -47,11 +47,11 @@ class JointGradNorm:
         return self._total
 
     def _sum(self, stepping: Optimizer) -> torch.Tensor:
-        members = [member for member in (reference() for reference in self._members) if member is not None]
+        members = self._living()
         carries = _carries_scale(stepping)
         # A scaler does not mark optimizers that it has not stepped yet; those that it has unscaled it does.
-        others = [vars(member).get("_gradients_scaled", carries) for member in members if member is not stepping]
-        if any(scaled != carries for scaled in others):
+        others = [member.control.gradients_scaled for member in members if member is not stepping]
+        if any(scaled is not None and scaled != carries for scaled in others):
             raise GradientError(
                 "joint_norm: gradients of some of its optimizers carry a loss scale and others' do not: unscale those "
                 "of all of them, or of none, before the first steps; nothing was updated"
@@ -70,11 +70,14 @@ class JointGradNorm:
     @property
     def skips(self) -> bool:
         """Whether a member skips steps whose gradients are not finite; then all members do."""
-        return any(member._skip.skips for member in (reference() for reference in self._members) if member is not None)
+        return any(member.control.policy.skips for member in self._living())
+
+    def _living(self) -> list[Optimizer]:
+        return [member for member in (reference() for reference in self._members) if member is not None]
 
 
 def _carries_scale(optimizer: Optimizer) -> bool:
-    return optimizer._gradients_scaled or getattr(optimizer, "grad_scale", None) is not None
+    return bool(optimizer.control.gradients_scaled) or getattr(optimizer, "grad_scale", None) is not None
 
 
 def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
@@ -119,5 +122,5 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
             raise ValueError(f"joint_norm: optimizer {place}: {reason}")
     joint = JointGradNorm(given, group)
     for optimizer in given:
-        optimizer._joint = joint
+        optimizer.control.joint = joint
         optimizer.attached += ("joint norm",)

@@ -13,7 +13,7 @@ from ..compat import fake_mode_is_active, opaque, step_is_watched
 from ..engine import DeviceEngine, Stale
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
-from ..engine.limits import Sigma, StepHistory, ZClip
+from ..engine.limits import Sigma, ZClip
 from ..errors import GradientError
 from ..matrices import keeping_to, workspace
 from ..placements import Agreement
@@ -23,26 +23,15 @@ from .build import build_tables, check_params, require_no_real
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .decide import (
     SkipPolicy,
+    StepControl,
     TimesMean,
-    decide,
     flat_part,
-    forget_scale,
-    needs_norm,
-    remember,
-    require_no_loss,
-    restore_limits,
-    restore_mean,
-    save_limits,
-    save_mean,
-    take_loss,
-    total_power_sum,
     with_limits,
 )
 from .evaluation import hold_averages, hold_training_weights, holds_averages, keeps_averages
 from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome
 from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
-from .joint import JointGradNorm
 from .masters import Masters, MasterWeights
 from .parameters import LISTED_TWICE
 from .scan import Scan
@@ -116,15 +105,6 @@ class Optimizer(torch.optim.Optimizer):
     attached: tuple[str, ...] = ()
     """What `shard`, `overlap`, `offload` and `joint_norm` have attached, as `combinations.REFUSED` calls it."""
 
-    _check_overflow = False
-    """Set by `GradScaler` for one step: gradients that are not finite are an overflow."""
-
-    _gradients_scaled = False
-    """Set by `GradScaler` from `scale` until the gradients are unscaled or used."""
-
-    _joint: JointGradNorm | None = None
-    """What it shares its norm with."""
-
     _workspace: int | None = None
     """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""
 
@@ -158,10 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         check_group(self._rule, given)
         defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
         without_defaults(defaults)
-        self._skip = SkipPolicy(skip_nonfinite, skip_above, track_grad_norm)
-        self._history = StepHistory()
-        self._known_control: torch.Tensor | None = None
-        self._flat_part = ""
+        self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
         self._tables: Tables | None = None
         self._masters: Masters | None = None
         self._graphs, self._home = Graphs(), StateHome()
@@ -238,12 +215,12 @@ class Optimizer(torch.optim.Optimizer):
     def _make_tables(self, *, ahead: bool) -> Tables:
         """Make tables, and the state that is missing, for the parameters as they are now; see `build_tables`."""
         self._drop_tables()
-        self._flat_part = flat_part(self)
+        self.control.flat_part = flat_part(self)
         with keeping_to(self._workspace):
             self._tables = build_tables(self, ahead=ahead)
         self._tables.masters.carry(self._masters)
         self._masters = self._tables.masters
-        self._known_control = remember(self._known_control, self._tables.engines)
+        self.control.carry_to(self._tables.engines)
         return self._tables
 
     def _drop_tables(self) -> None:
@@ -280,8 +257,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = state = WatchedState(dict)
         for key, values in states.items():
             state[key] = state.entry(values, is_ahead=key in ahead) if isinstance(key, torch.Tensor) else values
-        self._known_control = restore_mean(self._known_control, self._skip, self.param_groups, groups)
-        restore_limits(self, groups[0])
+        self.control.load(self.param_groups, groups)
         self._evaluating = holds_averages(self)
 
     @property
@@ -295,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if the last step did not find it out, and before the first step.
         """
-        if not self._history.has_norm and (self._tables is None or self._tables.engines):
+        if not self.control.history.has_norm and (self._tables is None or self._tables.engines):
             raise RuntimeError(
                 "grad_norm: no step has found out the norm of its gradients; make the optimizer with "
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
@@ -328,7 +304,7 @@ class Optimizer(torch.optim.Optimizer):
             float64[1] on a device, not waited for; None without parameters.
         """
         tables = self._tables if prepared and self._tables is not None else self._prepared()[0]
-        return total_power_sum(self, tables.engines)
+        return self.control.power_sum(tables)
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
         """A hyperparameter of a param group as a device scalar, without a wait: what the last step used.
@@ -361,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def agreement(self) -> Agreement | None:
         """The ranks that decide together, if parameters are DTensors: all ranks of their meshes."""
-        return self._tables.agreement if self._tables is not None else None
+        return self._tables.ranks if self._tables is not None else None
 
     def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
@@ -377,7 +353,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _last_control(self) -> torch.Tensor | None:
         """The control numbers of the last step, on a device; None before any."""
-        return self._known_control
+        return self.control.numbers
 
     def _current(self) -> list[DeviceEngine]:
         return (self._tables or self._rebuild(ahead=True)).engines
@@ -404,15 +380,17 @@ class Optimizer(torch.optim.Optimizer):
                 evaluated = closure()
         loss = evaluated if loss is None else loss
         if loss is not None:
-            take_loss(self, loss)
+            self.control.take_loss(loss)
         try:
             self._step()
         except Exception:
-            forget_scale(self)
-            self._history.loss = None
+            self.control.forget_step(self)
             raise
-        if loss is not None:
-            require_no_loss(self)
+        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current():
+            raise RuntimeError(
+                "step(loss=...): the step was decided before it was called, in backward or without gradients, so its "
+                "loss was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"
+            )
         return evaluated
 
     def _step(self) -> None:
@@ -429,7 +407,7 @@ class Optimizer(torch.optim.Optimizer):
         tables.begin_states(self, all_of_them=self._begins_together or type(self._home) is not StateHome)
         try:
             tables.follow_parameters()
-            decide(self, tables.engines)
+            self.control.decide(self, tables)
             tables.run(gradients, range(len(tables.engines)), counts_versions=tables.scan is None)
             if tables.further_rounds:
                 tables.run_further_rounds(gradients)
@@ -445,7 +423,7 @@ class Optimizer(torch.optim.Optimizer):
         if tables is None:
             return self._rebuild_prepared()
         # What several ranks decide together is not finished in the launch that decides on this one.
-        norm = needs_norm(self) and self.agreement is None
+        norm = tables.ranks is None and self.control.needs_norm(self.param_groups)
         try:
             if tables.scanned(self, norm=norm):
                 return tables, [[] for _ in tables.engines]
@@ -550,8 +528,7 @@ class Optimizer(torch.optim.Optimizer):
         with states_of_groups(self):
             state_dict = plain_states(super().state_dict())
         save_numbers(self, state_dict["param_groups"])
-        save_mean(self._known_control, self._skip, state_dict)
-        save_limits(self, state_dict)
+        self.control.save(state_dict)
         return state_dict
 
     @opaque
@@ -573,15 +550,18 @@ class Optimizer(torch.optim.Optimizer):
             "_rule": self._rule,
             "_rules": self._rules,
             "_given": self._given,
-            "_skip": self._skip,
-            "_known_control": self._known_control,
-            "_history": self._history,
+            "control": self.control,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._graphs = Graphs()
-        vars(self).setdefault("_history", StepHistory())
+        if "_skip" in state:
+            # Pickled before they were one object.
+            names = {"policy": "_skip", "history": "_history", "numbers": "_known_control"}
+            kept = {name: vars(self).pop(own) for name, own in names.items() if own in state}
+            self.control = StepControl(kept["policy"])
+            vars(self.control).update(kept)
         if "_rule" in state:
             self._ready = True
             self._tables = self._masters = None

@@ -19,6 +19,7 @@ class Tables(Protocol):
     engines: Any
     home: Any
     agreement: Agreement | None
+    ranks: Any
     further_rounds: Any
     complex_members: Any
 
@@ -29,18 +30,13 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
     attached: tuple[str, ...]
+    control: Any
     _begins_together: Any
-    _check_overflow: Any
     _evaluating: bool
-    _flat_part: str
-    _gradients_scaled: Any
     _graphs: Any
-    _history: Any
     _home: Any
-    _joint: Any
     _optimizer_load_state_dict_post_hooks: Any
     _optimizer_load_state_dict_pre_hooks: Any
-    _skip: Any
     _tables: Any
 
     @property

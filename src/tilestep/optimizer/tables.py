@@ -43,7 +43,8 @@ class Tables:
         state: the optimizer's state.
         state_changes: how often its entries had been replaced.
         masters: the low-precision parameters whose masters do not show what other code writes to them.
-        agreement: the ranks that decide steps together, if some parameters are DTensors.
+        agreement: the ranks of the meshes, if some parameters are DTensors.
+        ranks: those that decide steps together, if there are several.
         local_gradients: then for each engine what finds the local parts of its gradients.
         shared_sums: then for each engine what combines reductions over one tensor.
         scan: the quick look at all tensors, once there is one.
@@ -64,6 +65,7 @@ class Tables:
     state_changes: int
     masters: Masters
     agreement: Agreement | None = None
+    ranks: Any = None
     local_gradients: Sequence[LocalGradients] = ()
     shared_sums: Sequence[SharedSums] = ()
     scan: Scan | None = None

@@ -17,7 +17,6 @@ from ..engine.capturing import is_capturing
 from ..errors import CaptureError
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import unchanged_on_error
-from ..optimizer.decide import decide, needs_norm
 from ..optimizer.parameters import labelled, require_listed_once
 from ..optimizer.tables import Tables
 from ..placements.local import ready
@@ -94,11 +93,12 @@ class OverlappedOptimizer(Optimizer):
 
     def _is_scaled(self) -> bool:
         """Whether gradients carry a loss scale that the step takes away."""
-        return self._gradients_scaled or (self._scaler is not None and self._scaler.is_enabled())
+        return bool(self.control.gradients_scaled) or (self._scaler is not None and self._scaler.is_enabled())
 
     def _needs_norm_early(self) -> bool:
         """Whether the step is going to ask for the norm of the gradients, as far as can be seen in backward."""
-        return self._early_norm and (needs_norm(self) or self._gradients_scaled or isinstance(self._scaler, GradScaler))
+        scaled = self.control.gradients_scaled or isinstance(self._scaler, GradScaler)
+        return self._early_norm and (scaled or self.control.needs_norm(self.param_groups))
 
     def _part_of(self, param: torch.Tensor) -> Any:
         return None if self._during == "serial" else self._grouping.of[id(param)].index
@@ -182,8 +182,9 @@ class OverlappedOptimizer(Optimizer):
 
     def _step_beside(self) -> None:
         self._round.require_whole()
-        decides = needs_norm(self) or hasattr(self, "grad_scale") or hasattr(self, "found_inf")
-        if self._round.meets_a_scaler and (hasattr(self, "grad_scale") or hasattr(self, "found_inf")):
+        scaled = hasattr(self, "grad_scale") or hasattr(self, "found_inf")
+        decides = scaled or self.control.needs_norm(self.param_groups)
+        if self._round.meets_a_scaler and scaled:
             raise scale_error()
         if self._round.applies and (self._round.has_updated or not decides):
             self._round.finish()
@@ -202,9 +203,9 @@ class OverlappedOptimizer(Optimizer):
             if hasattr(self, "found_inf"):
                 # A scaler has divided the gradients since backward, which their versions do not tell.
                 self._norms.forget()
-            elif needs_norm(self):
+            elif self.control.needs_norm(self.param_groups):
                 self._norms.complete(tables)
-            decide(self, tables.engines)
+            self.control.decide(self, tables)
             self._norms.forget()
             self._count_versions(tables)
             groups = self._pending.order(self._grouping.groups)

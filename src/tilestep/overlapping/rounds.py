@@ -17,7 +17,6 @@ from ..compat import after_backward, backward_pass, count_scaled_losses, local_p
 from ..engine import Stale
 from ..errors import GradientError
 from ..gradientless import gradientless
-from ..optimizer.decide import decide, needs_norm
 from ..optimizer.protocol import Optimizer
 from ..placements.local import is_distributed, ready
 from ..taken import announce_taker
@@ -230,7 +229,7 @@ class Round(Accumulating):
             moved = self._hooks.move_last()
         tables = optimizer._fitting_tables()
         tables.begin_states(optimizer, all_of_them=True)
-        self.applies = not (optimizer._is_scaled() or needs_norm(optimizer))
+        self.applies = not (optimizer._is_scaled() or optimizer.control.needs_norm(optimizer.param_groups))
         if self.applies and count_scaled_losses() != self._scaled_losses:
             self.applies, self.meets_a_scaler = False, True
         self._sums = not self.applies and optimizer._needs_norm_early()
@@ -243,7 +242,7 @@ class Round(Accumulating):
         if not self.applies:
             return moved
         with self._lane.after():
-            decide(optimizer, tables.engines)
+            optimizer.control.decide(optimizer, tables)
             tables.follow_parameters()
             tables.note_versions()
         return moved

@@ -156,7 +156,7 @@ def _described(
     yield f"{ranks.size} ranks that split the state and {ranks.copies} copies"
     for name, value in vars(options).items():
         yield f"{name}={value}"
-    yield f"{optimizer._skip}"
+    yield f"{optimizer.control.policy}"
     groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     for param, name in names.items():
         trains = "trains" if param.requires_grad else "frozen"

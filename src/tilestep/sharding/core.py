@@ -300,8 +300,8 @@ class Sharding:
             self.inner.__dict__.pop(name, None)
             if hasattr(optimizer, name):
                 setattr(self.inner, name, getattr(optimizer, name))
-        self.inner._check_overflow = optimizer._check_overflow
-        self.inner._gradients_scaled = optimizer._gradients_scaled
+        self.inner.control.checks_overflow = optimizer.control.checks_overflow
+        self.inner.control.gradients_scaled = optimizer.control.gradients_scaled
         self.inner.pieces_are_known = not captures and self._known is self._stepped
         self._stepped = None
         self.inner._step()

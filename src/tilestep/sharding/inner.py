@@ -9,7 +9,6 @@ import torch
 
 from ..errors import RuleError
 from ..optimizer import Optimizer
-from ..optimizer.decide import decide
 from ..optimizer.hyperparameters import GROUP_OPTIONS
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
@@ -47,11 +46,6 @@ class PieceOptimizer(Optimizer):
         self._wholes = dict(wholes)
         super().__init__(params, rule, **given)
 
-    @property
-    def agreement(self) -> Any:
-        """The ranks that decide together."""
-        return self._deciders
-
     def add_pieces(
         self, group: Mapping[str, Any], rule: Any, named: Iterable[Any], wholes: Mapping[Any, torch.Tensor]
     ) -> None:
@@ -81,13 +75,14 @@ class PieceOptimizer(Optimizer):
             super()._step()
             return
         # The pieces' versions are not counted: nobody would ask for them before the next look.
-        decide(self, tables.engines)
+        self.control.decide(self, tables)
         tables.run([[] for _ in tables.engines], range(len(tables.engines)), counts_versions=False)
 
     _begins_together = True
 
     def _make_tables(self, *, ahead: bool) -> Tables:
         tables = super()._make_tables(ahead=ahead)
+        tables.ranks = self._deciders
         tables.shared_sums = [SharedSums(self._ranks, engine.segments) for engine in tables.engines]
         return tables
 
@@ -154,12 +149,12 @@ def make_inner(
         wholes,
         max_grad_norm=outer.defaults.get("max_grad_norm"),
         master_weights=outer.defaults.get("master_weights", False),
-        skip_nonfinite=outer._skip.nonfinite,
-        skip_above=outer._skip.above,
-        track_grad_norm=outer._skip.tracks_norm,
+        skip_nonfinite=outer.control.policy.nonfinite,
+        skip_above=outer.control.policy.above,
+        track_grad_norm=outer.control.policy.tracks_norm,
         **given,
     )
-    made._history, made._workspace = outer._history, outer._workspace
+    made.control.history, made._workspace = outer.control.history, outer._workspace
     return made
 
 

@@ -297,7 +297,7 @@ class ShardedOptimizer(Optimizer):
     def _own_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state."""
         with sharded_states(self, self._sharding):
-            self._known_control = self._sharding.inner._known_control
+            self.control.numbers = self._sharding.inner.control.numbers
             return super().state_dict()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
