@@ -1,5 +1,8 @@
 """Running checks on several ranks at once: one set of processes for many checks; a hang fails.
 
+Ranks on a CPU are forked from a server that has imported torch and nothing else has happened in: a new interpreter that
+imports it takes two seconds of a core. Ranks with GPUs are new interpreters, as CUDA needs.
+
 On a machine with many cores TILESTEP_RANK_SETS=4 parts them among four sets that run at once (they compile most of the
 time). TILESTEP_RANK_LOG names a file that gets a line for each check as soon as it is done, and TILESTEP_RANK_SECONDS
 says when checks that have not ended are given up, so that those before them have an outcome.
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-__all__ = ["all_pass", "each_passes", "run_on_ranks"]
+__all__ = ["all_pass", "each_passes", "run_on_ranks", "start_method"]
 
 Check = Callable[[], None]
 
@@ -35,6 +38,28 @@ LOG = os.environ.get("TILESTEP_RANK_LOG", "")
 
 TIMEOUT = timedelta(seconds=120)
 """Of one collective."""
+
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",  # the first optimizer of a process would
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "tilestep.offloading",
+    "tilestep.overlapping",
+    "tilestep.sharding",
+]
+"""What the server of forked ranks imports."""
+
+
+def start_method() -> str:
+    """How processes of ranks begin on this machine."""
+    if torch.cuda.is_available() or os.name != "posix":
+        return "spawn"
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return "forkserver"
 
 
 def run_on_ranks(
@@ -63,9 +88,9 @@ def run_on_ranks(
 def _failures(named: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool) -> dict[str, str]:
     """Those of one set of processes."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (named, ranks, backend, default_gpu, folder)
+        arguments = (named, ranks, backend, default_gpu, folder, dict(os.environ))
         context: Any = multiprocessing.start_processes(
-            _run, arguments, nprocs=ranks, join=False, start_method="spawn", daemon=True
+            _run, arguments, nprocs=ranks, join=False, start_method=start_method(), daemon=True
         )
         reason = "did not run: a check before it hung, or failed on some ranks alone"
         try:
@@ -126,8 +151,18 @@ def _outcome(folder: Path, place: int, ranks: int, reason: str) -> str:
     return "\n".join(failures) if failures else "" if all(each.exists() for each in found.values()) else reason
 
 
-def _run(rank: int, checks: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool, folder: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+def _run(
+    rank: int,
+    checks: Mapping[str, Check],
+    ranks: int,
+    backend: str,
+    default_gpu: bool,
+    folder: str,
+    environment: Mapping[str, str],
+) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     options: dict[str, Any] = {}
     if backend == "nccl":

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from rank_processes import all_pass
+from rank_processes import all_pass, start_method
 from sharded_twins import TINY
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -157,7 +157,7 @@ class Loads:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_the_others_say_who_is_gone(scenario: Callable[[Training, str], None], tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
+    context = mp.get_context(start_method())
     processes = [context.Process(target=work, args=(rank, str(tmp_path), scenario)) for rank in range(RANKS)]
     for process in processes:
         process.start()
