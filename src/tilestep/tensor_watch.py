@@ -8,9 +8,10 @@ device gets its memory back at once, and an address that is a tensor's own now i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +127,8 @@ class FixedTensors:
         self._watch = TensorWatch(self._parts)
         self._module: Any = None
         self._fixed: Any = None
+        self.look: Callable[[int], bool] = self.are_unmoved
+        """`are_unmoved`; C++'s own once there is one."""
 
     def are_unmoved(self, threads: int = 1) -> bool:
         """Whether every tensor is unchanged; a DTensor if its local part is the same object, unchanged."""
@@ -140,6 +143,8 @@ class FixedTensors:
         if self._module is None:
             self._module = native.module(len(self.tensors))
             self._fixed = None if self._module is None else self._module.fix(self.tensors, DTENSOR_PARTS)
+            if self._fixed is not None:
+                self.look = functools.partial(self._module.unmoved, self._fixed)
         return True
 
 

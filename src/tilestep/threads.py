@@ -6,12 +6,13 @@ import os
 
 import torch
 
-_forked = False
+is_forked = False
+"""Whether this process is a fork of one that may have had OpenMP's threads."""
 
 
 def _note_fork() -> None:
-    global _forked
-    _forked = True
+    global is_forked
+    is_forked = True
 
 
 if hasattr(os, "register_at_fork"):
@@ -27,4 +28,4 @@ def thread_count() -> int:
         >>> thread_count() >= 1
         True
     """
-    return 1 if _forked else torch.get_num_threads()
+    return 1 if is_forked else torch.get_num_threads()

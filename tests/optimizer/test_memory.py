@@ -18,7 +18,7 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 
 import tilestep
 from tilestep import GradientError, StateError, native
-from tilestep.optimizer import tables
+from tilestep.engine.cpu import CpuSegment
 from tilestep.tensor_watch import FixedTensors, TensorWatch
 
 Change = Callable[[torch.Tensor], Any]
@@ -312,7 +312,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     """Another thread replaces them when kernels have their addresses and have not read them."""
     mine, theirs = make_params([(400,), (300, 3)]), make_params([(400,), (300, 3)])
     ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
-    run, freed = tables.run_passes, []
+    run, freed = CpuSegment.tile_pass, []
 
     def replaced(*args: Any) -> None:
         storages = [param.grad.untyped_storage().data_ptr() for param in mine if param.grad is not None]
@@ -323,7 +323,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not {each.data_ptr() for each in junk} & set(storages)
         run(*args)
 
-    monkeypatch.setattr(tables, "run_passes", replaced)
+    monkeypatch.setattr(CpuSegment, "tile_pass", replaced)
     for step in range(6):
         set_gradients(mine, theirs, step=step)
         ours.step()
@@ -332,7 +332,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(freed) == 6
 
 
-def test_nothing_holds_gradients_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_holds_gradients_after_a_step_that_failed() -> None:
     params = make_params([(400,), (300, 3)])
     optimizer = tilestep.AdamW(params)
     train([(optimizer, params)], range(4))
@@ -340,7 +340,8 @@ def test_nothing_holds_gradients_after_a_step_that_failed(monkeypatch: pytest.Mo
     def broken(*args: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(tables, "run_passes", broken)
+    assert optimizer._tables is not None
+    optimizer._tables.calls_of((0,))[:] = [broken]
     set_gradients(params)
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.step()

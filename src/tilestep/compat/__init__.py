@@ -46,7 +46,7 @@ from .modules import (
     watch_all_submodules,
     wrap_compiled_call,
 )
-from .optimizers import count_scaled_losses, route_unscaling, step_is_watched
+from .optimizers import count_scaled_losses, route_unscaling, step_is_ordinary, step_is_watched
 from .profiler import profiler_is_running
 from .ranks import default_store, gather_together, group_device_types, root_mesh
 from .streams import current_stream_number
@@ -106,6 +106,7 @@ __all__ = [
     "resolved",
     "root_mesh",
     "route_unscaling",
+    "step_is_ordinary",
     "step_is_watched",
     "tensor_guards",
     "triton_hash",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .profiler import profiler_is_running
+from . import dispatch, profiler
 
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
@@ -19,11 +19,26 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """
     try:
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return bool(hooks or _EVERY_PRE_HOOK or _EVERY_POST_HOOK) or profiler_is_running()
+        recording = profiler._profiler_enabled
+        return bool(hooks or _EVERY_PRE_HOOK or _EVERY_POST_HOOK or recording is None or recording())
     except AttributeError:
         return True
 
 
+def step_is_ordinary() -> bool:
+    """Whether nothing is around a step: no capture, profiler, autocast or mode that sees operations."""
+    recording = profiler._profiler_enabled
+    return not (
+        recording is None
+        or recording()
+        or dispatch._active_modes()
+        or (_HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+    )
+
+
+_HAS_CUDA = torch.backends.cuda.is_built()
 _UNKNOWN = {"": "hooks of all optimizers are kept otherwise"}
 _EVERY_PRE_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_pre_hooks", _UNKNOWN)
 _EVERY_POST_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_post_hooks", _UNKNOWN)

@@ -9,7 +9,7 @@ from .decider import Decider, JointNorm, SharedNorm
 from .engine import DeviceEngine, Stale
 from .gradients import grad_dtype
 from .layout import check_no_overlap, is_dense
-from .passes import run_passes
+from .passes import pass_calls, run_marked, run_passes
 from .recipes import graph_for, kernel_spec
 from .segment import Entry
 
@@ -29,6 +29,8 @@ __all__ = [
     "is_dense",
     "kernel_spec",
     "load_ahead",
+    "pass_calls",
+    "run_marked",
     "run_passes",
     "segment_class",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from .. import threads
 from ..codegen import cpp
 from ..codegen.compile_cpp import load_library, wide_vectors
 from ..codegen.cpp_support import Launch
@@ -174,9 +176,12 @@ class CpuSegment(Segment):
         """Run scalar pass `index`."""
         self._scalar[index](self._argument)
 
+    def scalar_call(self, index: int) -> Callable[[], object]:
+        return partial(self._scalar[index], self._argument)
+
     def tile_pass(self, index: int) -> None:
         """Run tile pass `index` and the passes over slices before it, if there are any."""
         if self._tile[index]:
-            self._launch.threads = thread_count()
+            self._launch.threads = 1 if threads.is_forked else torch.get_num_threads()
         for function, arguments in self._tile[index]:
             function(*arguments)

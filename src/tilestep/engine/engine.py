@@ -80,18 +80,22 @@ class DeviceEngine:
             start = stop
         self._params = [entry.param for entry in self.entries]
         self._watch = TensorWatch(self._params)
-        self._states = FixedTensors([])
+        self.states = FixedTensors([])
+        """The state that tables describe: the tensors as users have them."""
         self._norm: NormTable | None = None
         self._shared_norm: SharedNorm | None = None
         self._has_shares = any(entry.share != 1 for entry in self.entries)
         self._known_gradients: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})
-        self._group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
+        self.has_device_tables = self.grads.is_cuda
+        self.is_large = len(self.entries) >= _WORTH_THREADS
+        """Whether threads pay for the look at its tensors."""
+        self.group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
+        self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
         for segment in self.segments:
             segment.set_hypers(segment.hyper_rows())
         self._unscales = False
-        self._may_skip = False
         self.captured = False
         """Whether a CUDA graph reads these tables: from then on they stay as they are, but for hyperparameters."""
         self.graph_tables = GraphTables(self.grads)
@@ -103,12 +107,12 @@ class DeviceEngine:
         Args:
             states: as users have them.
         """
-        self._states = FixedTensors(states)
+        self.states = FixedTensors(states)
 
     @property
     def states_are_unmoved(self) -> bool:
         """Whether the state that tables describe lies where it lay, as it lay."""
-        return self._states.are_unmoved(self.looking_threads)
+        return self.states.look(self.looking_threads)
 
     def _require_states(self) -> None:
         if not self.states_are_unmoved:
@@ -124,7 +128,7 @@ class DeviceEngine:
         self._started_norm = None
         self._known_gradients = self.gradients.unchanged(gradients)
         if norm and self._known_gradients:
-            self._started_norm = self.own_norm_table().launch_tiles(self.grads)
+            self.start_norm()
 
     @property
     def is_steady(self) -> bool:
@@ -135,27 +139,16 @@ class DeviceEngine:
     def looking_threads(self) -> int:
         """How many threads look at the tensors before a step: on a CPU those that will update them, awake anyway."""
         most = _MOST_LOOKING if self.device.type == "cpu" else _MOST_WOKEN
-        return min(thread_count(), most) if len(self.entries) >= _WORTH_THREADS else 1
+        return min(thread_count(), most) if self.is_large else 1
 
     @property
     def can_scan(self) -> bool:
         """Whether all that a step must know of its tensors is whether they are as they were, and addresses."""
         return self.gradients.settled and not self.captured and not any(s.reads_gradients for s in self.segments)
 
-    def prepare_scanned(self, *, norm: bool) -> None:
-        """In place of `start` and `prepare`, for tensors that are known to be as they were.
-
-        Args:
-            norm: as for `start`.
-
-        Raises:
-            Stale: when state has moved, or as for `push_hypers`.
-        """
-        self._require_states()
-        self._known_gradients = None
-        self._started_norm = self.own_norm_table().launch_tiles(self.grads) if norm else None
-        self.push_hypers()
-        self.refresh_device_hypers()
+    def start_norm(self) -> None:
+        """Launch the norm of gradients whose addresses are up to date, to run while the host checks the rest."""
+        self._started_norm = self.own_norm_table().launch_tiles(self.grads)
 
     def prepare(self, gradients: list[torch.Tensor | None]) -> None:
         """Check this step's tensors and hyperparameters and bring every table up to date; nothing is updated yet.
@@ -233,17 +226,17 @@ class DeviceEngine:
     @property
     def hypers_changed(self) -> bool:
         """Whether hyperparameters that the host knows are others than those on the device."""
-        return any(watch.changed() for watch in self._group_watches)
+        return any(watch.changed() for watch in self.group_watches)
 
     def push_hypers(self) -> None:
         """`push` for hyperparameters alone; those that live on a device are read there by each step."""
-        changed = [watch for watch in self._group_watches if watch.changed()]
+        changed = [watch for watch in self.group_watches if watch.changed()]
         if changed:
             self._take_hypers(changed)
 
     def refresh_device_hypers(self) -> None:
         """Copy the hyperparameters that live on a device to the table, on the device."""
-        if any(watch.on_device for watch in self._group_watches):
+        if self.has_device_hypers:
             for segment in self.segments:
                 for row, column, tensor in segment.device_hypers():
                     segment.set_device_hyper(row, column, tensor)
@@ -265,6 +258,7 @@ class DeviceEngine:
             segment.set_hypers(segment.hyper_rows())
         for watch in changed:
             watch.remember()
+        self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
 
     @property
     def addresses(self) -> list[int]:
@@ -325,7 +319,7 @@ class DeviceEngine:
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
         require(self.states_are_unmoved, f"state was given other memory since the last step; {PREPARE}")
         require(
-            not any(watch.changed() for watch in self._group_watches),
+            not any(watch.changed() for watch in self.group_watches),
             f"hyperparameters have changed since they were brought to the device; {PREPARE}",
         )
         seen = self.gradients.look(gradients)
@@ -392,8 +386,9 @@ class DeviceEngine:
         Args:
             decision: what is known of it.
         """
-        self._unscales = decision.grad_scale is not None
-        self._may_skip = decision.may_skip
+        self._unscales, may_skip = decision.grad_scale is not None, decision.may_skip
+        for segment in self.segments:
+            segment.unscales, segment.may_skip = self._unscales, may_skip
 
     def begin(self, gradients: list[torch.Tensor | None]) -> None:
         """Hand this step's gradients to the segments that read them as tensors.
@@ -402,8 +397,6 @@ class DeviceEngine:
             gradients: as given to `prepare`.
         """
         for segment, members in zip(self.segments, self._ranges):
-            segment.unscales = self._unscales
-            segment.may_skip = self._may_skip
             if self._bound_grads is not self.grads:
                 require(segment.is_built, f"the kernels of such a step are not built yet; {WARM_UP}")
             if segment.reads_gradients:

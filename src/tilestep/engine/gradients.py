@@ -92,8 +92,10 @@ class Gradients:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watch = TensorWatch([])
         self._host = np.zeros(len(self.entries), dtype=np.int64)
-        self.uploads = 0
-        """How often the address table was written: who brings addresses sees whether they still stand there."""
+        self.settled = False
+        """Whether the gradients of the last step were those of the one before, all of them dense."""
+        self.scanned = False
+        """Whether the last look at them was one in C++, which has brought the addresses that the table has."""
 
     def unchanged(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether the gradients are, but for their addresses, those of the last step; brings the addresses up to date.
@@ -104,7 +106,7 @@ class Gradients:
         present = self._present(gradients)
         if present is None or not self._watch.same_metadata(present):
             return False
-        if not self._watch.same_addresses(present):
+        if self.scanned or not self._watch.same_addresses(present):
             self._watch.remember_addresses(present)
             if not self._have_memory(present):
                 return False
@@ -115,25 +117,10 @@ class Gradients:
         """Whether none of these has elements and no memory, of which only low addresses can tell."""
         return min(self._watch.addresses, default=_LOW) >= _LOW or all(map(has_memory, present))
 
-    @property
-    def settled(self) -> bool:
-        """Whether the gradients of the last step were those of the one before, all of them dense."""
-        return self._active is not None and not self._copies
-
-    def take_addresses(self, host: np.ndarray) -> None:
-        """Take over addresses that somebody else has looked up.
-
-        Args:
-            host: int64[entries].
-        """
-        if not np.array_equal(host, self._host):
-            self._host[:] = host
-            self.uploads += 1
-            copy_to(self.grads, self._host)
-
     def look_again(self) -> None:
-        """Look at every gradient again at the next step: somebody else has looked up addresses since the last one."""
+        """Look at every gradient again at the next step: a look in C++ has brought addresses since the last one."""
         self._active = None
+        self.settled = self.scanned = False
 
     def forget(self) -> None:
         """`look_again`, and take nothing for granted of how they lie in memory."""
@@ -168,6 +155,7 @@ class Gradients:
         self.strided = seen.strided
         self._layout_known = True
         self._active = None if seen.copies else active
+        self.settled = not seen.copies
         self._copies = seen.copies
         self.active = self._written(active)
         chosen = set(active)
@@ -267,7 +255,7 @@ class Gradients:
             self._host[self._known] = addresses
         else:
             self._host[:] = addresses
-        self.uploads += 1
+        self.scanned = False
         copy_to(self.grads, self._host)
 
 

@@ -36,15 +36,22 @@ class GroupWatch:
         self.index = index
         self.group = group
         self.keys = tuple(keys)
+        self.value_of = group.get
         self._only_numbers_differ = False
         self.remember()
+
+    is_mutable: bool
+    """Whether a value can change and stay the same object."""
+
+    values: tuple[Any, ...]
+    """The known values; as long as they are these objects, and none is mutable, nothing has changed."""
 
     def _get(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(map(group.get, self.keys))
 
     def remember(self) -> None:
         """Take the values as they are now as the known ones."""
-        self._values = self._get(self.group)
+        self.values = self._get(self.group)
         if self._only_numbers_differ:
             self._only_numbers_differ = False
             return
@@ -52,8 +59,8 @@ class GroupWatch:
         self._statics = statics_of(chosen)
         self._tensors = [value for _, value in flat_numbers(chosen) if isinstance(value, torch.Tensor)]
         self._device_tensors = {name: value for name, value in flat_numbers(chosen) if _on_device(value)}
-        self._mutable = bool(self._tensors) or any(isinstance(value, list) for value in self._values)
-        self._seen = _numbers(chosen) if self._mutable else []
+        self.is_mutable = bool(self._tensors) or any(isinstance(value, list) for value in self.values)
+        self._seen = _numbers(chosen) if self.is_mutable else []
 
     @property
     def on_device(self) -> bool:
@@ -68,24 +75,24 @@ class GroupWatch:
         """
         now = self._get(self.group)
         self._only_numbers_differ = False
-        if not self._mutable:
-            if all(map(operator.is_, now, self._values)):
+        if not self.is_mutable:
+            if all(map(operator.is_, now, self.values)):
                 return False
-            if all(map(_both_numbers, now, self._values)):
+            if all(map(_both_numbers, now, self.values)):
                 return self._other_numbers(now)
         chosen = self.chosen()
         numbers = _numbers(chosen)
         if numbers == self._known_numbers() and statics_of(chosen) == self._statics:
-            if not self._mutable:
-                self._values = now
+            if not self.is_mutable:
+                self.values = now
             return False
         self._refuse_invalid(numbers)
         return True
 
     def _other_numbers(self, now: tuple[Any, ...]) -> bool:
         """`changed` where a schedule has put plain numbers in the place of others: at every step of a training."""
-        if now == self._values:
-            self._values = now
+        if now == self.values:
+            self.values = now
             return False
         limit = self.group.get("max_grad_norm")
         if _has_nan(now) or (limit is not None and type(limit) in _NUMBERS and limit < 0):
@@ -101,7 +108,7 @@ class GroupWatch:
                 raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
 
     def _known_numbers(self) -> list[tuple[str, Any]]:
-        return self._seen if self._mutable else _numbers(dict(zip(self.keys, self._values)))
+        return self._seen if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
 
     def same_statics(self) -> bool:
         """Whether flags, strings, None and the kinds of all values are the known ones."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from ..placements import SharedSums
     from .engine import DeviceEngine
 
-__all__ = ["run_passes"]
-
 
 def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = ()) -> None:
     """Run scalar pass k, what it reduces over all tensors, tile pass k and library pass k, for every k and segment.
@@ -25,9 +24,30 @@ def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = (
         engines: prepared and decided engines, one a device.
         shared: for each device with tensors that are sharded, what combines the reductions over one tensor.
     """
+    run_marked(pass_calls(engines, shared), engines)
+
+
+def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEngine]) -> None:
+    """Make the calls of `pass_calls` under the name that profilers show, and without autocast."""
     on_host = all(engine.device.type == "cpu" for engine in engines)
     with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
-        _run([segment for engine in engines for segment in engine.segments], shared)
+        for call in calls:
+            call()
+
+
+def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) -> list[Callable[[], object]]:
+    """What `run_passes` calls, one after the other; it is the same at every step."""
+    segments = [segment for engine in engines for segment in engine.segments]
+    calls: list[Callable[[], object]] = []
+    for index in range(max((len(segment.spec.program.scalars) for segment in segments), default=0)):
+        running = [segment for segment in segments if index < len(segment.spec.program.scalars)]
+        calls += [segment.scalar_call(index) for segment in running]
+        if any(segment.spec.program.scalars[index].across for segment in running):
+            calls.append(partial(_meet, running, index))
+        calls += [partial(segment.run_tiles if segment.mover else segment.tile_pass, index) for segment in running]
+        calls += [partial(sums.combine, index) for sums in shared]
+        calls += [partial(segment.library_pass, index) for segment in running if segment.matrices]
+    return calls
 
 
 def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
@@ -46,22 +66,6 @@ def _switched_off(kinds: Sequence[str]) -> Iterator[None]:
         for kind in kinds:
             blocks.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _run(segments: Sequence[Segment], shared: Sequence[SharedSums]) -> None:
-    depth = max((len(segment.spec.program.scalars) for segment in segments), default=0)
-    for index in range(depth):
-        running = [segment for segment in segments if index < len(segment.spec.program.scalars)]
-        for segment in running:
-            segment.scalar_pass(index)
-        if any(segment.spec.program.scalars[index].across for segment in running):
-            _meet(running, index)
-        for segment in running:
-            segment.run_tiles(index)
-        for sums in shared:
-            sums.combine(index)
-        for segment in running:
-            segment.library_pass(index)
 
 
 def _meet(segments: Sequence[Segment], index: int) -> None:

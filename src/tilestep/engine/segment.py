@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,10 @@ class Segment:
     def scalar_pass(self, index: int) -> None:
         """Run scalar pass `index`."""
         raise NotImplementedError
+
+    def scalar_call(self, index: int) -> Callable[[], object]:
+        """What runs scalar pass `index`, at every step the same."""
+        return partial(self.scalar_pass, index)
 
     def tile_pass(self, index: int) -> None:
         """Run tile pass `index`, if there is one."""

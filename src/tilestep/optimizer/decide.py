@@ -155,23 +155,36 @@ class StepControl:
         """The limits that remember something."""
         return self.policy.decision().limits + adaptive_clips(groups)
 
-    def decide(self, optimizer: Optimizer, plan: Tables) -> None:
-        """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it.
+    def decides(self, optimizer: Optimizer) -> bool:
+        """Whether anything is asked of the coming step beside its update: a norm, or what a scaler has set.
 
         Args:
             optimizer: its attributes `grad_scale` and `found_inf` are what a scaler has set.
-            plan: prepared.
 
         Raises:
-            GradientError: for gradients that carry a loss scale which nobody takes away; for a loss scale that is not
-                positive and finite, where the host knows it.
+            GradientError: for gradients that carry a loss scale which nobody takes away.
         """
-        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if self.gradients_scaled and scale is None and found_inf is None:
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            return True
+        if self.gradients_scaled:
             raise GradientError(
                 "the gradients still carry a loss scale: call scaler.step(optimizer) instead of optimizer.step(), "
                 "or scaler.unscale_(optimizer) before it; nothing was updated"
             )
+        return self.needs_norm(optimizer.param_groups)
+
+    def decide(self, optimizer: Optimizer, plan: Tables) -> None:
+        """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it.
+
+        Args:
+            optimizer: as for `decides`.
+            plan: prepared.
+
+        Raises:
+            GradientError: as `decides`; for a loss scale that is not positive and finite, where the host knows it.
+        """
+        self.decides(optimizer)
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         engines, ranks = plan.engines, plan.ranks
         if not engines:
             return
@@ -200,6 +213,7 @@ class StepControl:
             own = decision if len(deciders) == 1 else replace(decision)
             _bring(own, engine)
             decider.decide(own, captured=engine.captured)
+        plan.decided_plainly = decision.is_trivial and not any(engine.captured for engine in engines)
 
     def expected(self, optimizer: Optimizer, plan: Tables) -> Decision:
         """What a step is decided from, but for what a scaler has set; the norm pass is run if anything asks for it.

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ..compat import fake_mode_is_active, opaque, step_is_watched
+from ..compat import fake_mode_is_active, opaque, step_is_ordinary, step_is_watched
 from ..engine import DeviceEngine, Stale
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..engine.limits import Sigma, ZClip
-from ..errors import GradientError
 from ..matrices import keeping_to, workspace
 from ..placements import Agreement
 from ..rules import Rule
@@ -33,11 +32,9 @@ from .graphs import Graphs, prepare_by_hand, push, step_in_capture
 from .homes import StateHome
 from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import Masters, MasterWeights
-from .parameters import LISTED_TWICE
-from .scan import Scan
 from .squares import keeping_squares
 from .state_formats import StateDtype
-from .tables import Tables
+from .tables import Scan, Tables
 from .watched_state import WatchedState, plain_states
 
 __all__ = ["Optimizer"]
@@ -396,37 +393,48 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         if self._evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
-        if is_capturing():
+        ordinary = step_is_ordinary()
+        if not ordinary and is_capturing():
             step_in_capture(self)
             return
-        if fake_mode_is_active():
+        if not ordinary and fake_mode_is_active():
             require_no_real(self)
-        tables, gradients = self._prepared()
-        if tables.further_rounds and getattr(self, "grad_scale", None) is not None:
-            raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
-        tables.begin_states(self, all_of_them=self._begins_together or type(self._home) is not StateHome)
+        decides = self.control.decides(self)
+        tables, gradients = self._prepared(decides=decides)
+        if tables.ahead:
+            tables.begin_states(self, all_of_them=self._begins_together or type(self._home) is not StateHome)
+        scan = tables.scan
         try:
-            tables.follow_parameters()
-            self.control.decide(self, tables)
-            tables.run(gradients, range(len(tables.engines)), counts_versions=tables.scan is None)
+            if tables.follows:
+                tables.follow_parameters()
+            if decides or not tables.decided_plainly:
+                self.control.decide(self, tables)
+            if scan is not None:
+                tables.run_scanned(marked=not ordinary)
+            else:
+                tables.run(gradients, range(len(tables.engines)), counts_versions=True)
             if tables.further_rounds:
                 tables.run_further_rounds(gradients)
-            if tables.scan is not None:
-                tables.scan.mark_written()
-            tables.note_versions()
+            if tables.follows:
+                tables.note_versions()
         finally:
-            tables.release()
+            if scan is not None:
+                scan.release()
 
-    def _prepared(self) -> tuple[Tables, list[list[torch.Tensor | None]]]:
-        """Tables that are up to date, and the gradients of each engine's entries if they were looked at one by one."""
+    def _prepared(self, *, decides: bool = True) -> tuple[Tables, list[list[torch.Tensor | None]]]:
+        """Tables that are up to date, and the gradients of each engine's entries if they were looked at one by one.
+
+        Args:
+            decides: whether anything is asked of the step beside its update, a norm say.
+        """
         tables = self._tables
         if tables is None:
             return self._rebuild_prepared()
         # What several ranks decide together is not finished in the launch that decides on this one.
-        norm = tables.ranks is None and self.control.needs_norm(self.param_groups)
+        norm = decides and tables.ranks is None and self.control.needs_norm(self.param_groups)
         try:
             if tables.scanned(self, norm=norm):
-                return tables, [[] for _ in tables.engines]
+                return tables, [[]] * len(tables.engines)
             known = tables.start(norm=norm)
             if not tables.fit(self):
                 raise Stale

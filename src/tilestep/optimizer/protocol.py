@@ -17,6 +17,7 @@ class Tables(Protocol):
     params: Any
     members: Any
     engines: Any
+    decided_plainly: bool
     home: Any
     agreement: Agreement | None
     ranks: Any

@@ -8,21 +8,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from ..compat import is_fake, local_parts
-from ..engine import DeviceEngine, Stale, run_passes
+from .. import native
+from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
+from ..engine import DeviceEngine, Stale, pass_calls, run_marked
+from ..engine.gradients import copy_to
 from ..pairs import ComplexMembers
 from ..placements import Agreement, LocalGradients, SharedSums
 from .homes import StateHome
 from .masters import Masters
-from .scan import Scan
 from .states import begin_again
 
 if TYPE_CHECKING:
     from .protocol import Optimizer
-
-__all__ = ["Tables"]
 
 _GRAD = operator.attrgetter("grad")
 
@@ -94,6 +94,16 @@ class Tables:
                     self.state[param].is_ahead = False
         self.ahead = [param for param in self.ahead if id(param) not in first]
 
+    def __post_init__(self) -> None:
+        self._calls: dict[tuple[int, ...], list[Callable[[], object]]] = {}
+        self._every = tuple(range(len(self.engines)))
+        home = type(self.home)
+        self.follows = bool(self.masters) or home.follow_parameters is not StateHome.follow_parameters
+        """Whether something follows what other code writes to parameters."""
+        self._home_finishes = home.finish is not StateHome.finish
+        self.decided_plainly = False
+        """Whether control numbers are those of a step that nothing is asked of, which need not be written again."""
+
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
 
@@ -102,17 +112,51 @@ class Tables:
             norm: as for `start`.
 
         Raises:
-            Stale: as for `prepare`.
+            Stale: when state has moved, and as for `prepare`.
         """
-        if self.scan is None:
+        scan = self.scan
+        if scan is None:
             return False
-        known = self.same_groups(optimizer) and self.scan.same_params(_all_params(optimizer), self.params)
-        if not known or not self._same_others() or not self.scan.look(self):
-            self.scan = None
-            return False
+        groups = optimizer.param_groups
+        params = groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
+        state = vars(optimizer)["state"]
+        if (
+            state is not self.state
+            or state.count.changes != self.state_changes
+            or not scan.same_list(groups, self.groups)
+            or not scan.same_list(params, self.params)
+            or ((self.dormant or self.unreal) and not self._same_others())
+        ):
+            return self._look_again()
+        for engine, scanner, address, host in scan.looks:
+            gradients = engine.gradients
+            if not gradients.settled or engine.captured:
+                return self._look_again()
+            seen = scan.scan(scanner, address, engine.looking_threads if engine.is_large else 1)
+            if seen == _CHANGED:
+                return self._look_again()
+            if host is not None and (seen == _MOVED or not gradients.scanned):
+                copy_to(engine.grads, host)
+            gradients.scanned = True
         for engine in self.engines:
-            engine.prepare_scanned(norm=norm and len(self.engines) == 1)
+            if not engine.states.look(engine.looking_threads if engine.is_large else 1):
+                raise Stale("state was given other memory")
+            if norm and scan.starts_norm:
+                engine.start_norm()
+            for watch in engine.group_watches:
+                if watch.is_mutable or not all(map(operator.is_, map(watch.value_of, watch.keys), watch.values)):
+                    engine.push_hypers()
+                    break
+            if engine.has_device_hypers:
+                engine.refresh_device_hypers()
         return True
+
+    def _look_again(self) -> bool:
+        """Have the next look at each tensor say what has changed; False."""
+        self.scan = None
+        for engine in self.engines:
+            engine.gradients.look_again()
+        return False
 
     def repeats(self, optimizer: torch.optim.Optimizer) -> bool:
         """As `scanned` but without a look, for parameters and gradients that are known to be where they were.
@@ -121,11 +165,15 @@ class Tables:
             optimizer: the optimizer, which decides its steps with other ranks.
         """
         at_home = type(self.home) is StateHome and all(engine.can_scan for engine in self.engines)
-        if self.scan is None or not at_home or not self.scan.is_current(self) or not self.same_groups(optimizer):
+        current = at_home and all(engine.gradients.scanned for engine in self.engines)
+        if self.scan is None or not current or not self.same_groups(optimizer):
             return False
         try:
             for engine in self.engines:
-                engine.prepare_scanned(norm=False)
+                if not engine.states_are_unmoved:
+                    return False
+                engine.push_hypers()
+                engine.refresh_device_hypers()
         except Stale:
             # Whoever looks at everything finds out what has changed.
             return False
@@ -137,7 +185,7 @@ class Tables:
         params = _all_params(optimizer)
         return (
             vars(optimizer)["state"] is self.state
-            and _changes(self.state) == self.state_changes
+            and self.state.changes == self.state_changes
             and _same(groups, self.groups)
             and _same(params, self.params)
             and self._same_others()
@@ -164,7 +212,7 @@ class Tables:
         """What of `fit` can be seen without looking at every parameter."""
         groups = optimizer.param_groups
         known = sum(len(group["params"]) for group in groups) == len(self.params)
-        same_state = vars(optimizer)["state"] is self.state and _changes(self.state) == self.state_changes
+        same_state = vars(optimizer)["state"] is self.state and self.state.changes == self.state_changes
         return known and same_state and _same(groups, self.groups)
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
@@ -223,10 +271,36 @@ class Tables:
         engines = [self.engines[place] for place in places]
         for place, engine in zip(places, engines):
             engine.begin(gradients[place])
-        run_passes(engines, [self.shared_sums[place] for place in places] if self.shared_sums else ())
+        run_marked(self.calls_of(tuple(places)), engines)
         for engine in engines:
             engine.finish(counts_versions=counts_versions)
             self.home.finish(engine)
+
+    def run_scanned(self, *, marked: bool) -> None:
+        """`run` for all engines after a look in C++, which leaves nothing to hand over and nothing to let go.
+
+        Args:
+            marked: whether a profiler listens or autocast is on.
+        """
+        scan, calls = self.scan, self._calls.get(self._every) or self.calls_of(self._every)
+        assert scan is not None
+        if marked:
+            run_marked(calls, self.engines)
+        else:
+            for call in calls:
+                call()
+        if self._home_finishes:
+            for engine in self.engines:
+                self.home.finish(engine)
+        scan.mark_written()
+
+    def calls_of(self, places: tuple[int, ...]) -> list[Callable[[], object]]:
+        """What the passes of some engines are, one call after the other; made once."""
+        calls = self._calls.get(places)
+        if calls is None:
+            shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
+            calls = self._calls[places] = pass_calls([self.engines[place] for place in places], shared)
+        return calls
 
     def run_further_rounds(self, gradients: list[list[torch.Tensor | None]]) -> None:
         """Update again the parameters that their group lists several times, as torch does one after the other.
@@ -272,10 +346,6 @@ class Tables:
         return self.masters.own_writes(params)
 
 
-def _changes(state: Any) -> int:
-    return state.changes
-
-
 def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     groups = optimizer.param_groups
     return groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
@@ -283,3 +353,59 @@ def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+_MOVED, _CHANGED = 1, 2
+"""Answers of a look in C++: gradients are elsewhere; it is left to Python to say what has changed."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Scan:
+    """The look before a step as one C++ call a device, which says that all is as it was, or where gradients have moved.
+
+    Args:
+        module: the built C++ module.
+        engines: prepared for gradients as they are now.
+        scanners: one for each engine.
+    """
+
+    def __init__(self, module: Any, engines: Sequence[DeviceEngine], scanners: list[Any]) -> None:
+        self.scan, self.same_list = module.scan, module.same_list
+        self._module, self._scanners, self._engines = module, scanners, engines
+        self.starts_norm = len(engines) == 1 and engines[0].has_device_tables
+        # A look writes every address: where kernels read host memory, into their own table.
+        hosts = [np.zeros(len(e.entries), dtype=np.int64) if e.has_device_tables else None for e in engines]
+        addresses = [e.grads.data_ptr() if host is None else host.ctypes.data for e, host in zip(engines, hosts)]
+        self.looks = list(zip(engines, scanners, addresses, hosts))
+
+    @classmethod
+    def of(cls, tables: Tables) -> Scan | None:
+        """A scan of these tables, if the module is built and knows what there is to know about their tensors."""
+        module = native.module(len(tables.params))
+        if (
+            module is None
+            or tables.further_rounds
+            or tables.complex_members
+            or tables.home.looks_at_gradients
+            or not all(engine.can_scan for engine in tables.engines)
+        ):
+            return None
+        known: tuple[Any, ...] = _PLAIN
+        if tables.agreement is not None and dtensors_have_parts():
+            known = (*_PLAIN, distributed_tensor_type())
+        if not all(type(param) in known for params in tables.members for param in params):
+            return None
+        scanners = [module.create(params, DTENSOR_PARTS) for params in tables.members]
+        return None if any(scanner is None for scanner in scanners) else cls(module, tables.engines, scanners)
+
+    def release(self) -> None:
+        """Let go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
+        release = self._module.release
+        for scanner in self._scanners:
+            release(scanner)
+
+    def mark_written(self) -> None:
+        """Count a version of every parameter that has a gradient, as torch does for what is written in place."""
+        for engine, scanner in zip(self._engines, self._scanners):
+            self._module.bump(scanner, engine.looking_threads if engine.is_large else 1)

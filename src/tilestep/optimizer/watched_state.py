@@ -102,16 +102,16 @@ class WatchedState(defaultdict[Any, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._count = _Count()
+        self.count = _Count()
 
     @property
     def changes(self) -> int:
         """How often an entry, or a tensor inside one, was set or taken away."""
-        return self._count.changes
+        return self.count.changes
 
     @changes.setter
     def changes(self, number: int) -> None:
-        self._count.changes = number
+        self.count.changes = number
 
     def entry(self, values: Mapping[str, Any], *, is_ahead: bool = False) -> ParameterState:
         """A parameter's state whose changes count here too.
@@ -121,7 +121,7 @@ class WatchedState(defaultdict[Any, Any]):
             is_ahead: whether no step needs it yet.
         """
         made = ParameterState(values)
-        made.count, made.is_ahead = self._count, is_ahead
+        made.count, made.is_ahead = self.count, is_ahead
         return made
 
     __setitem__ = _counted("__setitem__")
