@@ -14,6 +14,7 @@ double dynamic_cast else enum explicit export extern false float for friend goto
 new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires return
 short signed sizeof static static_assert static_cast struct switch template this thread_local throw true try typedef
 typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
+linux typeof unix
 """
 
 _AROUND = """
