@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -98,10 +99,13 @@ def compiled_blocks(backend: str) -> Iterator[None]:
     """Models made here have every block compiled by itself, in place, as torchtitan does it."""
     global _block_backend
     _block_backend = backend
+    before = torch._dynamo.config.recompile_limit
+    # Every contender has its own code for the same blocks.
+    torch._dynamo.config.recompile_limit = 64
     try:
         yield
     finally:
-        _block_backend = ""
+        _block_backend, torch._dynamo.config.recompile_limit = "", before
 
 
 def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Llama:

@@ -206,14 +206,7 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
     return found
 
 
-COMPILED = (
-    "sharded",
-    "sharded_waiting",
-    "data_parallel_master",
-    "fully_sharded",
-    "fully_sharded_ours",
-    "fully_sharded_forward",
-)
+COMPILED = ("sharded", "sharded_waiting", "fully_sharded", "fully_sharded_ours", "fully_sharded_forward")
 
 
 def compiled(bench: Bench) -> dict[str, Any]:
