@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from block_rows import FORMATS, SHAPES, check_blocks
 from format_rows import ROWS, backend, check_kept, check_training
 
 if __name__ == "__main__":
@@ -12,4 +13,7 @@ if __name__ == "__main__":
         for row in ROWS.values():
             check_kept(row, few=True)
             check_training(row, "AdamW")
+        for format in FORMATS:
+            check_blocks(format, [*SHAPES[2:5], (640,)])
+            check_blocks(format, [(7, 300), (4, 3, 96)], strided=True)
     print("all rows")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..graph import TilePass
+from ..storage import BLOCK
 from .cpp_formats import format_functions
 from .cpp_scalars import GRADIENT_SCALE, scalar_function
 from .cpp_slices import slice_function
@@ -42,6 +43,9 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
         "    const int64_t end = begin + (rest < launch->tile_size ? rest : launch->tile_size);",
         f"    const {scalar}* row = static_cast<const {scalar}*>(launch->rows) + t * {columns};",
     ]
+    if spec.has_blocks:
+        lines.append("    const int64_t columns = launch->columns[t];")
+        lines.append(f"    const int64_t per_row = (columns + {BLOCK - 1}) / {BLOCK};")
     scalars = scalars_of(spec, tile)
     lines += [*scalars.lines, *array_lines(spec, tile, unscales)]
     for slot, reduction in tile.reductions:
@@ -67,13 +71,19 @@ def _element_loop(spec: KernelSpec, tile: TilePass, scalars: Writer, *, strided:
     clause = "".join(
         f" reduction({COMBINERS[reduction.operation]} : chunk_{slot})" for slot, reduction in tile.reductions
     )
-    lines = [f"      for (int64_t chunk = begin; chunk < end; chunk += {_CHUNK}) {{"]
-    lines.append(f"        const int64_t chunk_end = chunk + {_CHUNK} < end ? chunk + {_CHUNK} : end;")
+    lines = _blocks() if spec.has_blocks else _chunks()
     for slot, reduction in tile.reductions:
         lines.append(f"        {scalar} chunk_{slot} = {neutral(reduction)};")
+    for name in body.kept_in_blocks():
+        lines.append(f"        float {name}_of_block[{BLOCK}];")
+        lines.append(f"        int32_t {name}_largest = 0;")
+        clause += f" reduction(max : {name}_largest)"
     if not strided:
         lines.append(f"#pragma omp simd{clause}")
-    lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
+    if spec.has_blocks:
+        lines += ["        for (int64_t j = 0; j < count; ++j) {", "          const int64_t i = first + j;"]
+    else:
+        lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
     if strided:
         lines.append(f"          int64_t at[{1 + len(spec.arrays)}];")
         lines.append(f"          locate(layout, i, {1 + len(spec.arrays)}, at);")
@@ -83,8 +93,30 @@ def _element_loop(spec: KernelSpec, tile: TilePass, scalars: Writer, *, strided:
         lines.append("        " + combine(reduction, f"part_{slot}", f"chunk_{slot}"))
     if unscales:
         lines += unscale_loop(spec, strided)
+    lines += body.keep_blocks("        ", strided)
     lines.append("      }")
     return lines
+
+
+def _chunks() -> list[str]:
+    """The head of the loop over the chunks of a tile."""
+    return [
+        f"      for (int64_t chunk = begin; chunk < end; chunk += {_CHUNK}) {{",
+        f"        const int64_t chunk_end = chunk + {_CHUNK} < end ? chunk + {_CHUNK} : end;",
+    ]
+
+
+def _blocks() -> list[str]:
+    """The head of the loop over the blocks of a tile, each of which is a chunk: tiles count as if none were short."""
+    return [
+        f"      for (int64_t block = begin / {BLOCK}; block * {BLOCK} < end; ++block) {{",
+        "        const int64_t line = block / per_row;",
+        f"        const int64_t column = (block - line * per_row) * {BLOCK};",
+        "        const int64_t first = line * columns + column;",
+        f"        const int64_t count = columns - column < {BLOCK} ? columns - column : {BLOCK};",
+        "        const int64_t chunk = first, chunk_end = first + count;",
+        "        const int64_t pair = line * ((columns + 1) / 2) + column / 2;",
+    ]
 
 
 def _finish(spec: KernelSpec, tile: TilePass) -> list[str]:

@@ -24,15 +24,16 @@ math_errhandling
 launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk chunk_end i at first stop
 unscale inverse_scale skip same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
+block count pair columns per_row j is_odd
 """
 
 _RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
 
 _MACRO_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|split)_.*|(chunk|column|part|parts|row|slot|span|total)_[0-9]+"
+    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|row|slot|span|total)_[0-9]+"
 )
-"""What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join and split are functions of
-storage formats; numbered ones are reductions'."""
+"""What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and
+measure are functions of storage formats; numbered ones are reductions'."""
 
 
 class CppNames(Names):

@@ -12,8 +12,9 @@ class Launch(ctypes.Structure):
     """The arguments of every generated function, by address; the same fields as `struct Launch` in C++.
 
     tensors, tiles, tile_size, threads: counts. tile_tensor[tiles]: the tensor of each tile. first_tile[tensors]: its
-    first tile. numel[tensors]. sizes[tensors][]: rows, columns, then those the rule asks for. grads[tensors]: gradient
-    addresses, 0 for a tensor without one.
+    first tile. numel[tensors]: elements, as tiles count them. columns[tensors]: elements of a row of blocks.
+    sizes[tensors][]: rows, columns, then those the rule asks for. grads[tensors]: gradient addresses, 0 for a tensor
+    without one.
     addresses[arrays][tensors]: addresses of the other arrays. layout_index[tensors]: -1, or the row of `layouts`.
     layouts[][1 + MAX_DIMS * (2 + arrays)]: dims, sizes, strides of the gradient, strides of each array.
     control: norm, skip, inverse loss scale, unscale gradients (see engine/control.py). group[tensors],
@@ -30,6 +31,7 @@ class Launch(ctypes.Structure):
                 "tile_tensor",
                 "first_tile",
                 "numel",
+                "columns",
                 "sizes",
                 "grads",
                 "addresses",
@@ -89,6 +91,7 @@ struct Launch {{
   const int32_t* tile_tensor;
   const int64_t* first_tile;
   const int64_t* numel;
+  const int64_t* columns;
   const int64_t* sizes;
   const int64_t* grads;
   const int64_t* addresses;

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from ..graph import TilePass, Value
-from ..storage import Array, codec_of, dtype_name, read_arrays
+from ..storage import BLOCK, Array, codec_of, dtype_name, read_arrays
 from .cpp_names import CppNames
 from .emit import Names, Writer
 from .spec import KernelSpec
@@ -21,6 +21,7 @@ C_TYPES = {
     "int16": "int16_t",
     "int32": "int32_t",
     "uint8": "uint8_t",
+    "float8_e4m3fn": "uint8_t",
 }
 
 SPELLING = {
@@ -90,6 +91,8 @@ SPELLING = {
     "bit_and": "({0} & {1})",
     "bit_or": "({0} | {1})",
     "bit_xor": "({0} ^ {1})",
+    "nibble": "((int32_t({0}) >> (is_odd * 4)) & 15)",
+    "of_bits to float8_e4m3fn": "static_cast<uint8_t>({0})",
 }
 
 
@@ -132,12 +135,22 @@ def writer_of(scalar: str, indent: str, names: Names) -> Writer:
 
 
 class TileBody:
-    """Writes the statements of one element of a tile, the loads and stores of its buffers among them."""
+    """Writes the statements of one element of a tile, the loads and stores of its buffers among them.
+
+    Args:
+        spec: what the kernel is built from.
+        tile: the pass.
+        writer: gets the statements.
+        strided: whether the tensor is walked by coordinates.
+        indent: what a statement begins with.
+    """
 
     def __init__(self, spec: KernelSpec, tile: TilePass, writer: Writer, strided: bool, indent: str) -> None:
         self.spec, self.tile, self.writer, self.indent = spec, tile, writer, indent
         order = [spec.grad, *spec.arrays]
         self.index = {array.name: f"at[{position}]" if strided else "i" for position, array in enumerate(order)}
+        self.index.update({array.name: "block" for array in order if array.elements == BLOCK})
+        self.index.update({array.name: "pair + j / 2" for array in order if array.elements == 2})
 
     def _element(self, array: Array) -> str:
         return f"{array.name}_array[{self.index[array.name]}]"
@@ -145,15 +158,57 @@ class TileBody:
     def load(self, name: str) -> str:
         """The expression of a buffer's value."""
         storage = self.spec.storages[name]
-        function = "read" if codec_of(storage).is_plain else f"join_{storage.title}"
-        return f"{function}({', '.join(map(self._element, read_arrays(storage, name)))})"
+        codec = codec_of(storage)
+        function = "read" if codec.is_plain else f"join_{storage.title}"
+        is_odd = ["j & 1"] if codec.is_packed else []
+        return f"{function}({', '.join([*map(self._element, read_arrays(storage, name)), *is_odd])})"
 
     def store(self, name: str, value: str) -> None:
-        """Write the statement that keeps a buffer's new value."""
+        """Write the statement that keeps a buffer's new value; in blocks, that gets it ready."""
         storage = self.spec.storages[name]
+        if codec_of(storage).has_blocks:
+            self.writer.lines += [
+                f"{self.indent}{name}_of_block[j] = {value};",
+                f"{self.indent}const int32_t {name}_size = measure_{storage.title}({name}_of_block[j]);",
+                f"{self.indent}{name}_largest = {name}_size > {name}_largest ? {name}_size : {name}_largest;",
+            ]
+            return
         function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
         elements = ", ".join(map(self._element, storage.arrays(name)))
         self.writer.lines.append(f"{self.indent}{function}({elements}, {value});")
+
+    def kept_in_blocks(self) -> list[str]:
+        """Names of the buffers that this pass stores in blocks."""
+        return [name for name in self.tile.stores if codec_of(self.spec.storages[name]).has_blocks]
+
+    def keep_blocks(self, indent: str, strided: bool) -> list[str]:
+        """The statements after the elements of a block: its scales, and the elements over them."""
+        lines = []
+        for name in self.kept_in_blocks():
+            storage = self.spec.storages[name]
+            arrays = storage.arrays(name)
+            of_block = ", ".join(self._element(array) for array in arrays if array.elements == BLOCK)
+            (array,) = [array for array in arrays if array.elements != BLOCK]
+            lines.append(f"{indent}keep_{storage.title}({of_block}, {name}_largest);")
+            if array.elements == 2:
+                lines += [
+                    f"{indent}if (count & 1) {name}_of_block[count] = 0;",
+                    f"{indent}for (int64_t j = 0; j < count; j += 2)",
+                    f"{indent}  {self._element(array)} = static_cast<uint8_t>("
+                    f"split_{storage.title}({of_block}, {name}_of_block[j]) | "
+                    f"split_{storage.title}({of_block}, {name}_of_block[j + 1]) << 4);",
+                ]
+                continue
+            lines += [] if strided else ["#pragma omp simd"]
+            lines.append(f"{indent}for (int64_t j = 0; j < count; ++j) {{")
+            if strided:
+                lines += [f"{indent}  int64_t at[{1 + len(self.spec.arrays)}];"]
+                lines += [f"{indent}  locate(layout, first + j, {1 + len(self.spec.arrays)}, at);"]
+            else:
+                lines.append(f"{indent}  const int64_t i = first + j;")
+            lines.append(f"{indent}  {self._element(array)} = split_{storage.title}({of_block}, {name}_of_block[j]);")
+            lines.append(f"{indent}}}")
+        return lines
 
     def emit(self) -> None:
         for value in self.tile.values():
@@ -217,7 +272,8 @@ def unscale_loop(spec: KernelSpec, strided: bool) -> list[str]:
 
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     """A writer that has read what a tile pass takes from the scalar passes, each in a variable of its own."""
-    names = CppNames(f"{array.name}_array" for array in [spec.grad, *spec.arrays])
+    suffixes = ("array", "of_block", "largest", "size") if spec.has_blocks else ("array",)
+    names = CppNames(f"{array.name}_{suffix}" for array in [spec.grad, *spec.arrays] for suffix in suffixes)
     scalars = writer_of(scalar_type(spec), "    ", names)
     for value in tile.values():
         if tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:

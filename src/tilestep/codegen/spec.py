@@ -9,7 +9,7 @@ import torch
 
 from .._version import __version__
 from ..graph import Program, TilePass, size_from_end
-from ..storage import Array, Storage, dtype_name
+from ..storage import Array, Storage, codec_of, dtype_name
 
 MAX_DIMS = 32
 """Dimensions a strided tensor may have after adjacent ones are merged."""
@@ -40,6 +40,11 @@ class KernelSpec:
     def grad(self) -> Array:
         """The gradient's array."""
         return self.storages["grad"].arrays("grad")[0]
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        """Whether some buffer is kept in blocks: tiles are of whole blocks then."""
+        return any(codec_of(storage).has_blocks for storage in self.storages.values())
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 
 from ..graph import TilePass
+from ..storage import BLOCK, Array
 from .spec import MAX_DIMS, KernelSpec
 from .triton_formats import format_functions
 from .triton_math import TileMath, finish_kernel
@@ -19,6 +20,7 @@ from .triton_text import (
     TileBody,
     decorator,
     pointer_to,
+    tile_pointers,
 )
 
 _LONGEST_LINE = 120
@@ -39,6 +41,74 @@ class _Kernel(TileMath):
     def title(self) -> str:
         return f"{self.spec.name}_tile_pass_{self.index}"
 
+    @property
+    def _shape(self) -> str:
+        """The shape of the elements that are held at once: a row for each block."""
+        return f"(TILE // {BLOCK}, {BLOCK})" if self.spec.has_blocks else "(TILE,)"
+
+    def _lanes(self) -> list[str]:
+        if not self.spec.has_blocks:
+            return ["    lane = tl.arange(0, TILE)"]
+        return [
+            f"    block_lane = tl.arange(0, TILE // {BLOCK})[:, None]",
+            f"    pair_lane = tl.arange(0, {BLOCK // 2})[None, :]",
+            f"    lane = tl.arange(0, {BLOCK})[None, :]",
+            "    is_odd = lane & 1",
+        ]
+
+    def _pairs(self, array: Array, indent: str, place: str) -> list[str]:
+        """Pointers to whole bytes of an array with two elements in each."""
+        return [f"{indent}{array.name}_pairs = {place} + pair_lane"] if array.elements == 2 else []
+
+    def _whole_pointers(self, indent: str) -> list[str]:
+        """Pointers to the elements of a tile without an end in it."""
+        lines = []
+        for _, array in self.used():
+            base, start = f"tl.multiple_of({pointer_to(array)}, 16)", "tl.multiple_of(start, TILE)"
+            place = f"{base} + {start} + lane"
+            if self.spec.has_blocks:
+                place = f"{base} + ({start} + block_lane * {BLOCK} + lane)"
+            if array.elements == BLOCK:
+                place = f"{pointer_to(array)} + (start // {BLOCK} + block_lane)"
+            if array.elements == 2:
+                first = f"{base} + (start // 2 + block_lane * {BLOCK // 2})"
+                lines += self._pairs(array, indent, first)
+                place = f"{first} + lane // 2"
+            lines.append(f"{indent}{array.name}_array = {place}")
+        return lines
+
+    def _masks(self, indent: str) -> list[str]:
+        """Which elements of a tile there are, and their indices; of blocks, each row of the tensor begins one."""
+        if not self.spec.has_blocks:
+            return [f"{indent}mask = lane < stop - start", f"{indent}index = start + lane"]
+        lines = [
+            f"block = start // {BLOCK} + block_lane",
+            f"block_mask = block * {BLOCK} < stop",
+            "first_line = block // per_row",
+            f"first_column = (block - first_line * per_row) * {BLOCK}",
+            "line_column = first_column + lane",
+            "mask = block_mask & (line_column < columns_of_row)",
+            "index = first_line * columns_of_row + line_column",
+        ]
+        if any(array.elements == 2 for array in self.arrays):
+            lines += [
+                "packed_columns = (columns_of_row + 1) // 2",
+                "pair_mask = block_mask & (first_column // 2 + pair_lane < packed_columns)",
+            ]
+        return [f"{indent}{line}" for line in lines]
+
+    def _block_pointers(self, indent: str) -> list[str]:
+        """Pointers to what a tile has of arrays with an entry for several elements."""
+        lines = []
+        for _, array in self.used():
+            if array.elements == BLOCK:
+                lines.append(f"{indent}{array.name}_array = {pointer_to(array)} + block")
+            elif array.elements == 2:
+                first = f"{pointer_to(array)} + (first_line * packed_columns + first_column // 2)"
+                lines += self._pairs(array, indent, first)
+                lines.append(f"{indent}{array.name}_array = {first} + lane // 2")
+        return lines
+
     def _call(self, indent: str, offset: Callable[[str], str], mask: str) -> list[str]:
         lines: list[str] = []
         body = TileBody(self.spec, lines, indent, offset, mask)
@@ -53,14 +123,15 @@ class _Kernel(TileMath):
 
     def _accumulators(self, indent: str) -> list[str]:
         return [
-            f"{indent}part_{slot} = tl.full((TILE,), {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
+            f"{indent}part_{slot} = tl.full({self._shape}, {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
             for slot, reduction in self.tile.reductions
         ]
 
     def _partials(self, indent: str) -> list[str]:
         lines = []
         for slot, reduction in self.tile.reductions:
-            total = f"tl.reduce(part_{slot}, 0, {REDUCTIONS[reduction.operation][1]}).to(tl.float64)"
+            parts = f"tl.reshape(part_{slot}, (TILE,))" if self.spec.has_blocks else f"part_{slot}"
+            total = f"tl.reduce({parts}, 0, {REDUCTIONS[reduction.operation][1]}).to(tl.float64)"
             lines.append(f"{indent}tl.store(partials + tile * {self.spec.reduction_count} + {slot}, {total})")
         return lines
 
@@ -74,8 +145,14 @@ class _Kernel(TileMath):
             "    layout_row = tl.load(layout_index + t)",
             "    begin = (tile - tl.load(first_tile + t)) * SPAN",
             "    stop = tl.minimum(begin + SPAN, tl.load(numel + t))",
+            *(["    columns_of_row = tl.load(columns + t)"] if self.spec.has_blocks else []),
             *self.table_loads(),
         ]
+
+    def _rows(self) -> list[str]:
+        if not self.spec.has_blocks:
+            return []
+        return [f"        per_row = tl.maximum((columns_of_row + {BLOCK - 1}) // {BLOCK}, 1)"]
 
     def kernel(self) -> list[str]:
         """The kernel over all tensors that are walked in memory order.
@@ -83,47 +160,61 @@ class _Kernel(TileMath):
         A program walks SPAN elements of one tensor in tiles: the chain of table loads is paid once a span, and the loop
         keeps registers, and with them the number of programs in flight, as for one tile.
         """
-        lines = decorator(POINTERS["tile"])
-        lines.append(f"def {self.title}({', '.join(POINTERS['tile'])}, {_CONSTANTS}):")
+        pointers = tile_pointers(self.spec)
+        lines = decorator(pointers)
+        lines.append(f"def {self.title}({', '.join(pointers)}, {_CONSTANTS}):")
         lines += self._prologue("tl.program_id(0)")
-        together = " | ".join(f"{array.name}_address" for _, array in self.used()) or "grad_address"
+        alike = [array for _, array in self.used() if array.elements != BLOCK]
+        together = " | ".join(f"{array.name}_address" for array in alike) or "grad_address"
+        # Rows that end inside of a block are walked with a mask.
+        is_even = ["        aligned = aligned & (columns_of_row >= tl.load(numel + t))"] if self.spec.has_blocks else []
         lines += [
-            "    lane = tl.arange(0, TILE)",
+            *self._lanes(),
             "    if (skip == 0.0) & (grad_address != 0) & (layout_row < 0):",
             f"        aligned = (({together}) & 15) == 0",
+            *is_even,
+            *self._rows(),
             *self._accumulators("        "),
             "        start = begin",
             "        whole = tl.where(aligned, stop - TILE + 1, begin)",
             "        while start < whole:",
+            *self._whole_pointers("            "),
         ]
-        for _, array in self.used():
-            place = f"tl.multiple_of({pointer_to(array)}, 16) + tl.multiple_of(start, TILE)"
-            lines.append(f"            {array.name}_array = {place} + lane")
         lines += self._call("            ", lambda name: f"{name}_array", "")
-        lines += ["            start += TILE", "        while start < stop:", "            mask = lane < stop - start"]
-        lines += [f"            {array.name}_array = {pointer_to(array)} + start + lane" for _, array in self.used()]
+        lines += ["            start += TILE", "        while start < stop:"]
+        if self.spec.has_blocks:
+            lines += self._masks("            ")
+            plain = [array for _, array in self.used() if array.elements == 1]
+            lines += [f"            {array.name}_array = {pointer_to(array)} + index" for array in plain]
+            lines += self._block_pointers("            ")
+        else:
+            lines.append("            mask = lane < stop - start")
+            lines += [
+                f"            {array.name}_array = {pointer_to(array)} + start + lane" for _, array in self.used()
+            ]
         lines += self._call("            ", lambda name: f"{name}_array", "mask")
         return [*lines, "            start += TILE", *self._partials("        ")]
 
     def strided_kernel(self) -> list[str]:
         """The kernel over the tiles of tensors that must be walked by coordinates."""
-        pointers = POINTERS["tile"] + POINTERS["strided"]
+        pointers = tile_pointers(self.spec, strided=True)
         width = 1 + MAX_DIMS * (1 + len(self.arrays))
         lines = decorator(pointers)
         lines.append(f"def {self.title}_strided({', '.join(pointers)}, {_CONSTANTS}):")
         lines += self._prologue("tl.load(tile_list + tl.program_id(0))")
         lines += [
-            "    lane = tl.arange(0, TILE)",
+            *self._lanes(),
             "    if (skip == 0.0) & (grad_address != 0):",
             f"        layout = layouts + layout_row * {width}",
+            *self._rows(),
             *self._accumulators("        "),
             "        start = begin",
             "        while start < stop:",
         ]
+        used = [(position, array) for position, array in self.used() if array.elements == 1]
         inside = [
-            "mask = lane < stop - start",
-            "index = start + lane",
-            *(f"at_{position} = index * 0" for position, _ in self.used()),
+            *self._masks(""),
+            *(f"at_{position} = index * 0" for position, _ in used),
             "dims = tl.load(layout)",
             "for back in tl.range(0, loop_bound(dims)):",
             "    dim = dims - 1 - back",
@@ -131,11 +222,12 @@ class _Kernel(TileMath):
             "    coordinate = index % size",
             "    index = index // size",
         ]
-        for position, _ in self.used():
+        for position, _ in used:
             stride = f"tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
             inside.append(f"    at_{position} += coordinate * {stride}")
-        for position, array in self.used():
+        for position, array in used:
             inside.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
+        inside += self._block_pointers("")
         lines += [f"            {line}" for line in inside]
         lines += self._call("            ", lambda name: f"{name}_array", "mask")
         return [*lines, "            start += TILE", *self._partials("        ")]

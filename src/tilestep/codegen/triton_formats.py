@@ -19,8 +19,9 @@ def format_functions(storages: Iterable[Storage]) -> list[list[str]]:
         if codec.is_plain:
             continue
         arrays = [codec.arrays[place].name for place in codec.reads]
-        functions.append(_function(f"join_{title}", arrays, [codec.loaded]))
-        functions.append(_function(f"split_{title}", ["number"], codec.stored))
+        is_odd = ["is_odd"] if codec.is_packed else []
+        functions.append(_function(f"join_{title}", [*arrays, *is_odd], [codec.loaded]))
+        functions.append(_function(f"split_{title}", ["number", *is_odd], codec.stored))
     return functions
 
 
@@ -32,7 +33,7 @@ def _function(name: str, parameters: Iterable[str], roots: Iterable[Value]) -> l
 
 def _written(roots: Iterable[Value]) -> Writer:
     """A writer that has written a format's graph in statements."""
-    writer = writer_of("float32", "    ", TritonNames(["number"]))
+    writer = writer_of("float32", "    ", TritonNames(["number", "is_odd"]))
     values = ancestors(roots)
     for value in values:
         if value.operation == "load":

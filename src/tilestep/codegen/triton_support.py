@@ -394,6 +394,14 @@ def to_bfloat16(value):
 
 
 @triton.jit
+def packed_pairs(codes, is_odd):
+    """Integers of four bits, a row for each block, with their neighbours' in bytes."""
+    halves = codes << (is_odd * 4)
+    pairs = tl.reshape(halves, (halves.shape[0], halves.shape[1] // 2, 2))
+    return tl.sum(pairs, 2).to(tl.uint8)
+
+
+@triton.jit
 def gradient_scale_of(norm, inverse_scale, clip, max_grad_norm):
     """What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm.
 

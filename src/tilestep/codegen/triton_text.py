@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+import torch
+
 from ..graph import SCALAR_LEVELS, TilePass, Value
-from ..storage import Array, codec_of, dtype_name, read_arrays
+from ..storage import BLOCK, Array, codec_of, dtype_name, read_arrays
 from .emit import Names, Writer
 from .spec import KernelSpec
 
@@ -84,6 +86,10 @@ SPELLING = {
     "bit_and": "({0} & {1})",
     "bit_or": "({0} | {1})",
     "bit_xor": "({0} ^ {1})",
+    "block_max": "tl.max({0}, 1, keep_dims=True)",
+    "nibble": "(({0}.to(tl.int32) >> (is_odd * 4)) & 15)",
+    "pack": "packed_pairs({0}, is_odd)",
+    "of_bits to float8_e4m3fn": "{0}.to(tl.uint8)",
 }
 
 
@@ -119,6 +125,7 @@ HELPERS = [
     "maximum",
     "minimum",
     "nearest",
+    "packed_pairs",
     "power",
     "reciprocal_root",
     "sign",
@@ -136,6 +143,7 @@ HELPERS = [
 POINTERS = {
     "tile": ["grads", "addresses", "tile_tensor", "first_tile", "numel", "rows", "control", "layout_index", "partials"],
     "strided": ["layouts", "tile_list"],
+    "blocks": ["columns"],
     "finish": ["partials", "sums", "grads", "first_tile", "numel"],
     "scalar": [
         "counts",
@@ -214,9 +222,16 @@ def decorator(pointers: list[str]) -> list[str]:
     return [f"@triton.jit(do_not_specialize_on_alignment=[{listed}])"]
 
 
+def tile_pointers(spec: KernelSpec, *, strided: bool = False) -> list[str]:
+    """Pointer parameters of a kernel over tiles of elements, in order."""
+    return POINTERS["tile"] + (POINTERS["blocks"] if spec.has_blocks else []) + (POINTERS["strided"] if strided else [])
+
+
 def pointer_to(array: Array) -> str:
     """The array's address as a pointer to its elements."""
-    return f"{array.name}_address.to(tl.pointer_type(tl.{dtype_name(array.dtype)}))"
+    # By its bits, which every GPU has.
+    kind = "uint8" if array.dtype is torch.float8_e4m3fn else dtype_name(array.dtype)
+    return f"{array.name}_address.to(tl.pointer_type(tl.{kind}))"
 
 
 REDUCTIONS = {
@@ -235,31 +250,46 @@ class TileBody:
         self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
         self.compute = dtype_name(spec.compute)
 
+    def _mask(self, array: Array) -> str:
+        return _MASKS[array.elements] if self.mask and self.spec.has_blocks else self.mask
+
     def _loaded(self, array: Array) -> str:
-        other = "0.0" if array.dtype.is_floating_point else "0"
-        masked = f", mask={self.mask}, other={other}" if self.mask else ""
+        other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
+        mask = self._mask(array) if array.elements != 2 else self.mask
+        masked = f", mask={mask}, other={other}" if mask else ""
         return f"tl.load({self.pointer(array.name)}{masked})"
 
     def _store(self, array: Array, element: str) -> None:
-        masked = f", mask={self.mask}" if self.mask else ""
-        self.lines.append(f"{self.indent}tl.store({self.pointer(array.name)}, {element}{masked})")
+        mask = self._mask(array)
+        masked = f", mask={mask}" if mask else ""
+        pointer = f"{array.name}_pairs" if array.elements == 2 else self.pointer(array.name)
+        self.lines.append(f"{self.indent}tl.store({pointer}, {element}{masked})")
 
     def load(self, name: str) -> str:
         """The expression of a buffer's values."""
         storage = self.spec.storages[name]
-        elements = ", ".join(map(self._loaded, read_arrays(storage, name)))
-        joined = elements if codec_of(storage).is_plain else f"join_{storage.title}({elements})"
+        codec = codec_of(storage)
+        elements = ", ".join([*map(self._loaded, read_arrays(storage, name)), *(["is_odd"] if codec.is_packed else [])])
+        joined = elements if codec.is_plain else f"join_{storage.title}({elements})"
         return f"{joined}.to(tl.{self.compute})"
 
     def store(self, name: str, value: str) -> None:
         """Write the statements that keep a buffer's new values."""
         storage = self.spec.storages[name]
-        arrays = storage.arrays(name)
-        if codec_of(storage).is_plain:
+        arrays, codec = storage.arrays(name), codec_of(storage)
+        if codec.is_plain:
             self._store(arrays[0], f"({value}).to(tl.{dtype_name(arrays[0].dtype)})")
             return
         elements = [f"{array.name}_element" for array in arrays]
-        split = f"split_{storage.title}(({value}).to(tl.float32))"
-        self.lines.append(f"{self.indent}{', '.join(elements)} = {split}")
+        number = f"({value}).to(tl.float32)"
+        if codec.has_blocks and self.mask:
+            # What is behind a short block is no part of it.
+            number = f"tl.where({self.mask}, {number}, 0.0)"
+        arguments = f"{number}, is_odd" if codec.is_packed else number
+        self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({arguments})")
         for array, element in zip(arrays, elements):
             self._store(array, element)
+
+
+_MASKS = {1: "mask", 2: "pair_mask", BLOCK: "block_mask"}
+"""The mask of an array with an entry for so many elements, where tiles are of blocks."""

@@ -92,6 +92,7 @@ class CudaSegment(Segment):
             "tile_tensor": table(self.tiles.tile_tensor),
             "first_tile": table(self.tiles.first_tile),
             "numel": table(self.tiles.numel),
+            "columns": table(self.columns),
             "sizes": table(self.sizes),
             "counts": table(np.asarray([count], dtype=np.int64)),
             "group": table(self.group_of),
@@ -155,12 +156,12 @@ class CudaSegment(Segment):
         if not tiles:
             return []
         size = {"TILE": self.shape.tile, "SPAN": self.shape.span, "UNSCALE": unscale}
-        pointers = triton_backend.POINTERS["tile"]
+        pointers = triton_backend.tile_pointers(self.spec)
         plain = self._prepare(module, f"tile_pass_{index}", tiles, size)
         launches = [(plain, [tables[name] for name in pointers])]
         if strided_tiles:
             strided = self._prepare(module, f"tile_pass_{index}_strided", strided_tiles, size)
-            names = pointers + triton_backend.POINTERS["strided"]
+            names = triton_backend.tile_pointers(self.spec, strided=True)
             launches.append((strided, [tables[name] for name in names]))
         return launches
 

@@ -31,7 +31,7 @@ def window_tables(
     owner = segment.tiles.tile_tensor[tiles]
     listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
     found = dict(tables)
-    for name in ("grads", "numel", "layout_index", "rows"):
+    for name in ("grads", "numel", "columns", "layout_index", "rows"):
         found[name] = tables[name][tensors]
     found["partials"] = tables["partials"][begin * segment.spec.reduction_count :]
 

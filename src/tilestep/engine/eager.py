@@ -79,7 +79,7 @@ class EagerSegment(Segment):
         for name, storage in self.spec.storages.items():
             if name != "grad" and name not in self.spec.program.library.scratch:
                 # Copies: a rule may move one buffer's old value to another after the first has been overwritten.
-                loads[name] = values_of(storage, entry.arrays, name, compute)
+                loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape, entry.columns or None)
         loads.update(entry.matrices)
         loads.update({name: self.scalar_states[name][position].double() for name in graph.scalar_states})
         known = self._evaluated(graph.outputs.values(), loads, position)
@@ -90,7 +90,8 @@ class EagerSegment(Segment):
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
-                stored_in(self.spec.storages[name], entry.arrays, name, value)
+                columns = entry.columns or None
+                stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, columns)
         if float(self.control[UNSCALE]):
             gradient.mul_(float(self.control[INVERSE_SCALE]))
 

@@ -18,6 +18,7 @@ from ..errors import GradientError, StateError
 from ..graph.hyperparameters import group_value
 from ..matrices.batches import MatrixBatches
 from ..matrices.shared import Exchange
+from ..storage import BLOCK, rows_of
 from .layout import cut_tiles, layout_record, same_walk
 from .limits import ZClip, clip_code
 from .recipes import guards_hold
@@ -43,6 +44,7 @@ class Entry:
         share: what this rank's sums over the tensor count in sums over all ranks, see `placements.Agreement.share`.
         ordered: whether its gradient must lie in memory as it does itself; one that does not is copied.
         gradient_device: where its gradient is, if not beside it: in memory that kernels reach by address all the same.
+        columns: elements of a row of blocks, where its shape does not say it: of a flat piece of a tensor.
         grad_dtype: of the gradients that its kernels read; its own until an engine has it.
     """
 
@@ -57,6 +59,7 @@ class Entry:
     ordered: bool = False
     gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
+    columns: int = 0
     grad_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,7 +160,11 @@ class Segment:
         self.gradients: Sequence[torch.Tensor | None] = ()
         self.control = control
         self.device = entries[0].param.device
-        self.tiles = cut_tiles([entry.param.numel() for entry in self.entries], self.tile_size)
+        self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
+        numels = [entry.param.numel() for entry in self.entries]
+        if spec.has_blocks:
+            numels = [_padded(numel, int(columns)) for numel, columns in zip(numels, self.columns)]
+        self.tiles = cut_tiles(numels, self.tile_size)
         used = sorted({entry.group for entry in self.entries})
         self.group_indices = used
         position = {group: index for index, group in enumerate(used)}
@@ -173,9 +180,13 @@ class Segment:
         self.array_names = [array.name for array in spec.arrays if self.matrices or array.name not in scratch]
         self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
         self.read_addresses()
-        small, views = spec.program.graph.slice_states, spec.program.slices.views
+        self._apart = {
+            *spec.program.graph.slice_states,
+            *(array.name for array in spec.arrays if array.elements != 1),
+        }
+        by_rows = bool(spec.program.slices.views) or spec.has_blocks
         self.own_strided = [
-            index for index, entry in enumerate(self.entries) if not _is_plain(entry, small, bool(views))
+            index for index, entry in enumerate(self.entries) if not _is_plain(entry, self._apart, by_rows)
         ]
         self.set_strided({})
 
@@ -302,6 +313,14 @@ class Segment:
         """The updated tensors in order."""
         return [entry.param for entry in self.entries]
 
+    def element_at(self, place: int, counted: int) -> int:
+        """The element of a tensor at which tiles count so many, if rows that end inside of a block count as longer."""
+        columns, numel = int(self.columns[place]), self.entries[place].param.numel()
+        if columns in (0, numel):
+            return min(counted, numel)
+        line, column = divmod(counted, -(-columns // BLOCK) * BLOCK)
+        return min(line * columns + min(column, columns), numel)
+
     def read_addresses(self) -> None:
         """Take the arrays' addresses as they are now.
 
@@ -330,8 +349,8 @@ class Segment:
             self.layout_index[index] = row
 
     def _walked(self, entry: Entry, name: str) -> torch.Tensor:
-        """An array to take strides from; one of rows or columns is never walked with the others."""
-        return entry.param if name in self.spec.program.graph.slice_states else entry.arrays[name]
+        """An array to take strides from; one of rows, columns or blocks is never walked with the others."""
+        return entry.param if name in self._apart else entry.arrays[name]
 
     def hyper_rows(self) -> list[list[float]]:
         """The hyperparameter table as it should be now, a row per group of this segment."""
@@ -371,9 +390,20 @@ def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:
     return [(tensor.shape[-each] if each <= tensor.dim() else 1) if each else tensor.numel() for each in from_end]
 
 
-def _is_plain(entry: Entry, slice_states: Collection[str], by_rows: bool) -> bool:
+def _columns(entry: Entry) -> int:
+    """Elements of a row of blocks; all of a tensor whose rows hold whole blocks."""
+    columns = entry.columns or rows_of(entry.param.shape)[1]
+    return columns if columns % BLOCK else entry.param.numel()
+
+
+def _padded(numel: int, columns: int) -> int:
+    """Elements of a tensor whose rows end with whole blocks."""
+    return numel // columns * -(-columns // BLOCK) * BLOCK if numel else 0
+
+
+def _is_plain(entry: Entry, apart: Collection[str], by_rows: bool) -> bool:
     """Whether all arrays of a tensor are walked in memory order; by rows, that must be the order of its indices."""
-    arrays = [array for name, array in entry.arrays.items() if name not in slice_states]
+    arrays = [array for name, array in entry.arrays.items() if name not in apart]
     if all(map(torch.Tensor.is_contiguous, arrays)):
         return True
     return not by_rows and all(same_walk(entry.param, array) for array in arrays)

@@ -9,6 +9,7 @@ from .operations import ACROSS, OPERATIONS, REDUCTIONS
 from .passes import ScalarPass, TilePass
 from .phases import Program, program, scalar_needs
 from .reductions import size_from_end, sizes_of
+from .signs import never_negative
 from .slices import Slices
 from .tracer import trace
 from .views import View
@@ -36,6 +37,7 @@ __all__ = [
     "flat_numbers",
     "join",
     "known_numbers",
+    "never_negative",
     "outcome",
     "program",
     "scalar_needs",

@@ -120,6 +120,11 @@ class Graph:
         """Every value the outputs need, each after what it is computed from."""
         return ancestors(self.outputs.values())
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether it has numbers for rows, columns or other slices, which passes of their own compute."""
+        return bool(self.slice_states) or any(value.level is Level.SLICE for value in self.values())
+
     def loads(self) -> list[str]:
         """Names of the buffers that are read."""
         return [value.attribute for value in self.values() if value.operation == "load"]

@@ -167,9 +167,13 @@ OPERATIONS: dict[str, Operation] = {
     "bit_and": Operation(None),
     "bit_or": Operation(None),
     "bit_xor": Operation(None),
+    "block_max": Operation(None),
+    "nibble": Operation(None),
+    "pack": Operation(None),
 }
-"""The last eleven are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
-`of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers."""
+"""The last fourteen are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
+`of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,
+`block_max` from integers to the largest of their block, `nibble` and `pack` between two of four bits and a byte."""
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})
 """From elements to one number per tensor."""

@@ -252,7 +252,8 @@ class HostUpdate:
             stop = min((window.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
             mirror = self._mirrors[place]
             if stop > first and mirror.present:
-                pairs.append(_part_between(mirror, first, stop))
+                ends = self._segment.element_at(place, first), self._segment.element_at(place, stop)
+                pairs.append(_part_between(mirror, *ends))
         self._home.inward.copy(pairs)
 
 

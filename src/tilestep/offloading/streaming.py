@@ -23,10 +23,10 @@ __all__ = ["StreamedState", "StreamedUpdate", "moved_arrays", "traffic_of"]
 
 
 def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
-    """The arrays of a kernel that live on the host: its element states and the master."""
+    """The arrays of a kernel that live on the host: its element states and the master, but no numbers of blocks."""
     graph = spec.program.graph
     buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
-    found = [array.name for name in buffers for array in spec.storages[name].arrays(name)]
+    found = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.elements == 1]
     masters = [array.name for array in spec.storages["param"].arrays("param") if array.name != "param"]
     return (*masters, *found)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from ..placements import (
 )
 from ..placements.local import local_part
 from ..rules import Rule
+from ..storage import entries_of, scale_names
 from .homes import StateHome
 from .hyperparameters import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
@@ -39,6 +39,7 @@ from .overlap import check_not_shared
 from .parameters import check_pairs, check_parameter, further_rounds, labelled, listed_once
 from .parts import build_engines
 from .specs import graph_of
+from .state_formats import check_cut_blocks
 from .states import Later, begin_missing, compute_dtype, has_begun, initial_state, storages
 from .tables import Tables
 from .watched_state import ParameterState, WatchedState
@@ -112,7 +113,9 @@ class _Plans:
                 self._by_shape.add(kind)
                 alike = (*kind, shape)
             own = grad_dtype(part if param.is_complex() else param)
-            formats = storages(part, group, graph, rule, own, label, math.prod(shape))
+            formats = storages(part, group, graph, rule, own, label, shape)
+            if is_distributed(param):
+                check_cut_blocks(label, param, formats)
             spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
             self._known[alike] = graph, spec
         return self._known[alike]
@@ -274,11 +277,16 @@ def _planned(
     check_master(label, part.dtype, group)
     graph, spec = plans.of(label, group_index, group, param, part)
     apart = {*graph.scalar_states, *graph.matrix_states}
-    buffers = {*MASTER_KEYS, *rule.state_names} - apart
+    buffers = {
+        *MASTER_KEYS,
+        *rule.state_names,
+        *(each for name in rule.state_names for each in scale_names(name)),
+    } - apart
 
     def here(values: Mapping[str, Any]) -> dict[str, Any]:
         """What kernels see of a state."""
-        own = local_state(label, values, param, buffers, graph.slice_states, graph.matrix_states)
+        entries = entries_of(values, rule.state_names)
+        own = local_state(label, values, param, buffers, graph.slice_states, graph.matrix_states, entries)
         if not is_unreal(whole):
             own = {name: value for name, value in own.items() if not is_unreal(value)}
         if param.is_complex():
@@ -385,9 +393,12 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
     if not is_distributed(param) and not param.is_complex():
         return state
     buffers = {*MASTER_KEYS, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
-    overs = graph.slice_states
+    overs, entries = graph.slice_states, entries_of(state, graph.states)
+    buffers.update(entries)
     return {
-        name: distribute(as_complex(value, param), param, overs.get(name)) if name in buffers else value
+        name: distribute(as_complex(value, param), param, overs.get(name), entries.get(name, 1))
+        if name in buffers
+        else value
         for name, value in state.items()
     }
 

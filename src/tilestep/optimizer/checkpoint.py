@@ -15,6 +15,7 @@ from ..errors import StateError
 from ..placements.local import copy_into, distribute, gathered, is_distributed, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
+from ..storage import Storage, kept_in_blocks, scale_names, shape_of_entries
 from .build import loaded_states
 from .homes import StateHome
 from .hyperparameters import about_group, check_group, without_defaults
@@ -279,6 +280,10 @@ def _saved_state(
         value = values.get(name)
         if start.shape == "scalar" or not isinstance(value, torch.Tensor):
             continue
+        blocks = kept_in_blocks(values, name)
+        if blocks is not None:
+            _check_blocks(label, name, blocks, values, param)
+            continue
         wanted = shape_of(start, param, param.shape)
         if tuple(value.shape) != wanted and value.numel() == 1 and math.prod(wanted) == 1:
             values[name] = value = value.detach().reshape(wanted)
@@ -298,6 +303,16 @@ def _saved_state(
     return values
 
 
+def _check_blocks(label: str, name: str, blocks: Storage, values: Mapping[str, Any], param: torch.Tensor) -> None:
+    """Raise if the arrays of a saved state in blocks are of another parameter."""
+    for array in blocks.arrays(name):
+        shape, wanted = tuple(values[array.name].shape), shape_of_entries(param.shape, array.elements)
+        if shape != wanted:
+            raise StateError(
+                f"state {array.name!r} of {label} has shape {shape} in the checkpoint, it needs {wanted} for {blocks}"
+            )
+
+
 def _add_training(param: torch.Tensor, saved: Mapping[str, Any], state: dict[str, Any]) -> None:
     """Copy the weights that train, where a checkpoint was written while the parameters held their averages."""
     if saved.get(TRAINING) is not None:
@@ -307,7 +322,8 @@ def _add_training(param: torch.Tensor, saved: Mapping[str, Any], state: dict[str
 
 def _check_known(label: str, rule: Rule, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise if a checkpoint has buffers that neither the rule nor this parameter's state knows."""
-    mine = {"step", *MASTER_KEYS, TRAINING, *rule.state_names, *state}
+    beside = [each for name in rule.state_names for each in scale_names(name)]
+    mine = {"step", *MASTER_KEYS, TRAINING, *rule.state_names, *beside, *state}
     for name, value in saved.items():
         if name not in mine and isinstance(value, torch.Tensor):
             raise StateError(

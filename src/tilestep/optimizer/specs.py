@@ -27,7 +27,9 @@ def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size) -> Graph:
     return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape)
 
 
-def spec_of(rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None) -> KernelSpec:
+def spec_of(
+    rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
+) -> KernelSpec:
     """What the kernels of a parameter are built from.
 
     Args:
@@ -35,6 +37,7 @@ def spec_of(rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: tor
         group: the param group.
         part: the parameter, or what is here of it.
         shape: of the whole parameter where that is not the part's.
+        label: how messages call the parameter, by whose name its state may be kept.
 
     Example:
         >>> import tilestep
@@ -44,4 +47,6 @@ def spec_of(rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: tor
         torch.float32
     """
     graph = graph_of(rule, group, part.shape if shape is None else shape)
-    return kernel_spec(graph, storages(part, group, graph, rule), compute_dtype(part), part.device.type)
+    return kernel_spec(
+        graph, storages(part, group, graph, rule, None, label, shape), compute_dtype(part), part.device.type
+    )

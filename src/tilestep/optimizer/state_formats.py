@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..graph import Graph
-from ..rules import Rule
-from ..storage import Plain, Storage, dtype_name, state_format
+from ..errors import StateError
+from ..graph import Graph, never_negative
+from ..placements.local import sharded_dims
+from ..rules import Interval, Rule
+from ..storage import BLOCK, Plain, Storage, codec_of, dtype_name, rows_of, state_format
 from .masters import master_kind
 
 __all__ = ["SMALLEST", "StateDtype", "check_state_dtype", "compute_dtype", "saved_choice", "state_formats"]
@@ -20,6 +23,9 @@ StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None
 
 SMALLEST = 4096
 """Elements from which a parameter's state is kept as `state_dtype` says: of smaller ones little can be saved."""
+
+SHORTEST = 32
+"""Elements of a row from which it is worth its scales: of shorter ones, blocks would be little more than those."""
 
 _EMBEDDING = re.compile(r"emb|wte|wpe|vocab", re.IGNORECASE)
 _NAME = re.compile(r"\((.*)\)$")
@@ -62,13 +68,14 @@ def check_state_dtype(rule: Rule, choice: Any) -> None:
 
 
 def state_formats(
-    param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, label: str, numel: int
+    param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, label: str, shape: Sequence[int]
 ) -> dict[str, Storage]:
     """The formats of a parameter's states that are like it, by name.
 
     A state keeps what its rule declares, one that begins as a copy of the parameter and squares of an embedding's
-    gradients float32, unless the group names the state; parameters of fewer than `SMALLEST` elements keep float32. A
-    function that chooses by the parameter's name has the last word.
+    gradients float32, unless the group names the state; parameters of fewer than `SMALLEST` elements keep float32, and
+    so do those whose rows are shorter than `SHORTEST` in place of blocks. A function that chooses by the parameter's
+    name has the last word.
 
     Args:
         param: the parameter, or what of it is here.
@@ -76,7 +83,10 @@ def state_formats(
         graph: the rule traced for it.
         rule: the rule.
         label: how messages call it, with its name in parentheses at the end.
-        numel: elements of the whole parameter.
+        shape: of the whole parameter.
+
+    Raises:
+        StateError: for a format that the rule's passes cannot walk.
     """
     named = _NAME.search(label)
     name = named[1] if named else ""
@@ -85,43 +95,107 @@ def state_formats(
     if callable(choice):
         choice = choice(name)
         check_state_dtype(rule, choice)
-    default = param.dtype if master_kind(param.dtype, group) is None else torch.float32
-    return {
-        state: _format_of(
-            state, rule, graph, choice, default, compute_dtype(param), name, numel, exactly=is_chosen_by_name
-        )
-        for state in graph.states
-        if state not in graph.scalar_states and state not in graph.matrix_states
-    }
+    default = Plain(param.dtype if master_kind(param.dtype, group) is None else torch.float32)
+    formats: dict[str, Storage] = {}
+    for state in graph.states:
+        if state in graph.scalar_states or state in graph.matrix_states:
+            continue
+        kept = _kept_as(state, rule, graph, choice, name, shape, exactly=is_chosen_by_name)
+        if kept is None:
+            declared = graph.state_dtypes.get(state)
+            formats[state] = default if declared is None else Plain(declared)
+            continue
+        declared_sign = rule.states[state].signed
+        signed = not _is_positive(state, rule, graph) if declared_sign is None else declared_sign
+        chosen = state_format(kept, signed)
+        if codec_of(chosen).has_blocks:
+            chosen = _in_blocks(chosen, kept, signed, shape, graph, label, exactly=is_chosen_by_name)
+        formats[state] = Plain(compute_dtype(param)) if chosen == Plain(torch.float32) else chosen
+    return formats
 
 
-def _format_of(
-    state: str,
-    rule: Rule,
-    graph: Graph,
-    choice: Any,
-    default: torch.dtype,
-    compute: torch.dtype,
-    name: str,
-    numel: int,
-    *,
-    exactly: bool,
-) -> Storage:
+_EXACT = "float32"
+
+
+def _kept_as(
+    state: str, rule: Rule, graph: Graph, choice: Any, name: str, shape: Sequence[int], *, exactly: bool
+) -> Any:
+    """The dtype or format's name that a state is to be kept in; None for what its rule says."""
     is_named = isinstance(choice, Mapping)
     kept = choice.get(state) if is_named else choice
     declared = graph.state_dtypes.get(state)
-    if kept is None or (declared is not None and not is_named):
-        return Plain(declared or default)
-    if state in graph.slice_states:
-        return Plain(default)
+    if kept is None or (declared is not None and not is_named) or state in graph.slice_states:
+        return None
     begins_as_param = rule.states[state].init == "param"
     is_square = state.endswith(("_sq", "_square", "_squared")) and _EMBEDDING.search(name) is not None
     if not exactly and not is_named and (begins_as_param or is_square):
-        return Plain(compute)
-    if not exactly and numel < SMALLEST:
-        return Plain(compute)
-    chosen = state_format(kept)
-    return Plain(compute) if chosen == Plain(torch.float32) else chosen
+        return _EXACT
+    return _EXACT if not exactly and math.prod(shape) < SMALLEST else kept
+
+
+def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
+    """Whether a state has no negative elements, by the ranges of hyperparameters; one without is where it begins."""
+    init = rule.states[state].init
+    if isinstance(init, str) or init < 0:
+        return False
+    bounds: dict[str, tuple[float, float]] = {}
+    for key, default in rule.hyperparameters.items():
+        ranges, entries = rule.ranges.get(key), default if isinstance(default, tuple) else (default,)
+        for index, entry in enumerate(entries):
+            interval = ranges[index] if isinstance(ranges, tuple) and index < len(ranges) else ranges
+            place = f"{key}.{index}" if isinstance(default, tuple) else key
+            if isinstance(interval, Interval):
+                bounds[place] = (interval.low, interval.high)
+            elif isinstance(entry, (int, float)) and 0 <= entry <= 1:
+                bounds[place] = (0.0, 1.0)
+    return never_negative(graph, state, bounds)
+
+
+def _in_blocks(
+    chosen: Storage, kept: Any, signed: bool, shape: Sequence[int], graph: Graph, label: str, *, exactly: bool
+) -> Storage:
+    """A format of blocks where they can lie, and what is kept in its place where not."""
+    if graph.has_slices:
+        raise StateError(
+            f"{label}: {graph.title} reduces over rows or columns, and passes over these do not read blocks yet: keep "
+            f"its states as 'float32', 'bfloat16' or 'float16' in place of {kept!r}"
+        )
+    columns = rows_of(shape)[1]
+    if columns < SHORTEST and not exactly:
+        return Plain(torch.float32)
+    is_packed = codec_of(chosen).is_packed
+    if is_packed and (not shape or shape[-1] % 2 or shape[-1] != columns):
+        return state_format("int8", signed)
+    return chosen
+
+
+def check_cut_blocks(label: str, param: torch.Tensor, formats: Mapping[str, Storage]) -> None:
+    """Raise for a DTensor whose parts do not hold whole blocks.
+
+    Args:
+        label: how the message calls it.
+        param: the DTensor.
+        formats: of its buffers.
+
+    Raises:
+        StateError: with the size to choose.
+    """
+    blocks = next((str(storage) for storage in formats.values() if codec_of(storage).has_blocks), None)
+    if blocks is None:
+        return
+    lead, columns = rows_of(param.shape)
+    for dim, parts in sharded_dims(param).items():
+        if dim < len(lead) or (dim == param.dim() - 1 == len(lead) and columns % (BLOCK * parts) == 0):
+            continue
+        if dim == param.dim() - 1 == len(lead):
+            size = -(-columns // (BLOCK * parts)) * BLOCK * parts
+            remedy = f"make its last dimension {size}, a multiple of {BLOCK} for each of {parts} parts"
+        else:
+            remedy = f"shard it along dimension 0: its rows of blocks are all of its dimensions from {len(lead)} on"
+        raise StateError(
+            f"{label} of shape {tuple(param.shape)} is sharded along dimension {dim}, which cuts blocks of {BLOCK} "
+            f"elements ({blocks}): {remedy}, or keep its states as 'bfloat16'"
+        )
 
 
 def saved_choice(choice: Any) -> Any:

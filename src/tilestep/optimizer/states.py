@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,16 @@ from ..pairs import as_real
 from ..placements.local import local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step
-from ..storage import Plain, Storage
+from ..storage import (
+    Plain,
+    Storage,
+    codec_of,
+    kept_in_blocks,
+    scale_names,
+    shape_of_entries,
+    stored_in,
+    values_of,
+)
 from .homes import StateHome
 from .masters import MASTER_KEYS, master_kind, other_master, start_of
 from .state_formats import compute_dtype, state_formats
@@ -50,8 +59,11 @@ class Missing:
         param: the tensor that kernels update.
         group: its param group.
         dtype: of the buffer.
-        source: the buffer whose values it takes over, where there is one that cannot stay.
         whole: shape of the tensor of which the parameter may be a part.
+        source: the buffer whose values it takes over, where there is one that cannot stay.
+        elements: of how many neighbours one of its entries is.
+        blocks: where it is the first array of a state in blocks, the format and the state's name.
+        in_blocks: whether it is one of the arrays of such a state.
     """
 
     state: dict[str, Any]
@@ -61,6 +73,14 @@ class Missing:
     dtype: torch.dtype
     whole: torch.Size
     source: torch.Tensor | None = None
+    elements: int = 1
+    blocks: tuple[Storage, str] | None = None
+    in_blocks: bool = False
+
+    @property
+    def is_like_param(self) -> bool:
+        """Whether it has the parameter's shape and lies as it does."""
+        return self.start.shape == "param" and self.elements == 1
 
 
 _STEP = State(0.0, shape="scalar")
@@ -76,7 +96,7 @@ def storages(
     rule: Rule,
     dtype: torch.dtype | None = None,
     label: str = "",
-    numel: int | None = None,
+    shape: Sequence[int] | None = None,
 ) -> dict[str, Storage]:
     """Storage of the parameter, its gradient and each element state, in buffer order.
 
@@ -87,13 +107,13 @@ def storages(
         rule: the rule.
         dtype: of its gradient, where that is another than its own.
         label: how messages call it.
-        numel: elements of the whole parameter, where that is more.
+        shape: of the whole parameter, where that is another.
     """
     kind = master_kind(param.dtype, group)
     return {
         "param": Plain(param.dtype) if kind is None else kind.storage(param.dtype),
         "grad": Plain(grad_dtype(param) if dtype is None else dtype),
-        **state_formats(param, group, graph, rule, label, param.numel() if numel is None else numel),
+        **state_formats(param, group, graph, rule, label, param.shape if shape is None else shape),
     }
 
 
@@ -141,8 +161,12 @@ def initial_state(
         if other is not None:
             known = {**known, kind.key: kind.buffer_of(param, other.values(param, known[other.key]))}
     state: dict[str, Any] = {}
+    known = _by_value(known, formats, param)
     for name, start in starts.items():
         value = known.get(name)
+        if name in formats and codec_of(formats[name]).has_blocks:
+            _add_blocks(label, name, formats[name], start, state, known, live, later, home, param, group, whole)
+            continue
         if start.shape == "scalar":
             state[name] = _scalar(_start(start, group) if value is None else value, dtypes[name], live is not None)
         elif (
@@ -154,9 +178,68 @@ def initial_state(
         else:
             state[name] = None
             later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], whole, value))
-    unused = {*MASTER_KEYS, *rule.state_names}
+    unused = {*MASTER_KEYS, *rule.state_names, *(each for name in rule.state_names for each in scale_names(name))}
+    unused -= {name for name, value in known.items() if not isinstance(value, torch.Tensor)}
     state.update({name: value for name, value in known.items() if name not in state and name not in unused})
     return state
+
+
+def _by_value(known: Mapping[str, Any], formats: Mapping[str, Storage], param: torch.Tensor) -> Mapping[str, Any]:
+    """A known state, of which what is in blocks of another format than asked for is given by its values."""
+    found: dict[str, Any] | None = None
+    for name in formats:
+        storage = kept_in_blocks(known, name) if isinstance(known.get(name), torch.Tensor) else None
+        if storage is None or storage.arrays(name) == formats[name].arrays(name):
+            continue
+        found = dict(known) if found is None else found
+        found[name] = values_of(storage, known, name, shape=param.shape)
+        for array in storage.arrays(name)[1:]:
+            del found[array.name]
+    return known if found is None else found
+
+
+def _add_blocks(
+    label: str,
+    name: str,
+    storage: Storage,
+    start: State,
+    state: dict[str, Any],
+    known: Mapping[str, Any],
+    live: Mapping[str, Any] | None,
+    later: Later,
+    home: StateHome,
+    param: torch.Tensor,
+    group: Mapping[str, Any],
+    whole: torch.Size,
+) -> None:
+    """The arrays of a state in blocks: those that are known in this format, or new ones that take over its values."""
+    arrays = storage.arrays(name)
+    there = [known.get(array.name) for array in arrays]
+    value = known.get(name)
+    is_same = value is not None and all(
+        buffer is not None
+        and buffer.dtype is array.dtype
+        and tuple(buffer.shape) == shape_of_entries(param.shape, array.elements)
+        for buffer, array in zip(there, arrays)
+    )
+    if is_same and all(
+        _lies_well(buffer, param, home, is_like_param=array.elements == 1)
+        and (live is None or _is_same(buffer, live.get(array.name)))
+        for buffer, array in zip(there, arrays)
+    ):
+        state.update({array.name: buffer for buffer, array in zip(there, arrays)})
+        return
+    wanted = shape_of(start, param, whole)
+    if value is not None and not is_same and tuple(value.shape) != wanted:
+        raise _other_shape(label, name, value, wanted)
+    for place, array in enumerate(arrays):
+        state[array.name] = None
+        one = Missing(state, start, param, group, array.dtype, whole, value, array.elements)
+        if is_same:
+            one.source = there[place]
+        else:
+            one.blocks, one.in_blocks = None if place else (storage, name), True
+        later.setdefault(array.name, []).append(one)
 
 
 def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, State]:
@@ -192,11 +275,33 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
         if not isinstance(start.init, str):
             continue
         buffer = as_real(local_part(state[name]))
+        blocks = kept_in_blocks(state, name)
+        if blocks is not None:
+            _begin_blocks_again(state, blocks, name, start, part, group, fresh)
+            continue
         if start.init == "param":
             value = part.detach().to(buffer.device, buffer.dtype)
         else:
             value = torch.full((), _start(start, group), dtype=buffer.dtype, device=buffer.device)
         buffer.copy_(torch.where(fresh.to(buffer.device), value, buffer))
+
+
+def _begin_blocks_again(
+    state: Mapping[str, Any],
+    storage: Storage,
+    name: str,
+    start: State,
+    part: torch.Tensor,
+    group: Mapping[str, Any],
+    fresh: torch.Tensor,
+) -> None:
+    own = {array.name: local_part(state[array.name]) for array in storage.arrays(name)}
+    begun = {key: torch.empty_like(array) for key, array in own.items()}
+    _fill_blocks(begun, storage, name, start, part, group)
+    for key, array in own.items():
+        # By bits: nothing chooses between elements of eight bits of a floating point type.
+        kind = torch.uint8 if array.dtype.itemsize == 1 else torch.int16
+        array.view(kind).copy_(torch.where(fresh.to(array.device), begun[key].view(kind), array.view(kind)))
 
 
 def begin_missing(later: Later, home: StateHome) -> None:
@@ -209,12 +314,14 @@ def begin_missing(later: Later, home: StateHome) -> None:
         later: filled by `initial_state`.
         home: where element buffers live.
     """
-    elementwise = [one for missing in later.values() for one in missing if one.start.shape == "param"]
+    elementwise = [one for missing in later.values() for one in missing if one.is_like_param]
     made = iter(home.make([one.param for one in elementwise], [one.dtype for one in elementwise]))
     for name, missing in later.items():
         zeros: list[torch.Tensor] = []
         for one in missing:
-            one.state[name] = buffer = next(made) if one.start.shape == "param" else _empty(one)
+            one.state[name] = buffer = next(made) if one.is_like_param else _empty(one)
+            if one.in_blocks and (one.source is not None or one.start.init != 0):
+                continue
             if one.source is not None:
                 buffer.copy_(one.source)
             elif one.start.init == 0:
@@ -222,6 +329,26 @@ def begin_missing(later: Later, home: StateHome) -> None:
             else:
                 restart(buffer, one.start, one.param, one.group)
         zero_all(zeros)
+    for one in [one for missing in later.values() for one in missing]:
+        if one.blocks is not None and (one.source is not None or one.start.init != 0):
+            _fill_blocks(one.state, *one.blocks, one.start, one.param, one.group, one.source)
+
+
+@torch.no_grad()
+def _fill_blocks(
+    state: Mapping[str, Any],
+    storage: Storage,
+    name: str,
+    start: State,
+    param: torch.Tensor,
+    group: Mapping[str, Any],
+    source: torch.Tensor | None = None,
+) -> None:
+    """Write a state in blocks: the values of another buffer, or what it begins with."""
+    if source is None:
+        source = param.detach() if start.init == "param" else torch.full((), _start(start, group))
+    device = state[name].device
+    stored_in(storage, state, name, source.to(device), shape=param.shape)
 
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:
@@ -289,20 +416,33 @@ def _can_stay(
     """Whether a known buffer lies as kernels want it."""
     wanted = shape_of(start, param, whole)
     if tuple(value.shape) != wanted:
-        raise StateError(
-            f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
-            "or this state was changed; change the other too, or delete the parameter from `state` to begin anew"
-        )
+        raise _other_shape(label, name, value, wanted)
+    is_like_param = start.shape == "param"
+    return value.dtype is dtype and _lies_well(value, param, home, is_like_param=is_like_param)
+
+
+def _other_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> StateError:
+    return StateError(
+        f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
+        "or this state was changed; change the other too, or delete the parameter from `state` to begin anew"
+    )
+
+
+def _lies_well(value: torch.Tensor, param: torch.Tensor, home: StateHome, *, is_like_param: bool) -> bool:
+    """Whether a buffer lies where and as kernels want it."""
     follows = value.stride() == param.stride() or not is_dense(param)
-    lies_well = follows if start.shape == "param" else value.is_contiguous()
-    lives_well = home.keeps(value, param) if start.shape == "param" else value.device == param.device
+    lies_well = follows if is_like_param else value.is_contiguous()
+    lives_well = home.keeps(value, param) if is_like_param else value.device == param.device
     is_lazy = value.is_neg() or value.is_conj() or value._is_zerotensor()
-    return value.dtype is dtype and lives_well and lies_well and not is_lazy
+    return lives_well and lies_well and not is_lazy
 
 
 def _empty(one: Missing) -> torch.Tensor:
-    """A new buffer of rows, columns or a matrix that is going to be written."""
-    return one.param.new_empty(shape_of(one.start, one.param, one.whole), dtype=one.dtype, requires_grad=False)
+    """A new buffer of rows, columns, a matrix or numbers of blocks that is going to be written."""
+    shape = shape_of(one.start, one.param, one.whole)
+    if one.elements != 1:
+        shape = shape_of_entries(one.param.shape, one.elements)
+    return one.param.new_empty(shape, dtype=one.dtype, requires_grad=False)
 
 
 def restart(buffer: torch.Tensor, start: State, param: torch.Tensor, group: Mapping[str, Any]) -> None:

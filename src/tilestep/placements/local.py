@@ -9,6 +9,7 @@ import torch
 
 from ..compat import distributed_like, distributed_tensor_type, local_parts, ready
 from ..errors import GradientError, StateError
+from ..storage import shape_of_entries
 
 if TYPE_CHECKING:
     from ..graph import Value
@@ -106,19 +107,24 @@ def _placed(tensor: Any) -> str:
     return f"a DTensor with placements {tuple(tensor.placements)}"
 
 
-def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None) -> torch.Tensor:
+def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None, elements: int = 1) -> torch.Tensor:
     """A DTensor around a local part, or the part itself where the parameter is a plain tensor.
 
     Args:
         part: this rank's part of the parameter's shape; or, for a parameter that is whole on every rank, anything.
         like: the parameter.
         over: for a part with one number a row, column or other slice the dimensions that it has not.
+        elements: for a part with an entry for several neighbours of a row how many.
     """
     kind = distributed_tensor_type()
     if kind is None or not isinstance(like, kind):
         return part
     mesh = like.device_mesh  # type: ignore[attr-defined]
     with torch.no_grad():
+        if elements != 1:
+            shape = torch.Size(shape_of_entries(like.shape, elements))
+            stride = torch.empty(shape, device="meta").stride()
+            return kind.from_local(part, mesh, like.placements, run_check=False, shape=shape, stride=stride)  # type: ignore[attr-defined]
         if over is None and part.shape != local_part(like).shape:
             return _replicated(part, mesh)
         shape, stride = like.shape, like.stride()
@@ -165,6 +171,7 @@ def local_state(
     buffers: Iterable[str],
     overs: Mapping[str, Over] | None = None,
     squares: Iterable[str] = (),
+    entries: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """A parameter's state with the local parts of its buffers.
 
@@ -175,6 +182,7 @@ def local_state(
         buffers: the names of the buffers; everything else stays as it is.
         overs: for buffers with one number a row, column or other slice the dimensions that they have not.
         squares: the names of matrices beside the parameter, which every rank has.
+        entries: for buffers with an entry for several neighbours of a row how many.
 
     Raises:
         StateError: for a DTensor that belongs to a plain parameter.
@@ -188,26 +196,29 @@ def local_state(
     for name in buffers:
         value = found.get(name)
         if isinstance(value, torch.Tensor):
-            found[name] = _part_like(value, param, (overs or {}).get(name))
+            found[name] = _part_like(value, param, (overs or {}).get(name), (entries or {}).get(name, 1))
     found.update({name: found[name].full_tensor() for name in squares if is_distributed(found.get(name))})
     return found
 
 
-def _part_like(value: Any, like: Any, over: Over | None = None) -> torch.Tensor:
+def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 1) -> torch.Tensor:
     """This rank's part of a tensor once it is distributed as a DTensor of its shape is; all of it for other shapes."""
     shape = like.shape if over is None else _without(like.shape, over)
+    if elements != 1:
+        shape = torch.Size(shape_of_entries(like.shape, elements))
     placements = _placements(like, over)
     if is_distributed(value) and value.device_mesh == like.device_mesh:
         alike = value.shape == shape and value.placements == placements
-        if value.dtype is torch.int16 and not alike:
-            return _part_like(sendable(value), like, over).to(value.dtype)
+        if not alike and sendable(value) is not value:
+            return restored(_part_like(sendable(value), like, over, elements), value.dtype)
         if value.shape == shape:
             return local_part(value if alike else value.redistribute(placements=placements))
         return local_part(value) if is_whole(value) else value.full_tensor()
     value = gathered(value) if is_distributed(value) else value.detach()
     if value.shape != shape:
         return value
-    return local_part(_replicated(value, like.device_mesh).redistribute(placements=placements))
+    whole = _replicated(sendable(value), like.device_mesh)
+    return restored(local_part(whole.redistribute(placements=placements)), value.dtype)
 
 
 def _replicated(value: torch.Tensor, mesh: Any) -> Any:
@@ -218,13 +229,20 @@ def _replicated(value: torch.Tensor, mesh: Any) -> Any:
 
 
 def sendable(value: Any) -> Any:
-    """A tensor in a dtype that collectives take: 16-bit integers they do not."""
-    return value.to(torch.int32) if value.dtype is torch.int16 else value
+    """A tensor in a dtype that collectives take: 16-bit integers and floating point numbers of 8 bits they do not."""
+    if value.dtype is torch.int16:
+        return value.to(torch.int32)
+    return value.view(torch.uint8) if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
+
+
+def restored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `sendable` was made of."""
+    return value.view(dtype) if value.dtype is torch.uint8 and dtype is not torch.uint8 else value.to(dtype)
 
 
 def gathered(value: Any) -> torch.Tensor:
     """All of a DTensor on every rank; all ranks of its mesh take part."""
-    return sendable(value.detach()).full_tensor().to(value.dtype)
+    return restored(sendable(value.detach()).full_tensor(), value.dtype)
 
 
 @torch.no_grad()

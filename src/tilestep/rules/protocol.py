@@ -58,12 +58,16 @@ class State:
             number per row (the last dimension reduced to 1); `"column"` for one per column (the last but one);
             `"left"` or `"right"` for a square matrix on that side of a matrix, for products with it.
         dtype: what it is kept in. Of a buffer like the parameter, None for the parameter's, float32 beside masters; of
-            one number a parameter, float32 or float64, None for float64 beside float64 parameters and float32 else.
+            one number a parameter, float32 or float64, None for float64 beside float64 parameters and float32 else. A
+            state with a dtype stays in it, whatever `state_dtype` says of all states.
+        signed: whether its elements can be negative, where formats of blocks ask; None for what the rule's formula and
+            the ranges of its hyperparameters tell.
     """
 
     init: float | str = 0.0
     shape: str = "param"
     dtype: torch.dtype | None = None
+    signed: bool | None = None
 
     def __post_init__(self) -> None:
         check_start(self.init, self.shape)

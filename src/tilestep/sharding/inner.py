@@ -90,6 +90,8 @@ class PieceOptimizer(Optimizer):
 def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
     """For each parameter whose rule works on more than single elements and reductions over all of them what it costs.
 
+    States in blocks are such work too: blocks follow the rows of the whole tensor.
+
     Products of matrices cost as many operations for an element as the shorter side is long, as those of Muon do;
     what is done by rows and columns costs the same for every element.
 
@@ -104,9 +106,9 @@ def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
     """
     found: dict[torch.Tensor, int | None] = {}
     for label, _, group, param in labelled(optimizer):
-        program = spec_of(optimizer.rule_of(group), group, param).program
-        graph = program.graph
-        if not (graph.slice_states or program.slices.views or program.library.scratch):
+        spec = spec_of(optimizer.rule_of(group), group, param, label=label)
+        program, graph = spec.program, spec.program.graph
+        if not (graph.slice_states or program.slices.views or program.library.scratch or spec.has_blocks):
             found[param] = None
             continue
         if program.across:

@@ -8,15 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
+from .blocks import BLOCK, rows_of, shape_of_entries
 from .format import Array, Codec, Storage, codec_of, read_arrays, stored_in, values_of
 from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
 from .plain import Plain
 from .remainder import Remainder
-from .states import STATE_FORMATS, state_format
+from .states import STATE_FORMATS, entries_of, kept_in_blocks, scale_names, state_format
 from .terms import Term, dtype_name
 
 __all__ = [
+    "BLOCK",
     "MASTER_FORMATS",
     "STATE_FORMATS",
     "Array",
@@ -29,7 +31,12 @@ __all__ = [
     "Term",
     "codec_of",
     "dtype_name",
+    "entries_of",
+    "kept_in_blocks",
     "read_arrays",
+    "rows_of",
+    "scale_names",
+    "shape_of_entries",
     "state_format",
     "stored_in",
     "values_of",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,15 +11,23 @@ from typing import Any, Protocol
 import torch
 
 from ..graph import Builder, Value, ancestors
+from .blocks import cut, joined, rows_of
 from .terms import Term, dtype_name
 
 
 @dataclass(frozen=True)
 class Array:
-    """One array in memory, element for element beside the parameter."""
+    """One array in memory: element for element beside the parameter, or an entry for several neighbours of a row.
+
+    Args:
+        name: its name.
+        dtype: of its entries.
+        elements: of how many neighbours an entry is: 2 for two elements in a byte, `BLOCK` for a number a block.
+    """
 
     name: str
     dtype: torch.dtype
+    elements: int = 1
 
 
 class Storage(Protocol):
@@ -72,6 +81,21 @@ class Codec:
         """Whether an element is the number, but for its type."""
         return self.loaded.operation == "widen" and self.loaded.args[0].operation == "load"
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some of what is kept is of a block."""
+        return any(array.elements > 1 for array in self.arrays)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two elements are kept in a byte."""
+        return any(array.elements == 2 for array in self.arrays)
+
+    @functools.cached_property
+    def largest(self) -> Value | None:
+        """What is reduced over a block before it is kept; None without blocks."""
+        return next((value for value in ancestors(self.stored) if value.operation == "block_max"), None)
+
 
 @functools.cache
 def codec_of(storage: Storage) -> Codec:
@@ -89,7 +113,12 @@ def read_arrays(storage: Storage, name: str) -> tuple[Array, ...]:
 
 
 def values_of(
-    storage: Storage, tensors: Mapping[str, torch.Tensor], name: str, compute: torch.dtype = torch.float32
+    storage: Storage,
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    compute: torch.dtype = torch.float32,
+    shape: Sequence[int] | None = None,
+    columns: int | None = None,
 ) -> torch.Tensor:
     """A buffer's values as a new tensor.
 
@@ -98,6 +127,8 @@ def values_of(
         tensors: has its arrays by name.
         name: its name.
         compute: the dtype of the values.
+        shape: of the values, where its first array has another: two elements in a byte.
+        columns: elements of a row of blocks, where the shape does not say it: of a flat piece of a tensor.
 
     Example:
         >>> from tilestep.storage import Remainder, stored_in
@@ -108,15 +139,42 @@ def values_of(
     """
     codec = codec_of(storage)
     given = {array.name: tensors[own.name] for array, own in zip(codec.arrays, storage.arrays(name))}
+    if codec.has_blocks:
+        first = codec.arrays[0]
+        shape = tuple(given[first.name].shape) if shape is None else tuple(shape)
+        columns = rows_of(shape)[1] if columns is None else columns
+        if not math.prod(shape):
+            return torch.zeros(shape, dtype=compute, device=given[first.name].device)
+        given = {array.name: cut(given[array.name], columns, array.elements) for array in codec.arrays}
+        (values,) = _evaluated((codec.loaded,), given, torch.float32)
+        return joined(values, shape, columns).to(compute)
     (values,) = _evaluated((codec.loaded,), given, compute if codec.is_plain else torch.float32)
     shared = any(values is tensor for tensor in given.values())
     return values.clone() if shared else values.to(compute)
 
 
-def stored_in(storage: Storage, tensors: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+def stored_in(
+    storage: Storage,
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    values: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    columns: int | None = None,
+) -> None:
     """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`."""
     codec = codec_of(storage)
     number = values if codec.is_plain else values.to(torch.float32)
+    if codec.has_blocks:
+        own = storage.arrays(name)
+        shape = tuple(tensors[own[0].name].shape) if shape is None else tuple(shape)
+        columns = rows_of(shape)[1] if columns is None else columns
+        if math.prod(shape):
+            blocks = cut(number.expand(shape), columns)
+            kept = _evaluated(codec.stored, {"number": blocks}, number.dtype)
+            for array, entries in zip(own, kept):
+                tensor = tensors[array.name]
+                tensor.copy_(joined(entries, tensor.shape, columns, array.elements))
+        return
     for array, element in zip(storage.arrays(name), _evaluated(codec.stored, {"number": number}, number.dtype)):
         if array.name in tensors:
             tensors[array.name].copy_(element)
@@ -149,6 +207,14 @@ def _apply(value: Value, args: list[Any], given: Mapping[str, torch.Tensor], com
         return args[0].to(torch.int32)
     if operation == "real":
         return args[0].to(torch.float32)
+    if operation == "block_max":
+        return args[0].amax(1, keepdim=True)
+    if operation == "nibble":
+        both = torch.stack([args[0] & 15, (args[0] >> 4) & 15], 2)
+        return both.reshape(len(both), -1).to(torch.int32)
+    if operation == "pack":
+        pairs = args[0].reshape(len(args[0]), -1, 2)
+        return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).to(torch.uint8).view(getattr(torch, value.dtype))
     return _ON_TENSORS.get(operation, getattr(torch, operation, None))(*args)
 
 
@@ -162,7 +228,7 @@ _ON_TENSORS: Mapping[str, Any] = {
     "or": torch.logical_or,
 }
 
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

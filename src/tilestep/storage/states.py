@@ -2,23 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from .format import Storage
+from .format import Array, Storage
 from .plain import Plain
 from .terms import dtype_name
 
-STATE_FORMATS: Mapping[str, Storage] = {
-    dtype_name(dtype): Plain(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
-}
-"""Formats by the names that `state_dtype` can give; those of dtypes stand for the dtypes too."""
+STATE_FORMATS: dict[str, Callable[[bool], Storage]] = {}
+"""Formats by the names that `state_dtype` can give, for a state that is signed or for one that is never negative; those
+of dtypes stand for the dtypes too."""
+
+Blocks = TypeVar("Blocks", bound=Callable[[bool], Storage])
 
 
-def state_format(choice: Any) -> Storage:
+def blocks_format(choice: str) -> Callable[[Blocks], Blocks]:
+    """Enter a format under what `state_dtype` says for it; made with whether the state is signed."""
+
+    def enter(storage: Blocks) -> Blocks:
+        STATE_FORMATS[choice] = storage
+        return storage
+
+    return enter
+
+
+def _enter_dtype(dtype: torch.dtype) -> None:
+    STATE_FORMATS[dtype_name(dtype)] = lambda signed: Plain(dtype)
+
+
+for _dtype in (torch.float32, torch.bfloat16, torch.float16):
+    _enter_dtype(_dtype)
+
+
+def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
+    """The format of blocks that a state is kept in, by the names and dtypes of its arrays; None for any other.
+
+    Args:
+        tensors: a state, or that of a checkpoint.
+        name: the state's.
+    """
+    for storage, arrays in _blocks(name):
+        if arrays[1].name in tensors and all(getattr(tensors.get(a.name), "dtype", None) is a.dtype for a in arrays):
+            return storage
+    return None
+
+
+@functools.cache
+def _blocks(name: str) -> tuple[tuple[Storage, tuple[Array, ...]], ...]:
+    """The formats of blocks with the arrays of a state of this name."""
+    made = [make(signed) for make in STATE_FORMATS.values() for signed in (True, False)]
+    return tuple((storage, storage.arrays(name)) for storage in made if len(storage.arrays(name)) > 1)
+
+
+def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
+    """For arrays of states in blocks of how many neighbours one of their entries is.
+
+    Args:
+        tensors: a state, or that of a checkpoint.
+        names: of states.
+    """
+    found: dict[str, int] = {}
+    for name in names:
+        storage = kept_in_blocks(tensors, name)
+        if storage is not None:
+            found.update({array.name: array.elements for array in storage.arrays(name)})
+    return found
+
+
+@functools.cache
+def scale_names(name: str) -> tuple[str, ...]:
+    """The names that arrays beside a state can have."""
+    return tuple(dict.fromkeys(array.name for _, arrays in _blocks(name) for array in arrays[1:]))
+
+
+def state_format(choice: Any, signed: bool = True) -> Storage:
     """The format that a dtype or a name stands for.
+
+    Args:
+        choice: the dtype or name.
+        signed: whether the state can be negative.
 
     Raises:
         ValueError: listing the formats there are.
@@ -26,12 +91,13 @@ def state_format(choice: Any) -> Storage:
     Example:
         >>> str(state_format("bfloat16"))
         'bfloat16'
-        >>> state_format("int7")
+        >>> state_format("int7")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: Invalid state_dtype: 'int7'; a state can be kept as 'float32', 'bfloat16', 'float16'
+        ValueError: Invalid state_dtype: 'int7'; a state can be kept as 'float32', 'bfloat16', 'float16', ...
     """
-    name = dtype_name(choice) if isinstance(choice, torch.dtype) else choice
-    if not isinstance(name, str) or name not in STATE_FORMATS:
+    is_dtype = isinstance(choice, torch.dtype)
+    name = dtype_name(choice) if is_dtype else choice
+    if (is_dtype and not choice.is_floating_point) or not isinstance(name, str) or name not in STATE_FORMATS:
         known = ", ".join(map(repr, STATE_FORMATS))
         raise ValueError(f"Invalid state_dtype: {choice!r}; a state can be kept as {known}")
-    return STATE_FORMATS[name]
+    return STATE_FORMATS[name](signed)

@@ -69,11 +69,26 @@ class Term:
         """A number as an integer, without what is behind the point."""
         return self._apply("whole", dtype="int32")
 
+    def block_max(self) -> Term:
+        """The largest of an integer's values in a block of neighbours."""
+        return self._apply("block_max", dtype="int32")
+
+    def nibble(self) -> Term:
+        """Of an element that holds two numbers of four bits this one, 0 to 15."""
+        return self._apply("nibble", dtype="int32")
+
+    def packed(self, dtype: torch.dtype) -> Term:
+        """An integer of four bits with its neighbour's in one element of eight."""
+        return self._apply("pack", dtype=dtype_name(dtype))
+
     def __add__(self, other: Term | float) -> Term:
         return self._apply("add", other)
 
     def __sub__(self, other: Term | float) -> Term:
         return self._apply("sub", other)
+
+    def __neg__(self) -> Term:
+        return 0 - self
 
     def __rsub__(self, other: Term | float) -> Term:
         return self._like(other) - self
@@ -85,6 +100,9 @@ class Term:
 
     def __truediv__(self, other: Term | float) -> Term:
         return self._apply("div", other)
+
+    def __rtruediv__(self, other: Term | float) -> Term:
+        return self._like(other) / self
 
     def __lshift__(self, places: int) -> Term:
         return self._apply("shift_left", places)
@@ -154,6 +172,13 @@ def near_bits(high: Term, distance: Term) -> Term:
     moved = (bits + distance).named("moved")
     number = moved.of_bits().named("number")
     return where(((moved ^ bits) < 0) | isnan(number), high.number(), number).named("followed")
+
+
+def magnitude(term: Term) -> Term:
+    """An integer without its sign; of a number, the bits without it: the larger the number, and for NaN the largest."""
+    if term.value.dtype == "int32":
+        return where(term < 0, -term, term)
+    return term.bits() & 0x7FFFFFFF
 
 
 def isnan(number: Term) -> Term:

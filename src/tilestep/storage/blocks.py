@@ -1,0 +1,79 @@
+"""Where blocks lie: 128 neighbours along the last dimension of a tensor, never across rows; a row's last one is short.
+
+A row of a tensor whose last dimension is shorter than a block is longer: of a convolution's weight, what is behind the
+first dimension. So a shard along the first dimension holds whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BLOCK = 128
+"""Elements of a block."""
+
+
+def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The dimensions that count rows of blocks, and the elements of a row.
+
+    Args:
+        shape: the whole tensor's.
+
+    Example:
+        >>> rows_of((1000, 300)), rows_of((64, 32, 3, 3)), rows_of((5000,)), rows_of(())
+        (((1000,), 300), ((64,), 288), ((), 5000), ((), 1))
+    """
+    if not shape:
+        return (), 1
+    dim, columns = len(shape) - 1, int(shape[-1])
+    while dim > 1 and columns < BLOCK:
+        dim -= 1
+        columns *= int(shape[dim])
+    return tuple(shape[:dim]), columns
+
+
+def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
+    """The shape of an array with one entry for so many neighbours in a row.
+
+    Args:
+        shape: of the whole tensor, or of a part that holds whole rows.
+        elements: 1, 2 for two elements a byte, or `BLOCK`.
+
+    Example:
+        >>> shape_of_entries((1000, 300), BLOCK), shape_of_entries((1000, 300), 2), shape_of_entries((9, 4, 3), 1)
+        ((1000, 3), (1000, 150), (9, 4, 3))
+    """
+    if elements == 1:
+        return tuple(shape)
+    lead, columns = rows_of(shape)
+    return (*lead, -(-columns // elements))
+
+
+def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
+    """A tensor's entries, a row for each block, with zeros behind a short one.
+
+    Args:
+        tensor: it, contiguous or not.
+        columns: elements of a row of the tensor that it belongs to.
+        elements: how many of them an entry is of.
+    """
+    blocks = -(-columns // BLOCK)
+    rows = tensor.reshape(-1, -(-columns // elements))
+    missing = blocks * (BLOCK // elements) - rows.shape[1]
+    if missing:
+        rows = torch.cat([rows, rows.new_zeros(1).expand(len(rows), missing)], 1)
+    return rows.reshape(-1, BLOCK // elements)
+
+
+def joined(blocks: torch.Tensor, shape: Sequence[int], columns: int, elements: int = 1) -> torch.Tensor:
+    """What `cut` has taken apart.
+
+    Args:
+        blocks: a row for each block.
+        shape: of the tensor.
+        columns: as for `cut`.
+        elements: as for `cut`.
+    """
+    per_row = -(-columns // BLOCK) * (BLOCK // elements)
+    return blocks.reshape(-1, per_row)[:, : -(-columns // elements)].reshape(tuple(shape))

@@ -1,0 +1,52 @@
+"""What formats of blocks are made of: a scale a block, and whole numbers that are closer to each other near zero."""
+
+from __future__ import annotations
+
+import torch
+
+from .terms import Term, magnitude, maximum, minimum, where
+
+_LARGEST = 2.0**126
+"""A block with something larger is kept as infinite: a sum of two of its elements could be."""
+
+
+def scale_of(number: Term) -> Term:
+    """The largest magnitude in a number's block as a bfloat16; infinity or NaN where one of them is."""
+    most = magnitude(number).block_max().of_bits().named("most")
+    return where(most > _LARGEST, most * 4.0, most).element(torch.bfloat16).named("scale")
+
+
+def divisor(scale: Term) -> Term:
+    """A block's scale as a number to divide by: 1 for a block of zeros."""
+    return where(scale.number().same(0.0), 1.0, scale.number()).named("divisor")
+
+
+def compressed(number: Term, scale: Term, levels: int) -> Term:
+    """A signed number as an integer from -levels to levels.
+
+    With x the number over its block's scale this is 2 x / (1 + |x|) in `levels` steps: they are four times as fine at
+    zero as at the scale. NaN gives some integer, as its block's scale has it.
+
+    Source: FlashOptim (arXiv 2602.23349).
+    """
+    size = number.function("abs")
+    share = number / (divisor(scale) + size)
+    return minimum((share * (2.0 * levels)).function("round"), float(levels)).whole().named("code")
+
+
+def expanded(code: Term, scale: Term, levels: int) -> Term:
+    """The number that `compressed` has made an integer of."""
+    share = code.number() / (2 * levels - magnitude(code)).number()
+    return share * scale.number()
+
+
+def counted(root: Term, scale: Term, levels: int) -> Term:
+    """A root as an integer from 0, which stands for zero alone, to `levels`: what is divided by it stays finite."""
+    steps = (root * (float(levels) / divisor(scale)).named("steps")).function("round")
+    return where(root > 0.0, maximum(minimum(steps, float(levels)), 1.0), 0.0).whole().named("code")
+
+
+def squared(code: Term, scale: Term, levels: int) -> Term:
+    """The square of the root that `counted` has made an integer of."""
+    root = code.number() * (scale.number() / float(levels)).named("step_size")
+    return root * root

@@ -1,0 +1,63 @@
+"""Eight bits a state as a floating point number, with a scale for each block of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import BLOCK
+from .companded import divisor, scale_of
+from .format import Array
+from .states import blocks_format
+from .terms import Term, magnitude, minimum, where
+
+_LARGEST = 448.0
+_LARGEST_CODE = 0x7E
+
+
+@blocks_format("float8_e4m3")
+@dataclass(frozen=True)
+class Float8Blocks:
+    """Numbers of three bits of precision over the largest of their block, which is kept as 448.
+
+    Of numbers that are never negative only zero is kept as zero, so that what is divided by them stays finite.
+
+    Source: COAT (arXiv 2410.19313) keeps blocks of 128 so.
+    """
+
+    signed: bool
+
+    def __str__(self) -> str:
+        return "float8_e4m3 blocks" if self.signed else "float8_e4m3 blocks without a sign"
+
+    @property
+    def title(self) -> str:
+        return "float8_blocks" if self.signed else "float8_positive_blocks"
+
+    precision = torch.bfloat16
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        return (Array(name, torch.float8_e4m3fn), Array(f"{name}_scales", torch.bfloat16, BLOCK))
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        element, scale = elements
+        bits = element.bits()
+        # The exponent counts from -7, that of a float32 from -127: a product with 2^120, which is right for denormals.
+        number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).of_bits() * 2.0**120
+        return number * (scale.number() / _LARGEST).named("unit")
+
+    def store(self, value: Term) -> tuple[Term, ...]:
+        scale = scale_of(value)
+        number = ((value / divisor(scale)) * _LARGEST).named("steps")
+        size = magnitude(number)
+        normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+        small = (minimum(number.function("abs"), 1.0) * 512.0).function("round").whole()
+        code = minimum(where(size < (121 << 23), small, normal), _LARGEST_CODE).named("code")
+        positive = where((value > 0.0) & (code < 1), 1, code)
+        code = where(number < 0.0, code | 0x80, code) if self.signed else positive
+        return code.of_bits(torch.float8_e4m3fn), scale
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False

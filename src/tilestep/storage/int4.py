@@ -1,0 +1,54 @@
+"""Four bits a state, with a scale for each block of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import BLOCK
+from .companded import compressed, counted, expanded, scale_of, squared
+from .format import Array
+from .states import blocks_format
+from .terms import Term
+
+
+@blocks_format("int4")
+@dataclass(frozen=True)
+class Int4Blocks:
+    """Companded blocks as those of eight bits, two neighbours in a byte: the first one in its lower half.
+
+    A signed number is kept as -7 to 7 plus 8; the root of one that is never negative as 0 to 15, and 0 is zero alone.
+    """
+
+    signed: bool
+
+    def __str__(self) -> str:
+        return "int4 blocks" if self.signed else "uint4 blocks of the root"
+
+    @property
+    def title(self) -> str:
+        return "int4_blocks" if self.signed else "uint4_root_blocks"
+
+    precision = torch.bfloat16
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        codes = Array(name, torch.int8 if self.signed else torch.uint8, 2)
+        return (codes, Array(f"{name}_scales4", torch.bfloat16, BLOCK))
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        pair, scale = elements
+        code = pair.nibble()
+        return expanded(code - 8, scale, 7) if self.signed else squared(code, scale, 15)
+
+    def store(self, value: Term) -> tuple[Term, ...]:
+        if self.signed:
+            scale = scale_of(value)
+            return (compressed(value, scale, 7) + 8).packed(torch.int8), scale
+        root = value.function("sqrt").named("root")
+        scale = scale_of(root)
+        return counted(root, scale, 15).packed(torch.uint8), scale
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False

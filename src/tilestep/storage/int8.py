@@ -1,0 +1,53 @@
+"""Eight bits a state, with a scale for each block of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import BLOCK
+from .companded import compressed, counted, expanded, scale_of, squared
+from .format import Array
+from .states import blocks_format
+from .terms import Term
+
+
+@blocks_format("int8")
+@dataclass(frozen=True)
+class Int8Blocks:
+    """Companded blocks: of signed numbers themselves, of numbers that are never negative the root.
+
+    Source: FlashOptim (arXiv 2602.23349), with blocks of 128 that follow rows, and scales in bfloat16.
+    """
+
+    signed: bool
+
+    def __str__(self) -> str:
+        return "int8 blocks" if self.signed else "uint8 blocks of the root"
+
+    @property
+    def title(self) -> str:
+        return "int8_blocks" if self.signed else "uint8_root_blocks"
+
+    precision = torch.bfloat16
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        codes = Array(name, torch.int8 if self.signed else torch.uint8)
+        return (codes, Array(f"{name}_scales", torch.bfloat16, BLOCK))
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        code, scale = elements
+        return expanded(code.bits(), scale, 127) if self.signed else squared(code.bits(), scale, 255)
+
+    def store(self, value: Term) -> tuple[Term, ...]:
+        if self.signed:
+            scale = scale_of(value)
+            return compressed(value, scale, 127).of_bits(torch.int8), scale
+        root = value.function("sqrt").named("root")
+        scale = scale_of(root)
+        return counted(root, scale, 255).of_bits(torch.uint8), scale
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False

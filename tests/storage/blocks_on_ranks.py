@@ -1,0 +1,146 @@
+"""Checks of states in blocks on two ranks: every rank has the same batch, so a plain twin trains to the same bits."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import tilestep
+from tilestep.errors import StateError
+
+FORMATS = ["int8", "float8_e4m3", "int4"]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(130, 90), nn.Tanh(), nn.Linear(90, 64, bias=False))
+
+
+def make(net: nn.Module, format: str, **options: Any) -> Any:
+    return tilestep.AdamW(net.named_parameters(), lr=1e-2, state_dtype=format, **options)
+
+
+def train(net: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        batch = torch.randn(8, 130, generator=torch.Generator().manual_seed(step))
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        same = tensor.detach()
+        codes = same.dtype.itemsize == 1
+        return (same.view(torch.uint8) if codes else same).full_tensor()
+    return tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
+
+
+def twin(format: str, steps: int) -> tuple[nn.Module, Any]:
+    net = model()
+    optimizer = make(net, format)
+    train(net, optimizer, range(steps))
+    return net, optimizer
+
+
+def compare(mine: nn.Module, wanted: nn.Module) -> None:
+    for left, right in zip(mine.parameters(), wanted.parameters()):
+        assert torch.equal(whole(left), right.detach())
+
+
+def shards() -> None:
+    for format in FORMATS:
+        net = model()
+        optimizer = tilestep.shard(make(net, format), net)
+        train(net, optimizer, range(3))
+        wanted, other = twin(format, 3)
+        compare(net, wanted)
+        saved = optimizer.full_state_dict()
+        for number, param in enumerate(wanted.parameters()):
+            for name, value in other.state[param].items():
+                assert torch.equal(whole(saved["state"][number][name]), whole(value).reshape(value.shape)), name
+        again = model()
+        resumed = tilestep.shard(make(again, format), again)
+        resumed.load_state_dict(saved)
+        with torch.no_grad():
+            for left, right in zip(again.parameters(), net.parameters()):
+                left.copy_(right)
+        train(again, resumed, range(3, 5))
+        train(wanted, other, range(3, 5))
+        compare(again, wanted)
+
+
+def fsdp_shards() -> None:
+    for format in FORMATS:
+        net = model()
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+        optimizer = make(net, format)
+        train(net, optimizer, range(3))
+        wanted, other = twin(format, 3)
+        compare(net, wanted)
+        for param, plain in zip(net.parameters(), wanted.parameters()):
+            for name, value in other.state[plain].items():
+                mine = optimizer.state[param][name]
+                assert mine.shape == value.shape and torch.equal(whole(mine), whole(value)), name
+        with tempfile.TemporaryDirectory() as own:
+            folder = [own]
+            dist.broadcast_object_list(folder)
+            dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder[0])
+            fresh = model()
+            for layer in fresh:
+                fully_shard(layer)
+            fully_shard(fresh)
+            resumed = make(fresh, format)
+            train(fresh, resumed, range(1))
+            state = {"optimizer": get_optimizer_state_dict(fresh, resumed)}
+            dcp.load(state, checkpoint_id=folder[0])
+            set_optimizer_state_dict(fresh, resumed, state["optimizer"])
+            dist.barrier()
+        with torch.no_grad():
+            for left, right in zip(fresh.parameters(), net.parameters()):
+                left.copy_(right)
+        train(fresh, resumed, range(3, 5))
+        train(wanted, other, range(3, 5))
+        compare(fresh, wanted)
+
+
+def cut_blocks_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for columns, fits in ((300, False), (512, True)):
+        plain = torch.randn(40, columns, generator=torch.Generator().manual_seed(0))
+        param = nn.Parameter(distribute_tensor(plain.clone(), mesh, [Shard(1)]))
+        optimizer = None
+        if not fits:
+            with pytest.raises(StateError, match=r"along dimension 1, which cuts blocks of 128 .*last dimension 512"):
+                optimizer = tilestep.AdamW([("weight", param)], state_dtype="int8")
+                param.grad = torch.zeros_like(param)
+                optimizer.step()
+            continue
+        optimizer = tilestep.AdamW([("weight", param)], state_dtype="int8")
+        other = nn.Parameter(plain.clone())
+        twin = tilestep.AdamW([("weight", other)], state_dtype="int8")
+        for step in range(3):
+            grad = torch.randn(40, columns, generator=torch.Generator().manual_seed(step))
+            param.grad, other.grad = distribute_tensor(grad.clone(), mesh, [Shard(1)]), grad
+            optimizer.step()
+            twin.step()
+        assert torch.equal(whole(param), other.detach())
+        saved = copy.deepcopy(optimizer.state_dict())
+        loaded = tilestep.AdamW([("weight", nn.Parameter(plain.clone()))], state_dtype="bfloat16")
+        loaded.load_state_dict(saved)
+
+
+CHECKS = [shards, fsdp_shards, cut_blocks_are_refused]

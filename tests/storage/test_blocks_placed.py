@@ -1,0 +1,76 @@
+"""States in blocks wherever they are: on the host, sharded, in DTensors, updated in backward; the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from block_rows import FORMATS
+from blocks_on_ranks import CHECKS
+from rank_processes import each_passes
+from torch import nn
+
+import tilestep
+from tilestep.offloading.host_update import HostState
+from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.streaming import StreamedState
+
+SHAPES = [(64, 300), (150, 256), (48, 8, 4, 4), (5000,), (7,)]
+
+
+def run(format: Any, *, home: Any = None, steps: int = 4, **options: Any) -> tuple[Any, list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    params[2] = nn.Parameter(params[2].detach().to(memory_format=torch.channels_last))
+    made = tilestep.AdamW([(f"p{place}", p) for place, p in enumerate(params)], state_dtype=format, **options)
+    optimizer = made if home is None else move_state(made, home, "gpu", "for a test")
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    if hasattr(optimizer, "wait"):
+        optimizer.wait()
+    return optimizer, params
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_on_the_host(format: str) -> None:
+    _, wanted = run(format)
+    cpu = torch.device("cpu")
+    for home in (StreamedState(cpu, 1, 3), StreamedState(cpu, 20_000, 2), HostState(cpu, 1)):
+        _, params = run(format, home=home)
+        assert all(map(torch.equal, params, wanted))
+
+
+def test_a_skipped_step_leaves_every_bit() -> None:
+    optimizer, params = run("int8", skip_nonfinite=True)
+    before = [{name: value.clone() for name, value in optimizer.state[param].items()} for param in params]
+    for param in params:
+        param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert int(optimizer.skipped_steps) == 1
+    for param, state in zip(params, before):
+        assert all(torch.equal(value, optimizer.state[param][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("during", ["backward", "forward"])
+def test_overlapped(during: Any) -> None:
+    def train(overlaps: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(130, 90), nn.Tanh(), nn.Linear(90, 64))
+        optimizer: Any = tilestep.AdamW(net.named_parameters(), lr=1e-2, state_dtype="int8")
+        if overlaps:
+            optimizer = tilestep.overlap(optimizer, net, during=during)
+        for step in range(3):
+            net(torch.randn(8, 130, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if overlaps:
+            optimizer.synchronize()
+        return [param.detach().clone() for param in net.parameters()]
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+test_on_ranks = each_passes(CHECKS, 2)
