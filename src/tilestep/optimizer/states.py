@@ -214,7 +214,7 @@ def _add_blocks(
 ) -> None:
     """The arrays of a state in blocks: those that are known in this format, or new ones that take over its values."""
     arrays = storage.arrays(name)
-    there = [known.get(array.name) for array in arrays]
+    there: list[Any] = [known.get(array.name) for array in arrays]
     value = known.get(name)
     is_same = value is not None and all(
         buffer is not None
