@@ -131,6 +131,7 @@ class Trained:
         step: clip, step, and what ends an iteration; gradients are gone after it.
         drop: drop the gradients instead.
         alone: a block in which forward and backward do not communicate; None where there is none.
+        has_parts: whether forward and backward run without the step.
     """
 
     model: nn.Module
@@ -138,6 +139,7 @@ class Trained:
     step: Callable[[], Any]
     drop: Callable[[], Any]
     alone: Callable[[], AbstractContextManager[Any]] | None = None
+    has_parts: bool = True
 
 
 def sharded(shape: Shape, device: torch.device, **options: Any) -> Trained:
@@ -154,6 +156,48 @@ def sharded(shape: Shape, device: torch.device, **options: Any) -> Trained:
 def sharded_waiting(shape: Shape, device: torch.device) -> Trained:
     """The same, all parameters gathered before `step` returns: what nothing hides is seen beside it."""
     return sharded(shape, device, overlap_param_sync=False)
+
+
+class _Replayed(nn.Module):
+    """Iterations of a training as one CUDA graph for each batch: a call says which, and `replay` runs it."""
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__()
+        self._trained = [trained]
+        self._graphs: dict[torch.Size, tuple[Tensor, tilestep.CapturedStep]] = {}
+        self._text = torch.empty(0)
+
+    def forward(self, text: Tensor) -> _Replayed:
+        self._text = text
+        return self
+
+    def backward(self) -> None:
+        """The graph has it."""
+
+    def replay(self) -> None:
+        """Run the iteration; captured at the first call with text of this shape, after two outside of a graph."""
+        text, trained = self._text, self._trained[0]
+        if text.shape not in self._graphs:
+            own = text.clone()
+
+            def iteration() -> None:
+                trained.model(own).backward()
+                trained.step()
+
+            for _ in range(2):
+                iteration()
+            trained.drop()
+            self._graphs[text.shape] = own, tilestep.capture(trained.optimizer, iteration)
+        own, captured = self._graphs[text.shape]
+        own.copy_(text)
+        captured.replay()
+
+
+def sharded_captured(shape: Shape, device: torch.device) -> Trained:
+    """The same, forward, backward, sums, step and gathers in one CUDA graph."""
+    trained = sharded(shape, device)
+    replayed = _Replayed(trained)
+    return Trained(replayed, trained.optimizer, replayed.replay, lambda: None, has_parts=False)
 
 
 def _torchs(model: nn.Module, optimizer: Any, params: list[Any], alone: Any = None) -> Trained:
@@ -260,6 +304,7 @@ def fully_sharded_forward(shape: Shape, device: torch.device) -> Trained:
 CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "sharded": sharded,
     "sharded_waiting": sharded_waiting,
+    "sharded_captured": sharded_captured,
     "data_parallel": data_parallel,
     "data_parallel_master": data_parallel_master,
     "fully_sharded": fully_sharded,

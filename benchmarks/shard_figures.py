@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 from shard_bench import Bench
-from shard_parts import PARTS, REPLAYED
+from shard_parts import ON_REQUEST, PARTS, REPLAYED
 
 from tilestep import native
 from tilestep.bench.environment import environment
@@ -269,7 +269,9 @@ def main(
     if not cuda and not quick:
         raise SystemExit("these figures are about GPUs, and there is none here; --quick checks the harness")
     ranks = ranks or (torch.cuda.device_count() if cuda else 2)
-    names = [name.strip() for name in parts.split(",") if name.strip()] or list(PARTS)
+    names = [name.strip() for name in parts.split(",") if name.strip()] or [
+        name for name in PARTS if name not in ON_REQUEST
+    ]
     if unknown := set(names).difference(PARTS):
         raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if not quick:

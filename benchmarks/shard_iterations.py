@@ -58,7 +58,7 @@ class Run:
         """A figure of the iteration, and if asked for of its components."""
         text, count = bench.text(batch), PERIODS.get(batch, 2)
         self.whole[batch].append(bench.period(lambda: self.iteration(text), count))
-        if components:
+        if components and self.trained.has_parts:
             self.beside[batch].append(self.whole[batch][-1])
             self.with_sums[batch].append(bench.period(lambda: self.summed(text), count))
             if self.trained.alone is not None:
@@ -118,7 +118,7 @@ def iterations(bench: Bench, names: Sequence[str] = ()) -> dict[str, Any]:
         if bench.is_over():
             break
     found["host"] = {}
-    for run in runs:
+    for run in (run for run in runs if run.trained.has_parts):
         count = 3 if bench.quick else 10
         found["host"][run.name] = bench.host(run.trained.step, _backward(bench, run.trained), count)
         bench.note(found)
@@ -138,7 +138,8 @@ def _made(bench: Bench, name: str, failures: dict[str, str]) -> Run | None:
         for batch in bench.batches:
             for _ in range(2):
                 run.iteration(bench.text(batch))
-            run.summed(bench.text(batch))
+            if run.trained.has_parts:
+                run.summed(bench.text(batch))
     except Exception:
         failures[name] = traceback.format_exc()
     if bench.on_any(name in failures):

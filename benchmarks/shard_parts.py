@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 import tilestep
 from tilestep import native
 
-__all__ = ["PARTS", "REPLAYED", "Bench"]
+__all__ = ["ON_REQUEST", "PARTS", "REPLAYED", "Bench"]
 
 REPLAYED = "step, replayed from a CUDA graph"
 
@@ -215,11 +217,26 @@ def compiled(bench: Bench) -> dict[str, Any]:
         return iterations(bench, COMPILED)
 
 
+def captured(bench: Bench) -> dict[str, Any]:
+    """Iterations in one CUDA graph beside those that the host launches: of eager blocks, and of compiled ones."""
+    names, found, now = ("sharded", "sharded_captured"), {}, time.monotonic()
+    half = None if bench.until is None else now + (bench.until - now) / 2
+    eager = replace(bench, until=half, note=lambda more: bench.note({"eager": more}))
+    found["eager"] = iterations(eager, names)
+    fast = replace(bench, note=lambda more: bench.note({**found, "compiled": more}))
+    with compiled_blocks("aot_eager" if bench.quick else "inductor"):
+        return {**found, "compiled": iterations(fast, names)}
+
+
+ON_REQUEST = ("compiled", "captured")
+"""Parts that run where they are named: compiling blocks takes longer than all others."""
+
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "sharded": sharded,
     "iterations": iterations,
     "host_of_many": host_of_many,
     "collectives": collectives,
     "compiled": compiled,
+    "captured": captured,
     "zero_redundancy": partial(iterations, names=("sharded", "zero_redundancy")),
 }
