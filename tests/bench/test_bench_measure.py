@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilestep.bench.measure import Contender, Spread, Timing, measure, spread
-from tilestep.bench.trace import trace
+from tilestep.bench.measure import Contender, Spread, Timing, measure, spread, trace
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from captures_refused import *  # noqa: F403
 from synchronization import no_synchronization
 
 import tilestep
-from tilestep.bench.trace import trace
+from tilestep.bench.measure import trace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -18,7 +18,7 @@ from rule_cases import NAMES, STORAGES, check_case
 from synchronization import no_synchronization
 
 import tilestep
-from tilestep.bench.trace import trace
+from tilestep.bench.measure import trace
 from tilestep.optimizer.masters import exact_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,7 +12,7 @@ import torch
 from norm_referee import DTYPES, ORDERS, drawn, referee, tolerance
 from synchronization import no_synchronization
 
-from tilestep.bench.trace import trace
+from tilestep.bench.measure import trace
 from tilestep.norm import NormTable, clip_grad_norm_, tiles, total_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -16,7 +16,7 @@ import tilestep
 from tilestep import StateError
 from tilestep.engine import engine
 from tilestep.engine.eager import EagerSegment
-from tilestep.matrices.step_bounds import StepBounds
+from tilestep.matrices.conditions import StepBounds
 
 SHAPES = [(6, 7), (7, 6), (8, 8), (6, 7), (4, 4)]
 

@@ -18,8 +18,8 @@ from tilestep.describe import spec_for
 from tilestep.norm.orders import Order
 from tilestep.norm.triton_source import norm_source, scale_source
 from tilestep.tracing import report_on
+from tilestep.tracing.events import is_update_kernel
 from tilestep.tracing.intervals import Intervals, covers, length, minus, overlap, union
-from tilestep.tracing.names import is_update_kernel
 
 MAIN, AUTOGRAD = 1, 2
 

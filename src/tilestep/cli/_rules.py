@@ -1,7 +1,14 @@
-"""How commands name rules: a registered name in any case, or `module:function`; and `name=value` for its numbers."""
+"""Parsing what the command line names: rules and their hyperparameters, dtypes, backends."""
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
 import ast
 import difflib
 import importlib
@@ -9,10 +16,29 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 if TYPE_CHECKING:
     from ..rules import Rule
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return the named device; the empty name means the GPU if there is one, else the CPU.
+
+    >>> chosen_device("cpu")
+    device(type='cpu')
+    """
+    import torch
+
+    available = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    name = name or available[0]
+    if name.split(":")[0] not in available:
+        raise typer.BadParameter(f"{name} is not here; choose {' or '.join(available)}", param_hint="--device")
+    return torch.device(name)
+
+
+def require_plotting() -> None:
+    """Check that pictures can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("the picture needs matplotlib: pip install matplotlib")
 
 
 def load_rule(name: str) -> Rule:

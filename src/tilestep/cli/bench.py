@@ -68,7 +68,7 @@ def register(app: typer.Typer) -> None:
         from ..bench.results import Result
         from ..bench.sections import Settings, run_cpu, run_norm, run_step
         from ..native import wait
-        from ._options import chosen_device, require_plotting
+        from ._rules import chosen_device, require_plotting
 
         require_plotting()
         console = Console()

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         from ..demo.model import GPT
         from ..demo.report import picture, table
         from ..demo.train import Recipe, entries, train
-        from ._options import chosen_device, require_plotting
+        from ._rules import chosen_device, require_plotting
 
         require_plotting()
         console = Console()

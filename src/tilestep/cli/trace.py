@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
 
         from ..demo.model import Size
         from ..demo.traced import Traced
-        from ._options import chosen_device, require_plotting
+        from ._rules import chosen_device, require_plotting
 
         require_plotting()
         console = Console()

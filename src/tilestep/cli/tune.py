@@ -32,8 +32,7 @@ def register(app: typer.Typer) -> None:
         from ..bench.tune import jobs, tiled_rules
         from ..bench.tune import tune as measured
         from ..tuning import device_key
-        from ._options import chosen_device
-        from ._rules import load_rule
+        from ._rules import chosen_device, load_rule
 
         console = Console()
         chosen = chosen_device(device)

@@ -13,50 +13,52 @@ from .backward import (
     is_in_another_backward,
     is_last_gradient_hook,
 )
-from .checkpoints import checkpoint_types
-from .clipping import watch_clips
-from .compiler import opaque
-from .dispatch import (
-    TensorDispatch,
-    decomposition,
-    fake_mode_is_active,
-    fake_tensors,
-    is_copy,
-    is_empty_like,
-    is_fake,
-    wrapper_tensor,
-)
 from .dtensors import (
     DTENSOR_PARTS,
+    checkpoint_types,
+    default_store,
     distributed_like,
     distributed_tensor_type,
     dtensors_have_parts,
+    gather_together,
+    group_device_types,
     layouts,
     local_parts,
     ready,
+    root_mesh,
 )
-from .fsdp import before_gathering, fsdp_module_type, is_flat_part
 from .modules import (
+    before_gathering,
+    fsdp_module_type,
     guard_parameters,
     is_compiled,
     is_dropping_gradients,
+    is_flat_part,
+    opaque,
     uncompiled,
     watch_all_forwards,
     watch_all_parameters,
     watch_all_submodules,
     wrap_compiled_call,
 )
-from .optimizers import count_scaled_losses, route_unscaling, step_is_ordinary, step_is_watched
+from .optimizers import count_scaled_losses, route_unscaling, step_is_ordinary, step_is_watched, watch_clips
 from .profiler import profiler_is_running
-from .ranks import default_store, gather_together, group_device_types, root_mesh
-from .streams import current_stream_number
 from .tensors import (
+    TensorDispatch,
     addresses_equal,
     copy_all,
+    current_stream_number,
+    decomposition,
     description,
+    fake_mode_is_active,
+    fake_tensors,
     has_memory,
+    is_copy,
+    is_empty_like,
+    is_fake,
     resolved,
     tensor_guards,
+    wrapper_tensor,
     zero_all,
 )
 from .triton import compile_together, direct_launch, replace_triton_hash, triton_hash

@@ -1,4 +1,4 @@
-"""DTensors: what each has on this rank, and how it is distributed."""
+"""What tilestep needs of torch's distributed package beyond its public API: DTensors, ranks, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,81 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+
+def default_store() -> Any | None:
+    """The store in which the processes of the default group have found each other; None where torch does not say."""
+    return getattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)()
+
+
+def root_mesh(mesh: Any) -> Any | None:
+    """The device mesh that a mesh is a slice of; None where torch does not say."""
+    root = getattr(mesh, "_get_root_mesh", None)
+    return None if root is None else root()
+
+
+def group_device_types(group: Any) -> set[str] | None:
+    """Device types whose tensors a process group can reduce; None where torch does not say."""
+    devices = getattr(group, "_device_types", None)
+    return None if devices is None else {device.type for device in devices}
+
+
+def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[bool, Any]:
+    """Begin to gather several tensors in one message.
+
+    Returns:
+        Whether it has begun, which it has not where torch has no call for it; and what to wait for, None where there is
+        nothing: on a GPU it runs in the current stream.
+    """
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        call, options = (
+            getattr(group, name, None),
+            getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None),
+        )
+        if call is None or options is None:
+            continue
+        told = options()
+        told.asyncOp = not wholes[0].is_cuda
+        return True, call(list(wholes), list(parts), told)
+    return False, None
+
+
+class CheckpointTypes:
+    """What torch.distributed.checkpoint asks of tensors that lie on several ranks.
+
+    Their classes have not moved since torch 2.1; the methods that ask for them are `__create_write_items__`,
+    `__create_chunk_list__` and `__get_tensor_shard__` (torch.distributed._checkpointable). Without these a checkpoint
+    refuses such a tensor.
+    """
+
+    def chunk(self, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
+        """A block of a tensor."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+    def write_items(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """What is to be written of a tensor: one item for each block, given by its offsets and sizes."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=self.chunk(offsets, sizes), properties=TensorProperties(dtype=dtype), size=shape
+                ),
+            )
+            for offsets, sizes in chunks
+        ]
+
+
+def checkpoint_types() -> CheckpointTypes:
+    """The classes that torch.distributed.checkpoint asks for; imported when they are needed, for they take a while."""
+    return CheckpointTypes()
 
 
 def distributed_tensor_type() -> Any | None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..bench.measure import synchronize
-from ..bench.trace import Trace, trace
+from ..bench.measure import Trace, synchronize, trace
 from ..optimizer import Optimizer
 from .model import GPT, Size, documentation
 

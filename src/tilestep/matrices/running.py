@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from ..control_numbers import SKIP
 from ..graph import SCALAR_LEVELS, LibraryPass, Value
 from .batch import Batch, MatrixSegment
-from .elementwise import elementwise
 from .operations import MATRIX_OPERATIONS
+
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "not": torch.logical_not,
+    "number": lambda value: value,
+}
+
+
+def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
+    """An operation of the graph by torch's function of the same name.
+
+    Example:
+        >>> elementwise("maximum", [torch.tensor([1.0, 5.0]), torch.tensor(3.0)])
+        tensor([3., 5.])
+    """
+    function = _OTHERWISE.get(operation) or getattr(torch, operation)
+    return function(*arguments)
+
 
 Known = dict[int, torch.Tensor]
 """Batches by the identity of their value."""

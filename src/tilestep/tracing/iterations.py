@@ -6,10 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .events import Events
+from .events import Events, is_end_of_iteration, is_iteration_mark, runs_backward
 from .intervals import length
 from .lanes import Lanes, Sorting
-from .names import is_end_of_iteration, is_iteration_mark, runs_backward
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .events import Call, Events, Work
-from .intervals import Intervals, covers, cut, minus, overlap, union
-from .names import (
+from .events import (
+    Call,
+    Events,
+    Work,
     is_communication_kernel,
     is_communication_operator,
     is_communication_range,
@@ -19,6 +20,7 @@ from .names import (
     is_update_range,
     runs_backward,
 )
+from .intervals import Intervals, covers, cut, minus, overlap, union
 
 
 @dataclass(frozen=True)
