@@ -44,7 +44,6 @@ REACHING: dict[str, int] = {
     "cuda_graphs": 6,
     "engine": 2,
     "graph": 6,
-    "guards": 1,
     "offloading": 7,
     "optimizer": 42,
     "overlapping": 24,

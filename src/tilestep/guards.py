@@ -10,7 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .compat import guard_parameters, is_dropping_gradients, watch_all_parameters, wrap_compiled_call
+from .compat import (
+    guard_parameters,
+    is_dropping_gradients,
+    kept_parameters,
+    watch_all_parameters,
+    wrap_compiled_call,
+)
 
 
 class Waits(Protocol):
@@ -56,7 +62,7 @@ class CompiledRegion:
         """Whether the module is being called."""
         self._users = 0
         self._guarded = [
-            entries for part in module.modules() if isinstance(entries := part._parameters, GuardedParameters)
+            entries for part in module.modules() if isinstance(entries := kept_parameters(part), GuardedParameters)
         ]
         for entries in self._guarded:
             entries.regions = (*entries.regions, self)
@@ -131,11 +137,11 @@ _watching: list[Any] = []
 def guard_sharers(model: nn.Module, waits: Knows) -> None:
     """Make look-ups of a model's parameter in other models' modules wait too: those there are, and those made later."""
     _sharers[waits] = weakref.WeakSet(
-        module for module in model.modules() if any(map(waits.knows, dict.values(module._parameters)))
+        module for module in model.modules() if any(map(waits.knows, dict.values(kept_parameters(module))))
     )
     # By their own class: some objects import what they stand for when they are asked for another one.
     for each in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
-        for param in list(dict.values(vars(each).get("_parameters") or {})):
+        for param in list(dict.values(kept_parameters(each))):
             _guard_sharer(waits, each, param)
     if not _watching:
         # Once for all: torch is looking at its hooks whenever one of these might end.

@@ -18,7 +18,7 @@ from tilestep.engine import backends, graph_for, kernel_spec
 from tilestep.engine.cpu_slices import CpuSlices
 from tilestep.engine.eager import EagerSegment
 from tilestep.errors import RuleError
-from tilestep.graph import program, trace
+from tilestep.graph import partition, trace
 from tilestep.rules import Rule, State, registry, rule
 from tilestep.storage import Plain
 
@@ -234,7 +234,7 @@ def test_a_graph_of_rows_holds_for_its_dimensions_only() -> None:
 def refused(body: Any, dims: int = 3, **options: Any) -> str:
     with pytest.raises(RuleError) as caught:
         made = Rule(body, **options)
-        program(trace(made, made.hyperparameters, dims))
+        partition(trace(made, made.hyperparameters, dims))
     return str(caught.value)
 
 

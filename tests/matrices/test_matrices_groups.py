@@ -74,7 +74,7 @@ def test_a_rule_made_from_muon_says_too_who_takes_the_rest() -> None:
     model = Model("lm_head")
     careful = tilestep.cautious(tilestep.registry["Muon"])
     first, others = tilestep.muon_groups(model, muon={"rule": careful})
-    assert first["rule"] is careful and others["rule"] == careful.others == tilestep.registry["Muon"].others
+    assert first["rule"] is careful and others["rule"] == careful.fallback == tilestep.registry["Muon"].fallback
     with pytest.raises(ValueError, match="SGD names no rule for the parameters that it does not take; give `rule`"):
         tilestep.muon_groups(model, muon={"rule": "SGD"})
     assert tilestep.muon_groups(model, muon={"rule": "SGD"}, rule="Lion")[1]["rule"] == "Lion"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilestep
-from tilestep.graph import Program, program, trace
+from tilestep.graph import Program, partition, trace
 
 
 @tilestep.rule
@@ -47,7 +47,7 @@ SHAPES = [(5, 9), (9, 5), (6, 6), (5, 9), (1, 3)]
 
 
 def cut(rule: tilestep.Rule) -> Program:
-    return program(trace(rule, rule.hyperparameters, dims=2))
+    return partition(trace(rule, rule.hyperparameters, dims=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -108,3 +108,12 @@ def test_one_number_a_tensor_is_as_wide_as_what_is_computed_in() -> None:
     optimizer.step()
     with pytest.raises(RuleError, match="takes float32 or float64"):
         State(shape="scalar", dtype=torch.bfloat16)
+
+
+def test_earlier_names_of_arguments_are_accepted() -> None:
+    def turned(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * grad
+
+    for names in ({"positional": ("foreach",), "fallback": "AdamW"}, {"by_position": ("foreach",), "others": "AdamW"}):
+        made = tilestep.rule(turned, options={"foreach": None}, **names)
+        assert (made.positional, made.fallback) == (("foreach",), "AdamW")

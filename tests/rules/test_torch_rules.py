@@ -179,7 +179,7 @@ def test_positional_order_is_torchs(name: str) -> None:
     rule = registry[name]
     parameters = list(inspect.signature(getattr(torch.optim, name)).parameters.values())[1:]
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    assert positional == [*(key for key in rule.hyperparameters if key not in rule.keyword_only), *rule.by_position]
+    assert positional == [*(key for key in rule.hyperparameters if key not in rule.keyword_only), *rule.positional]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -131,6 +131,11 @@ def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], 
     return True
 
 
+def kept_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own parameters as torch keeps them; empty where it keeps none, or does it otherwise."""
+    return vars(module).get("_parameters") or {}
+
+
 def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
     """Have something called before every module's forward, of any model; gives a handle to end that."""
     from torch.nn.modules.module import register_module_forward_pre_hook

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..matrices.batches import MatrixBatches, Spared
+from ..matrices.batches import MatrixBatches, SkippedValues
 from .capturing import require
 from .segment import Segment
 
@@ -29,7 +29,7 @@ def require_no_choices(segments: Sequence[Segment], *, alone: bool) -> None:
     """
     for segment in segments:
         matrices, rule = segment.matrices, segment.spec.program.graph.title
-        if matrices is None or not matrices.waits or matrices.leaves_out is not None:
+        if matrices is None or not matrices.waits or matrices.skipped_values is not None:
             continue
         require(
             matrices.plain() is not None, f"every step of rule {rule} decomposes matrices, for which the host waits"
@@ -48,14 +48,16 @@ def nothing_left_out(segments: Sequence[Segment]) -> Iterator[None]:
     Args:
         segments: an engine's.
     """
-    undecided = [segment.matrices for segment in segments if segment.matrices and segment.matrices.leaves_out is None]
+    undecided = [
+        segment.matrices for segment in segments if segment.matrices and segment.matrices.skipped_values is None
+    ]
     for matrices in undecided:
-        matrices.leaves_out = {}
+        matrices.skipped_values = {}
     try:
         yield
     finally:
         for matrices in undecided:
-            matrices.leaves_out = None
+            matrices.skipped_values = None
 
 
 @dataclass
@@ -63,7 +65,7 @@ class _Part:
     """A segment whose steps differ; `active` tensors take part in the captured one."""
 
     matrices: MatrixBatches
-    spared: Spared
+    skipped_values: SkippedValues
     active: np.ndarray
     may_skip: bool = False
 
@@ -80,25 +82,25 @@ class HostChoices:
         self._segments = [segment for segment in segments if segment.matrices and segment.matrices.waits]
         for segment in self._segments:
             assert segment.matrices is not None
-            spared = segment.matrices.plain()
-            assert spared is not None
-            self._parts.append(_Part(segment.matrices, spared, segment.matrices.active))
+            skipped_values = segment.matrices.plain()
+            assert skipped_values is not None
+            self._parts.append(_Part(segment.matrices, skipped_values, segment.matrices.active))
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """A block in which steps leave it out, whatever they need: their capture."""
         for part in self._parts:
-            part.matrices.leaves_out = part.spared
+            part.matrices.skipped_values = part.skipped_values
         try:
             yield
         finally:
             for segment, part in zip(self._segments, self._parts):
-                part.matrices.leaves_out = None
+                part.matrices.skipped_values = None
                 part.active, part.may_skip = part.matrices.active, segment.may_skip
 
     def suffices(self) -> bool:
         """Whether the captured step is what the next step should be; nothing is waited for."""
-        return all(part.matrices.suffices(part.spared, part.active) for part in self._parts)
+        return all(part.matrices.suffices(part.skipped_values, part.active) for part in self._parts)
 
     def replayed(self) -> None:
         """The captured step was launched."""

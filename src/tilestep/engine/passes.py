@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = ()) -> None:
-    """Run scalar pass k, what it reduces over all tensors, tile pass k and library pass k, for every k and segment.
+    """Run scalar pass k, what it reduces over all tensors, tile pass k and matrix pass k, for every k and segment.
 
     Args:
         engines: prepared and decided engines, one a device.

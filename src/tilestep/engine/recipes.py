@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..codegen.spec import KernelSpec
-from ..graph import Graph, known_numbers, outcome, program, size_from_end, sizes_of, trace
+from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
 from ..rules import Rule
 from ..rules.scalars import PYTHON_TYPES, as_python
 from ..storage import Plain, Storage
@@ -151,7 +151,7 @@ def kernel_spec(graph: Graph, storages: Mapping[str, Storage], compute: torch.dt
         if spec is None:
             exact = [name for name, storage in storages.items() if storage.is_exact(compute)]
             names = [name for name in graph.hypers() if name not in KNOWN_NUMBERS and not size_from_end(name)]
-            cut = program(graph, exact)
+            cut = partition(graph, exact)
             scratch = {name: Plain(dtype or compute) for name, dtype in cut.library.scratch.items()}
             spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"))
             _specs[signature] = graph.specs[signature] = spec

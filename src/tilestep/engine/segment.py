@@ -128,7 +128,7 @@ class Segment:
     """For which values of `unscales` the kernels of a step were built together."""
 
     batches_matrices = True
-    """Whether library passes run on batches; else the segment does their work its own way."""
+    """Whether matrix passes run on batches; else the segment does their work its own way."""
 
     step: torch.Tensor
     """float32[tensors], step counts."""
@@ -289,7 +289,7 @@ class Segment:
         raise NotImplementedError
 
     def library_pass(self, index: int) -> None:
-        """Run the library pass after tile pass `index`, if there is one."""
+        """Run the matrix pass after tile pass `index`, if there is one."""
         if self.matrices is not None:
             self.matrices.run(index)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .hyperparameters import flat_numbers, known_numbers
 from .ir import SCALAR_LEVELS, Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join, outcome
-from .library import Library, LibraryPass
+from .matrix_passes import MatrixPass, MatrixProgram
 from .operations import ACROSS, OPERATIONS, REDUCTIONS
 from .passes import ScalarPass, TilePass
-from .phases import Program, program, scalar_needs
+from .phases import Program, partition, scalar_needs
 from .reductions import size_from_end, sizes_of
 from .signs import never_negative
 from .slices import Slices
@@ -23,8 +23,8 @@ __all__ = [
     "Graph",
     "Guard",
     "Level",
-    "Library",
-    "LibraryPass",
+    "MatrixProgram",
+    "MatrixPass",
     "Over",
     "Program",
     "ScalarPass",
@@ -39,7 +39,7 @@ __all__ = [
     "known_numbers",
     "never_negative",
     "outcome",
-    "program",
+    "partition",
     "scalar_needs",
     "size_from_end",
     "sizes_of",

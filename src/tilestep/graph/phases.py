@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .ir import SCALAR_LEVELS, Graph, Level, Value
-from .library import Library, plan, stage_of
 from .matrices import is_matrix_work
+from .matrix_passes import MatrixProgram, plan, stage_of
 from .operations import ACROSS, REDUCTIONS
 from .passes import ScalarPass, TilePass
 from .slices import SliceCutter, Slices
@@ -28,7 +28,7 @@ class Program:
     columns: dict[int, int]  # row-table column of each scalar value that tile passes use, by identity
     reductions: dict[int, int]  # every reduction with its slot, by identity
     across: dict[int, int]  # every reduction over all tensors with its slot, by identity
-    library: Library = field(default_factory=Library)
+    library: MatrixProgram = field(default_factory=MatrixProgram)
     slices: Slices = field(default_factory=Slices)
 
     @property
@@ -65,13 +65,13 @@ class Program:
         return reading[-1] if reading else max(index for index, tile in enumerate(self.tiles) if tile is not None)
 
 
-def program(graph: Graph, exact: Iterable[str] = ()) -> Program:
+def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
     """Cut a graph into passes.
 
     Example:
         >>> from tilestep.graph import trace
         >>> from tilestep.rules import registry
-        >>> cut = program(trace(registry["Lion"], registry["Lion"].hyperparameters))
+        >>> cut = partition(trace(registry["Lion"], registry["Lion"].hyperparameters))
         >>> len(cut.tiles), cut.tiles[0].reads()
         (1, ['param', 'exp_avg', 'grad'])
     """
@@ -98,7 +98,7 @@ def program(graph: Graph, exact: Iterable[str] = ()) -> Program:
         elif name in graph.slice_states:
             cutter.store(name, value)
         elif name in graph.matrix_states:
-            continue  # stored by a library pass
+            continue  # stored by a matrix pass
         else:
             tiles[last].stores[name] = value
     library = plan(graph, stages, tiles)
@@ -166,7 +166,7 @@ def _columns(scalars: list[ScalarPass], tiles: list[TilePass], stages: dict[int,
 
 
 def _library_columns(
-    library: Library, columns: dict[int, int], scalars: list[ScalarPass], stages: dict[int, int]
+    library: MatrixProgram, columns: dict[int, int], scalars: list[ScalarPass], stages: dict[int, int]
 ) -> None:
     """Columns for the scalar values that matrices are computed with."""
     numbers = {id(value) for value in library.numbers()}

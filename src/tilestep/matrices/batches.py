@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..graph import LibraryPass, evaluate
+from ..graph import MatrixPass, evaluate
 from .batch import Batch, MatrixSegment
 from .conditions import Conditions, GroupNumbers
 from .operations import MATRIX_OPERATIONS
@@ -19,12 +19,12 @@ from .running import run_chunk
 from .shared import SharedMatrices
 from .workspace import matrices_at_once
 
-Spared = dict[tuple[int, int], frozenset[int]]
-"""Values that are not computed, by identity, for each library pass and batch by their places."""
+SkippedValues = dict[tuple[int, int], frozenset[int]]
+"""Values that are not computed, by identity, for each matrix pass and batch by their places."""
 
 
 class MatrixBatches:
-    """The scratch arrays and matrix states of a segment, and its library passes."""
+    """The scratch arrays and matrix states of a segment, and its matrix passes."""
 
     def __init__(self, segment: MatrixSegment) -> None:
         self.segment = segment
@@ -40,13 +40,15 @@ class MatrixBatches:
         parted = [self._batch(key, members) for key, members in self._sorted(shared).items()]
         self.shared = SharedMatrices(segment, parted) if parted else None
         """The tensors of which this rank has a part."""
-        operations = [MATRIX_OPERATIONS.get(value.operation) for here in self._work() for value in here.values]
+        operations = [
+            MATRIX_OPERATIONS.get(value.operation) for matrix_pass in self._work() for value in matrix_pass.values
+        ]
         self.waits = any(operation is not None and operation.waits for operation in operations)
         """Whether the host waits for the device in steps that need all."""
-        conditional = any(here.needed for here in self._work())
+        conditional = any(matrix_pass.needed for matrix_pass in self._work())
         self.conditions = Conditions(self.groups) if conditional else None
         """What decides on the host which work a step does not need; None if all is needed always."""
-        self.leaves_out: Spared | None = None
+        self.skipped_values: SkippedValues | None = None
         """What steps leave out, whatever they need: set while a step is captured. None lets the host decide."""
         self.active = np.ones(0, dtype=bool)
         """Which tensors took part in the last step, where it matters."""
@@ -78,7 +80,7 @@ class MatrixBatches:
 
     def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
         (rows, columns), numbers = key
-        work = [value for here in self.library.passes if here for value in here.values]
+        work = [value for matrix_pass in self.library.passes if matrix_pass for value in matrix_pass.values]
         chunk = matrices_at_once(work, (rows, columns), self.spec.compute, len(members))
         by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
         batch = Batch((rows, columns), members, by_identity, chunk)
@@ -103,10 +105,10 @@ class MatrixBatches:
         """Each scratch array that has memory of its own, and the one, if any, that takes it over chunk by chunk."""
         scratch = self.library.scratch
         found: dict[str, str | None] = dict.fromkeys(scratch)
-        for here in self.library.passes:
-            for value in here.values if here else ():
-                source = here.inputs.get(id(value.args[0])) if here else None
-                target = here.outputs.get(id(value)) if here else None
+        for matrix_pass in self.library.passes:
+            for value in matrix_pass.values if matrix_pass else ():
+                source = matrix_pass.inputs.get(id(value.args[0])) if matrix_pass else None
+                target = matrix_pass.outputs.get(id(value)) if matrix_pass else None
                 if source in found and target in found and found[source] is None and found[target] is None:
                     readers = [node for other in self._work() for node in other.values if value.args[0] in node.args]
                     if readers == [value] and scratch[source] is scratch[target]:
@@ -114,8 +116,8 @@ class MatrixBatches:
                         del found[target]
         return found
 
-    def _work(self) -> list[LibraryPass]:
-        return [here for here in self.library.passes if here]
+    def _work(self) -> list[MatrixPass]:
+        return [matrix_pass for matrix_pass in self.library.passes if matrix_pass]
 
     def _adopt_states(self, batch: Batch) -> None:
         """Take the entries' matrix states into batches and give back views of them."""
@@ -125,23 +127,23 @@ class MatrixBatches:
             for place, index in enumerate(batch.members):
                 self.entries[index].matrices[name] = batch.states[name][place]
 
-    def plain(self) -> Spared | None:
+    def plain(self) -> SkippedValues | None:
         """What is left out of a step that the host need not wait in; None if there is no such step."""
         if not self.waits:
             return {}
         if self.conditions is None:
             return None
         self.conditions.look(self.segment.step, self._active())
-        work = [(index, here) for index, here in enumerate(self.library.passes) if here]
-        found: Spared = {}
+        work = [(index, matrix_pass) for index, matrix_pass in enumerate(self.library.passes) if matrix_pass]
+        found: SkippedValues = {}
         for place, batch in enumerate(self.batches):
-            spared = self.conditions.later([here for _, here in work], self._groups(batch))
-            if spared is None:
+            skipped_values = self.conditions.later([matrix_pass for _, matrix_pass in work], self._groups(batch))
+            if skipped_values is None:
                 return None
-            found.update({(index, place): values for (index, _), values in zip(work, spared)})
+            found.update({(index, place): values for (index, _), values in zip(work, skipped_values)})
         return found
 
-    def suffices(self, spared: Spared, active: np.ndarray) -> bool:
+    def suffices(self, skipped_values: SkippedValues, active: np.ndarray) -> bool:
         """Whether a step that leaves this out is what the next step should be.
 
         Args:
@@ -149,10 +151,14 @@ class MatrixBatches:
         """
         assert self.conditions is not None
         self.conditions.look(self.segment.step, active)
-        for (index, place), values in spared.items():
-            here, batch = self.library.passes[index], self.batches[place]
+        for (index, place), values in skipped_values.items():
+            matrix_pass, batch = self.library.passes[index], self.batches[place]
             taking_part = active[batch.members].any()
-            if here and taking_part and not values <= self.conditions.spared(here, batch.members, self._groups(batch)):
+            if (
+                matrix_pass
+                and taking_part
+                and not values <= self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))
+            ):
                 return False
         return True
 
@@ -166,19 +172,19 @@ class MatrixBatches:
         self.conditions.launched(active, may_skip)
 
     def build(self) -> None:
-        """Build every kernel of the library passes, and let the matrix library set itself up; only scratch changes."""
-        spared = self.plain()
-        if not self.is_built and spared is not None:
+        """Build every kernel of the matrix passes, and let the matrix library set itself up; only scratch changes."""
+        skipped_values = self.plain()
+        if not self.is_built and skipped_values is not None:
             for index in range(len(self.library.passes)):
-                self._run(index, spared, stores=False)
+                self._run(index, skipped_values, stores=False)
             self.is_built = True
 
     def run(self, index: int) -> None:
-        """Run the library pass after tile pass `index`, if there is one; nothing is waited for."""
+        """Run the matrix pass after tile pass `index`, if there is one; nothing is waited for."""
         if index in self._recorded:
             self._recorded[index].run()
         else:
-            self._run(index, self.leaves_out, stores=True)
+            self._run(index, self.skipped_values, stores=True)
 
     def _recordings(self) -> dict[int, RecordedPass]:
         """The passes that are the same launches at every step, where the host is spared enough of them."""
@@ -191,9 +197,9 @@ class MatrixBatches:
         def work(index: int) -> None:
             batches = this()
             assert batches is not None
-            batches._run(index, batches.leaves_out, stores=True)
+            batches._run(index, batches.skipped_values, stores=True)
 
-        places = [index for index, here in enumerate(self.library.passes) if here]
+        places = [index for index, matrix_pass in enumerate(self.library.passes) if matrix_pass]
         return {index: RecordedPass(device, partial(work, index), pool) for index in places}
 
     def _active(self) -> np.ndarray:
@@ -204,18 +210,18 @@ class MatrixBatches:
     def _groups(self, batch: Batch) -> list[int]:
         return sorted({self.entries[member].group for member in batch.members})
 
-    def _spared(self, here: LibraryPass, batch: Batch) -> frozenset[int]:
+    def _skipped_values(self, matrix_pass: MatrixPass, batch: Batch) -> frozenset[int]:
         """What a batch does not need in this step."""
         if self.conditions is None:
             return frozenset()
-        return self.conditions.spared(here, batch.members, self._groups(batch))
+        return self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))
 
-    def _run(self, index: int, leaves_out: Spared | None, stores: bool) -> None:
-        here = self.library.passes[index]
-        if here is None:
+    def _run(self, index: int, fixed: SkippedValues | None, stores: bool) -> None:
+        matrix_pass = self.library.passes[index]
+        if matrix_pass is None:
             return
-        is_last = here is self._work()[-1]
-        decides = self.conditions is not None and leaves_out is None
+        is_last = matrix_pass is self._work()[-1]
+        decides = self.conditions is not None and fixed is None
         if self.conditions is not None:
             self.active = self._active()
         if self.conditions is not None and decides:
@@ -225,13 +231,13 @@ class MatrixBatches:
                 continue
             if self.conditions is not None and not self.active[batch.members].any():
                 continue  # nothing of it takes part in this step
-            spared = (leaves_out or {}).get((index, place), frozenset())
+            skipped_values = (fixed or {}).get((index, place), frozenset())
             if decides:
-                spared = self._spared(here, batch)
+                skipped_values = self._skipped_values(matrix_pass, batch)
             for start in range(0, len(batch.members), batch.chunk):
-                run_chunk(self.segment, here, batch, slice(start, start + batch.chunk), spared, stores)
+                run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores)
         if self.shared is not None and stores:
-            self.shared.run(here, lambda batch: self._spared(here, batch))
+            self.shared.run(matrix_pass, lambda batch: self._skipped_values(matrix_pass, batch))
         if self.conditions is not None and decides and is_last:
             self.conditions.launched(self.active, self.segment.may_skip)
         self.is_built = self.is_built or is_last

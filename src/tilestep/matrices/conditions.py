@@ -1,4 +1,4 @@
-"""Which work of a library pass a step does not need: the host decides, by hyperparameters and bounds of step counts."""
+"""Which work of a matrix pass a step does not need: the host decides, by hyperparameters and bounds of step counts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ..errors import RuleError
-from ..graph import LibraryPass, Value, evaluate
+from ..graph import MatrixPass, Value, evaluate
 from ..graph.hyperparameters import group_value
-from ..graph.library import Condition
+from ..graph.matrix_passes import Condition
 from .operations import MATRIX_OPERATIONS
 
 
@@ -123,31 +123,31 @@ class Conditions:
         assert self._bounds is not None
         self._bounds.launched(active, may_skip)
 
-    def spared(self, here: LibraryPass, members: Sequence[int], groups: Sequence[int]) -> frozenset[int]:
+    def skipped_values(self, matrix_pass: MatrixPass, members: Sequence[int], groups: Sequence[int]) -> frozenset[int]:
         """The values of a pass that these tensors surely do not need in this step, by identity."""
         taking_part = [member for member in members if self._active[member]]
         counts = {(int(self._low[member]), int(self._high[member])) for member in taking_part}
         following = {step + 1 for low, high in counts for step in range(low, high + 1)}
-        return self._spared_in(here, groups, frozenset(following))
+        return self._skipped_in(matrix_pass, groups, frozenset(following))
 
-    def later(self, passes: Sequence[LibraryPass], groups: Sequence[int]) -> list[frozenset[int]] | None:
+    def later(self, passes: Sequence[MatrixPass], groups: Sequence[int]) -> list[frozenset[int]] | None:
         """What a later step, that needs nothing of what the host waits for, can be spared."""
-        waiting = [{id(value) for value in here.values if _waits(value)} for here in passes]
+        waiting = [{id(value) for value in matrix_pass.values if _waits(value)} for matrix_pass in passes]
         highest = int(self._high.max(initial=0))
         for step in range(highest + 1, highest + 1 + _LOOKED_AHEAD):
-            spared = [self._spared_in(here, groups, frozenset((step,))) for here in passes]
-            if all(needed <= found for needed, found in zip(waiting, spared)):
-                return spared
+            skipped_values = [self._skipped_in(matrix_pass, groups, frozenset((step,))) for matrix_pass in passes]
+            if all(needed <= found for needed, found in zip(waiting, skipped_values)):
+                return skipped_values
         return None
 
-    def _spared_in(self, here: LibraryPass, groups: Sequence[int], following: frozenset[int]) -> frozenset[int]:
-        key = id(here), tuple(groups), following
+    def _skipped_in(self, matrix_pass: MatrixPass, groups: Sequence[int], following: frozenset[int]) -> frozenset[int]:
+        key = id(matrix_pass), tuple(groups), following
         if key not in self._known:
             numbers = [GroupNumbers(self.groups[group], float(step)) for group in groups for step in sorted(following)]
             known: dict[tuple[int, bool], bool] = {}
             self._known[key] = frozenset(
                 identity
-                for identity, alternatives in here.needed.items()
+                for identity, alternatives in matrix_pass.needed.items()
                 if not any(_possible(condition, numbers, known) for condition in alternatives)
             )
         return self._known[key]

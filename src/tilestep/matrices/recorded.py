@@ -1,4 +1,4 @@
-"""Library passes as CUDA graphs of their own: a hundred calls of a matrix library cost the host as much as one."""
+"""Matrix passes as CUDA graphs of their own: a hundred calls of a matrix library cost the host as much as one."""
 
 from __future__ import annotations
 

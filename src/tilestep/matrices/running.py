@@ -1,4 +1,4 @@
-"""One library pass over some of a batch's matrices."""
+"""One matrix pass over some of a batch's matrices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..control_numbers import SKIP
-from ..graph import SCALAR_LEVELS, LibraryPass, Value
+from ..graph import SCALAR_LEVELS, MatrixPass, Value
 from .batch import Batch, MatrixSegment
 from .operations import MATRIX_OPERATIONS
 
@@ -36,26 +36,31 @@ Known = dict[int, torch.Tensor]
 
 
 def run_chunk(
-    segment: MatrixSegment, here: LibraryPass, batch: Batch, chunk: slice, spared: frozenset[int], stores: bool
+    segment: MatrixSegment,
+    matrix_pass: MatrixPass,
+    batch: Batch,
+    chunk: slice,
+    skipped_values: frozenset[int],
+    stores: bool,
 ) -> None:
     """Compute a pass for some matrices of a batch."""
-    known: Known = {identity: batch.arrays[name][chunk] for identity, name in here.inputs.items()}
-    for value in here.values:
+    known: Known = {identity: batch.arrays[name][chunk] for identity, name in matrix_pass.inputs.items()}
+    for value in matrix_pass.values:
         for arg in value.args:
             if arg.operation == "load" and arg.attribute in batch.states:
                 known[id(arg)] = batch.states[arg.attribute][chunk]
-    kept = {id(value) for value in here.states.values()}
-    last_use = {id(arg): place for place, value in enumerate(here.values) for arg in value.args}
-    for place, value in enumerate(here.values):
-        if id(value) not in spared:
-            name = here.outputs.get(id(value))
+    kept = {id(value) for value in matrix_pass.states.values()}
+    last_use = {id(arg): place for place, value in enumerate(matrix_pass.values) for arg in value.args}
+    for place, value in enumerate(matrix_pass.values):
+        if id(value) not in skipped_values:
+            name = matrix_pass.outputs.get(id(value))
             out = None if name is None else batch.arrays[name][chunk]
             known[id(value)] = _compute(segment, value, known, batch, chunk, out)
         for arg in value.args:
             if last_use[id(arg)] == place and id(arg) not in kept:
                 known.pop(id(arg), None)
-    if here.states and stores:
-        _store(segment, here.states, known, batch, chunk)
+    if matrix_pass.states and stores:
+        _store(segment, matrix_pass.states, known, batch, chunk)
 
 
 def _compute(

@@ -1,4 +1,4 @@
-"""Matrices of which each rank has a part: whole ones are put together for a library pass, and taken apart after it."""
+"""Matrices of which each rank has a part: whole ones are put together for a matrix pass, and taken apart after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..graph import LibraryPass
+from ..graph import MatrixPass
 from .batch import Batch, MatrixSegment
 from .running import run_chunk
 
@@ -26,7 +26,7 @@ class Exchange(Protocol):
 
 
 class SharedMatrices:
-    """The scratch arrays of a segment's tensors that ranks share, and library passes over them."""
+    """The scratch arrays of a segment's tensors that ranks share, and matrix passes over them."""
 
     def __init__(self, segment: MatrixSegment, batches: Sequence[Batch]) -> None:
         self._segment = segment
@@ -50,16 +50,16 @@ class SharedMatrices:
         exchange, place = self._exchange(member)
         return exchange.owns(place)
 
-    def run(self, here: LibraryPass, spared: Callable[[Batch], frozenset[int]]) -> None:
-        """Run a library pass.
+    def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int]]) -> None:
+        """Run a matrix pass.
 
         Every rank sends and receives, whatever the step needs of the pass: ranks may know of different needs.
         """
-        inputs, outputs = (list(dict.fromkeys(names.values())) for names in (here.inputs, here.outputs))
+        inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
         found = self._gathered(inputs)
         for batch in self._batches:
             if batch.members:
-                self._run(here, batch, found, outputs, spared(batch))
+                self._run(matrix_pass, batch, found, outputs, skipped_values(batch))
         for exchange in self._exchanges:
             wholes = []
             for member in self._members:
@@ -82,15 +82,15 @@ class SharedMatrices:
 
     def _run(
         self,
-        here: LibraryPass,
+        matrix_pass: MatrixPass,
         batch: Batch,
         found: dict[tuple[int, str], torch.Tensor],
         outputs: Sequence[str],
-        spared: frozenset[int],
+        skipped_values: frozenset[int],
     ) -> None:
         arrays: Mapping[str, torch.Tensor] = {
             name: torch.stack([found.pop((member, name)) for member in batch.members])
-            for name in dict.fromkeys(here.inputs.values())
+            for name in dict.fromkeys(matrix_pass.inputs.values())
         }
         device = self._segment.entries[batch.members[0]].param.device
         made = {
@@ -99,6 +99,6 @@ class SharedMatrices:
         }
         batch.arrays = {**arrays, **made}
         for start in range(0, len(batch.members), batch.chunk):
-            run_chunk(self._segment, here, batch, slice(start, start + batch.chunk), spared, stores=True)
+            run_chunk(self._segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores=True)
         batch.arrays = {}
         found.update({(member, name): made[name][at] for at, member in enumerate(batch.members) for name in outputs})

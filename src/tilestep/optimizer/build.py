@@ -425,7 +425,7 @@ def _graph_of_pairs(label: str, rule: Rule, group: dict[str, Any], shape: torch.
 
 def _makes_groups(rule: Rule, dim: int) -> str:
     """What sorts out the parameters that a rule for matrices does not take, such as this one."""
-    if rule.others is not None:
+    if rule.fallback is not None:
         return "tilestep.muon_groups(model" + (")" if rule.name == "Muon" else ', muon={"rule": ...})')
     dims = "> 2" if dim > 2 else "!= 2"
     return f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'

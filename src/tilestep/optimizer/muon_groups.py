@@ -71,7 +71,7 @@ def muon_groups(
     if not rest:
         return [first]
     taken = find_rule(first["rule"], {})
-    second = {"rule": rule or taken.others, **(others or {}), "params": rest}
+    second = {"rule": rule or taken.fallback, **(others or {}), "params": rest}
     if second["rule"] is None:
         raise ValueError(f"{taken.name} names no rule for the parameters that it does not take; give `rule`")
     return [first, second]

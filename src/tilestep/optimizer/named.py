@@ -24,7 +24,7 @@ def _signature(rule: Rule) -> inspect.Signature:
     parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD), kinds("params", kinds.POSITIONAL_OR_KEYWORD)]
     defaults = {**rule.hyperparameters, **rule.options, **_COMMON}
     plain = [key for key in rule.hyperparameters if key not in rule.keyword_only]
-    positional = [*plain, *rule.by_position]
+    positional = [*plain, *rule.positional]
     keyword = [key for key in (*rule.keyword_only, *rule.options, *_COMMON) if key not in positional]
     parameters += [kinds(key, kinds.POSITIONAL_OR_KEYWORD, default=defaults[key]) for key in positional]
     parameters += [kinds(key, kinds.KEYWORD_ONLY, default=defaults[key]) for key in keyword]

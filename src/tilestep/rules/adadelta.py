@@ -17,7 +17,7 @@ from .protocol import at_least, between, rule
     },
     options={"foreach": None, "capturable": False, "differentiable": False},
     keyword_only=("maximize",),
-    by_position=("foreach",),
+    positional=("foreach",),
 )
 def adadelta(
     param: Any,

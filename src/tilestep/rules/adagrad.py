@@ -18,7 +18,7 @@ from .protocol import State, at_least, rule
     },
     options={"foreach": None, "differentiable": False, "fused": None},
     keyword_only=("maximize",),
-    by_position=("foreach",),
+    positional=("foreach",),
     states={"sum": State(init="initial_accumulator_value")},
 )
 def adagrad(

@@ -14,7 +14,7 @@ from .protocol import at_least, between, rule
     ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
     options={"foreach": None, "differentiable": False, "capturable": False},
     keyword_only=("maximize",),
-    by_position=("foreach",),
+    positional=("foreach",),
 )
 def adamax(
     param: Any,

@@ -14,7 +14,7 @@ from .protocol import State, at_least, rule
     ranges={"lr": at_least(0), "weight_decay": at_least(0)},
     options={"foreach": None, "differentiable": False, "capturable": False},
     keyword_only=("maximize",),
-    by_position=("foreach", "maximize", "differentiable", "capturable"),
+    positional=("foreach", "maximize", "differentiable", "capturable"),
     # float32 beside float64 parameters too, as torch keeps them: the rounded rate is the one that is used.
     states={
         "eta": State(init="lr", shape="scalar", dtype=torch.float32),

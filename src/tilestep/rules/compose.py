@@ -387,8 +387,8 @@ def compose(
         ranges={**rule.ranges, **(ranges or {})},
         options=rule.options,
         keyword_only=(*rule.keyword_only, *(hyperparameters or {})),
-        by_position=rule.by_position,
+        positional=rule.positional,
         evaluation=evaluation or rule.evaluation,
-        others=rule.others,
+        fallback=rule.fallback,
         composition=(composer, rule, *arguments),
     )

@@ -21,7 +21,7 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
         "ns_coefficients": Interval(),
         "ns_steps": between(0, 100),
     },
-    others="AdamW",
+    fallback="AdamW",
 )
 def muon(
     param: Any,

@@ -100,9 +100,9 @@ class Rule:
         ranges: Mapping[str, Interval | tuple[Interval, ...]] | None = None,
         options: Mapping[str, Any] | None = None,
         keyword_only: tuple[str, ...] = (),
-        by_position: tuple[str, ...] = (),
+        positional: tuple[str, ...] = (),
         evaluation: Callable[..., Any] | None = None,
-        others: str | None = None,
+        fallback: str | None = None,
         uncounted: bool = False,
         composition: tuple[Any, ...] | None = None,
     ) -> None:
@@ -115,9 +115,9 @@ class Rule:
         self.ranges = dict(ranges or {})
         self.options = dict(options or {})
         self.keyword_only = tuple(keyword_only)
-        self.by_position = tuple(by_position)
+        self.positional = tuple(positional)
         self.evaluation = evaluation
-        self.others = others
+        self.fallback = fallback
         self.uncounted = uncounted
         self.composition = composition
         self._bound: Callable[..., Any] | None = None
@@ -371,10 +371,12 @@ def rule(
     ranges: Mapping[str, Interval | tuple[Interval, ...]] | None = None,
     options: Mapping[str, Any] | None = None,
     keyword_only: tuple[str, ...] = (),
-    by_position: tuple[str, ...] = (),
+    positional: tuple[str, ...] = (),
     evaluation: Callable[..., Any] | None = None,
-    others: str | None = None,
+    fallback: str | None = None,
     uncounted: bool = False,
+    by_position: tuple[str, ...] = (),
+    others: str | None = None,
 ) -> Any:
     """Make an update rule of a function written as plain single-tensor PyTorch.
 
@@ -387,12 +389,14 @@ def rule(
         ranges: the values each hyperparameter may take; of a tuple, all entries or each by a tuple of its own.
         options: further keys kept in `param_groups` that the rule does not read.
         keyword_only: hyperparameters that the class takes by keyword only.
-        by_position: options, and names of `keyword_only`, that the class takes by position too, after all others.
+        positional: options, and names of `keyword_only`, that the class takes by position too, after all others.
         evaluation: where the weights to evaluate are not the parameter itself: a function from the parameter and,
             by name, the states and hyperparameters it needs to those weights. Called by `Rule.evaluated`.
-        others: of a rule for matrices alone, the name of the rule that a model's other parameters go to.
+        fallback: of a rule for matrices alone, the name of the rule that a model's other parameters go to.
         uncounted: whether torch's optimizer of this name keeps no step count: a checkpoint without one is taken for one
             of a training that has begun, though the rule reads `step`.
+        by_position: the earlier name of `positional`.
+        others: the earlier name of `fallback`.
 
     Raises:
         RuleError: if the signature does not follow the protocol.
@@ -414,9 +418,9 @@ def rule(
             ranges=ranges,
             options=options,
             keyword_only=keyword_only,
-            by_position=by_position,
+            positional=positional or by_position,
             evaluation=evaluation,
-            others=others,
+            fallback=fallback or others,
             uncounted=uncounted,
         )
         if name is not None:

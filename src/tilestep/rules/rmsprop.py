@@ -18,7 +18,7 @@ from .protocol import at_least, rule
     },
     options={"capturable": False, "foreach": None, "differentiable": False},
     keyword_only=("maximize",),
-    by_position=("capturable", "foreach", "maximize", "differentiable"),
+    positional=("capturable", "foreach", "maximize", "differentiable"),
 )
 def rmsprop(
     param: Any,

@@ -1,4 +1,4 @@
-"""Library passes: work on whole matrices between tile passes, and the scratch arrays through which they meet."""
+"""Matrix passes: work on whole matrices between tile passes, and the scratch arrays through which they meet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Condition = tuple[Value, bool]
 
 
 @dataclass
-class LibraryPass:
+class MatrixPass:
     """Work on whole matrices after a tile pass, done for all tensors of a shape at once.
 
     Args:
@@ -34,7 +34,7 @@ class LibraryPass:
 
 
 @dataclass
-class Library:
+class MatrixProgram:
     """All matrix work of a program.
 
     Args:
@@ -42,7 +42,7 @@ class Library:
         scratch: every scratch array, of the parameter's shape, and its type; None for the type computed in.
     """
 
-    passes: list[LibraryPass | None] = field(default_factory=list)
+    passes: list[MatrixPass | None] = field(default_factory=list)
     scratch: dict[str, torch.dtype | None] = field(default_factory=dict)
 
     def numbers(self) -> list[Value]:
@@ -60,13 +60,13 @@ def stage_of(value: Value, stages: dict[int, int]) -> int:
     return max(stages[id(arg)] + (not is_matrix_work(arg)) for arg in value.args)
 
 
-def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> Library:
+def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> MatrixProgram:
     """Put matrix work between the tile passes, which write its operands and read its results."""
     work = [value for value in graph.values() if is_matrix_work(value)]
     _check(graph, work)
     if not work:
-        return Library()
-    library = Library([None] * len(tiles))
+        return MatrixProgram()
+    library = MatrixProgram([None] * len(tiles))
     results = [value for value in work if value.level is Level.ELEMENT]
     handed_over = {id(arg) for node in graph.values() if not is_matrix_work(node) for arg in node.args}
     handed_over |= {id(value) for value in graph.outputs.values()}
@@ -80,10 +80,10 @@ def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> Lib
         inside = _needed(roots, index, stages)
         if not inside:
             continue
-        here = library.passes[index] = LibraryPass([value for value in work if id(value) in inside])
-        here.needed = {key: found for key in inside if (found := conditions[key]) is not None}
-        here.states = states if index == final else {}
-        for value in here.values:
+        matrix_pass = library.passes[index] = MatrixPass([value for value in work if id(value) in inside])
+        matrix_pass.needed = {key: found for key in inside if (found := conditions[key]) is not None}
+        matrix_pass.states = states if index == final else {}
+        for value in matrix_pass.values:
             for arg in _matrices(value):
                 if is_matrix_work(arg) and id(arg) not in inside:
                     handed_over.add(id(arg))
@@ -95,17 +95,21 @@ def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> Lib
     return library
 
 
-def _take_in(library: Library, index: int, tile: TilePass, value: Value, arg: Value) -> None:
+def _take_in(library: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
     """Let a tile pass write an operand of matrix work; where two take it in different types, in the one computed in."""
-    known = [here.inputs[id(arg)] for here in library.passes[: index + 1] if here and id(arg) in here.inputs]
+    known = [
+        matrix_pass.inputs[id(arg)]
+        for matrix_pass in library.passes[: index + 1]
+        if matrix_pass and id(arg) in matrix_pass.inputs
+    ]
     name = known[0] if known else _scratch(library, value)
     if not known:
         tile.stores[name] = arg
     elif library.scratch[name] is not _dtype(value):
         library.scratch[name] = None
-    here = library.passes[index]
-    assert here is not None
-    here.inputs[id(arg)] = name
+    matrix_pass = library.passes[index]
+    assert matrix_pass is not None
+    matrix_pass.inputs[id(arg)] = name
 
 
 def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
@@ -145,11 +149,11 @@ def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[i
     return inside
 
 
-def _hand_over(library: Library, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
+def _hand_over(library: MatrixProgram, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
     """Let a result of matrix work be read by later passes."""
-    here = library.passes[stage - 1]
-    assert here is not None
-    name = here.outputs[id(value)] = _scratch(library, value)
+    matrix_pass = library.passes[stage - 1]
+    assert matrix_pass is not None
+    name = matrix_pass.outputs[id(value)] = _scratch(library, value)
     for index in range(stage, len(tiles)):
         tiles[index].loads[id(value)] = name
         following = library.passes[index]
@@ -157,7 +161,7 @@ def _hand_over(library: Library, value: Value, stage: int, tiles: Sequence[TileP
             following.inputs[id(value)] = name
 
 
-def _scratch(library: Library, value: Value) -> str:
+def _scratch(library: MatrixProgram, value: Value) -> str:
     """A new scratch array, of the type that this matrix work takes and gives."""
     name = f"scratch_{len(library.scratch)}"
     library.scratch[name] = _dtype(value)
