@@ -37,7 +37,8 @@ from tilestep.bench.workloads import gpu_workloads, make_parameters
 from tilestep.offloading.host_update import HostState
 from tilestep.offloading.lanes import Lane
 from tilestep.offloading.memory import HostMemory, available
-from tilestep.offloading.optimizer import OffloadedOptimizer, move_state
+from tilestep.offloading.offloaded import OffloadedOptimizer
+from tilestep.offloading.optimizer import move_state
 from tilestep.offloading.plan import plan_for
 from tilestep.offloading.streaming import StreamedState
 

@@ -90,7 +90,7 @@ def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> d
     model, optimizer = trained.model, trained.optimizer
     elements = sum(param.numel() for param in model.parameters())
     held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-    buckets = optimizer._sharding.buckets
+    buckets = optimizer.schedule.sharding.buckets
     flat = sum(bucket.layout.numel * (bucket.dtype.itemsize + bucket.grad_dtype.itemsize) for bucket in buckets)
     bench.backward(trained, 1)
     bench.forget_peak()
@@ -115,7 +115,7 @@ def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> d
 
 def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
     """What a step does, each alone and again and again; the update in turns with a copy."""
-    sharding = trained.optimizer._sharding
+    sharding = trained.optimizer.schedule.sharding
     bench.backward(trained, 1)
     sharding.ready()
     inner, count = sharding.inner, 3 if bench.quick else 20
@@ -194,7 +194,7 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
             optimizer.step()
 
         looked_up = bench.host(partial(list, model.params), trained, 15)
-        buckets = len(optimizer._sharding.buckets)
+        buckets = len(optimizer.schedule.sharding.buckets)
         found[str(count)] = {
             "step": step,
             "looking parameters up after it": looked_up,

@@ -236,7 +236,7 @@ def test_auto_decides_by_what_it_measures() -> None:
     report = optimizer.offload_report()
     assert report.gpu_seconds is not None and report.cpu_seconds is not None
     assert report.where == ("gpu" if report.gpu_seconds <= report.cpu_seconds else "cpu")
-    assert isinstance(optimizer._home, StreamedState if report.where == "gpu" else HostState)
+    assert isinstance(optimizer.memory, StreamedState if report.where == "gpu" else HostState)
     params[0].grad = torch.ones_like(params[0])
     optimizer.step()
     assert float(params[0].detach().abs().sum()) > 0

@@ -94,7 +94,9 @@ def nothing_is_read_before_it_has_arrived() -> None:
     options: list[dict[str, Any]] = [{}, {"grad_buffer": "bucket"}, {"param_sync_dtype": torch.uint8}]
     for each in options:
         pair = Pair(Elementwise(), plain, bucket_cap_mb=TINY, **each)
-        assert all(sums.comes_averaged for sums in pair.optimizer._sharding.gradients.sums), "2 or 4 ranks over NCCL"
+        assert all(sums.comes_averaged for sums in pair.optimizer.schedule.sharding.gradients.sums), (
+            "2 or 4 ranks over NCCL"
+        )
         with delays():
             for _ in range(20):
                 train(pair, [loss_of(inputs(5, 7)), loss_of(inputs(5, 7))])
@@ -186,7 +188,7 @@ def buckets_are_gathered_in_few_calls() -> None:
                 train(pair, [loss_of(inputs(5, 7))])
     finally:
         Ranks.all_gather = before  # type: ignore[method-assign]
-    assert sum(calls) == len(pair.optimizer._sharding.buckets) and len(calls) < sum(calls) / 2
+    assert sum(calls) == len(pair.optimizer.schedule.sharding.buckets) and len(calls) < sum(calls) / 2
     pair.compare()
 
 

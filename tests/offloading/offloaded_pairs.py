@@ -12,7 +12,8 @@ import torch
 
 import tilestep
 from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import OffloadedOptimizer, move_state
+from tilestep.offloading.offloaded import OffloadedOptimizer
+from tilestep.offloading.optimizer import move_state
 from tilestep.offloading.streaming import StreamedState
 
 Homes = Callable[[tilestep.Optimizer], OffloadedOptimizer]

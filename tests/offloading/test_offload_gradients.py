@@ -158,7 +158,7 @@ def test_parameters_thaw_and_groups_are_added(kept: Kept) -> None:
 def test_hooks_end_with_the_optimizer(kept: Kept) -> None:
     net = model()
     optimizer = kept(tilestep.AdamW(net.parameters()))
-    gone = weakref.ref(optimizer._home)
+    gone = weakref.ref(optimizer.memory)
     del optimizer
     gc.collect()
     assert gone() is None

@@ -88,7 +88,7 @@ class LateLane:
 
 def run_late(optimizer: Any, device: Device) -> None:
     """Let an offloaded optimizer's copies and tile passes run on such a device."""
-    home = optimizer._home
+    home = optimizer.memory
     assert isinstance(home, StreamedState)
     for name, lane in device.lanes.items():
         setattr(home.lanes, name, lane)

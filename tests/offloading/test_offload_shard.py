@@ -35,7 +35,7 @@ def pieces_are_updated_as_without() -> None:
     pair = Pair(Elementwise(size=50), adamw, bucket_cap_mb=TINY)
     optimizer = offloaded(pair)
     assert isinstance(optimizer, tilestep.ShardedOptimizer) and isinstance(optimizer, tilestep.OffloadedOptimizer)
-    assert isinstance(optimizer._sharding.inner._home, StreamedState)
+    assert isinstance(optimizer.schedule.sharding.inner.memory, StreamedState)
     for _ in range(4):
         train(pair, [loss_of(inputs(5, 50)), loss_of(inputs(5, 50))])
         pair.compare()
@@ -63,7 +63,7 @@ def checkpoints_come_and_go() -> None:
     train(pair, [loss_of(inputs(5, 50))])
     optimizer.load_state_dict(saved)
     pair.twin_optimizer.load_state_dict(saved)
-    home = optimizer._home
+    home = optimizer.memory
     for state in optimizer.state.values():
         assert all(home.keeps(value, value) for name, value in state.items() if name != "step")
     pair.compare_states()

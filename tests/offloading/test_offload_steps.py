@@ -15,7 +15,8 @@ from offloaded_pairs import HOMES, MATRICES, SHAPES, TILE, Homes, Pair, on_host,
 
 import tilestep
 from tilestep.offloading.chunks import cut_chunks
-from tilestep.offloading.streaming import StreamedState, moved_arrays
+from tilestep.offloading.plan import moved_arrays
+from tilestep.offloading.streaming import StreamedState
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"amsgrad": True},
@@ -103,7 +104,7 @@ def test_any_layout_follows_float64(layout: str, home: Homes) -> None:
 
 def test_tiny_chunks_cut_tensors() -> None:
     pair = Pair(tilestep.AdamW, streamed())
-    [update] = pair.optimizer._home.updates
+    [update] = pair.optimizer.memory.updates
     [segment] = pair.optimizer._tables.engines[0].segments
     assert len(update.chunks) == segment.tiles.count > len(SHAPES)
     assert sum(len(chunk.tiles) for chunk in update.chunks) == segment.tiles.count
@@ -113,7 +114,7 @@ def test_chunks_keep_to_their_size_and_copy_long_runs() -> None:
     """What a chunk has of an array is one copy: buffers of one name lie one behind the other."""
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(64, 300)] * 40]
     optimizer = streamed(1 << 20)(tilestep.AdamW(params))
-    [update] = optimizer._home.updates
+    [update] = optimizer.memory.updates
     assert len(update.chunks) > 3
     for chunk in update.chunks:
         assert chunk.size <= (1 << 20) + 2 * 256
@@ -125,7 +126,7 @@ def test_chunks_keep_to_their_size_and_copy_long_runs() -> None:
 def test_only_what_a_pass_touches_is_moved() -> None:
     """LAMB's second pass reads the moments and writes none of them."""
     pair = Pair(tilestep.LAMB, streamed())
-    [update] = pair.optimizer._home.updates
+    [update] = pair.optimizer.memory.updates
     moments = ("exp_avg", "exp_avg_sq")
     assert update._traffic == [(moments, moments), (moments, ())]
 
@@ -140,7 +141,7 @@ def test_parameters_that_kernels_walk_by_coordinates_stay_whole() -> None:
 
 def test_state_of_one_buffer_size_is_on_the_device_at_a_time() -> None:
     optimizer = streamed(1 << 20, 2)(tilestep.AdamW([torch.nn.Parameter(torch.zeros(3_000_000))]))
-    home = optimizer._home
+    home = optimizer.memory
     assert isinstance(home, StreamedState)
     assert home.device_bytes <= 2 * (1 << 20) + 2048
     assert home.host_bytes >= 2 * 4 * 3_000_000

@@ -129,7 +129,7 @@ def test_torch_s_checkpoints_go_both_ways(home: Homes) -> None:
 def test_a_loaded_state_stays_on_the_host(home: Homes) -> None:
     pair = Pair(clipped, home)
     pair.step()
-    owner = pair.optimizer._home
+    owner = pair.optimizer.memory
     taken, handed_out = owner.memory.taken, pair.optimizer.state_dict()
     before = copy.deepcopy(handed_out)
     pair.optimizer.load_state_dict(copy.deepcopy(handed_out))
@@ -141,7 +141,7 @@ def test_a_loaded_state_stays_on_the_host(home: Homes) -> None:
         assert torch.equal(handed_out["state"][place]["exp_avg"], before["state"][place]["exp_avg"])
     del handed_out
     assert owner.memory.taken == taken
-    assert pair.optimizer._home is owner
+    assert pair.optimizer.memory is owner
     pair.step()
     pair.compare()
 
@@ -267,7 +267,7 @@ def test_segments_of_several_kinds_share_the_buffers() -> None:
 def test_the_step_does_not_wait_for_the_state_and_readers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(clipped, streamed())
     waits: list[str] = []
-    monkeypatch.setattr(pair.optimizer._home, "wait", lambda: waits.append("waited"))
+    monkeypatch.setattr(pair.optimizer.memory, "wait", lambda: waits.append("waited"))
     pair.step(3)
     assert not waits
     pair.optimizer.state_dict()
@@ -280,7 +280,7 @@ def test_the_step_does_not_wait_for_the_state_and_readers_do(monkeypatch: pytest
 def test_the_host_waits_for_the_gradients_of_a_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk: the first update runs while later gradients are on their way."""
     pair = Pair(lambda params: tilestep.AdamW(params), on_host())
-    arrivals = pair.optimizer._home.arrivals
+    arrivals = pair.optimizer.memory.arrivals
     waited: list[int] = []
     before = arrivals.wait
 

@@ -85,7 +85,7 @@ def fully_sharded() -> None:
 
 def fully_sharded_updates_module_by_module() -> None:
     pair = Pair(adamw, "backward", fsdp)
-    names = [group.name for group in pair.optimizer._grouping.groups]
+    names = [group.name for group in pair.optimizer.schedule.grouping.groups]
     assert names == ["the root module", "module blocks.2", "module blocks.1", "module blocks.0"], names
     seen: list[Any] = []
     pair.overlapped.blocks[1].up.weight.register_post_accumulate_grad_hook(  # type: ignore[index, union-attr]
@@ -108,7 +108,7 @@ def fully_sharded_updates_before_gathering() -> None:
     waiting: list[set[str]] = []
 
     def look(*_: Any) -> None:
-        waiting.append({update.group.name for update in pair.optimizer._pending._updates.values()})
+        waiting.append({update.group.name for update in pair.optimizer.schedule.pending._updates.values()})
 
     for block in pair.overlapped.blocks:  # type: ignore[union-attr]
         block.register_forward_hook(look)
@@ -305,7 +305,7 @@ class RanksTime:
 
     def mark(self) -> float:
         beside = 9.0 if dist.get_rank() == 0 else 30.0
-        self._now += beside if self._optimizer()._during == "forward" else 10.0
+        self._now += beside if self._optimizer().schedule.during == "forward" else 10.0
         return self._now
 
     def between(self, earlier: float, later: float) -> float:
@@ -314,7 +314,7 @@ class RanksTime:
 
 def ranks_choose_alike() -> None:
     """The slowest rank counts; while they try, and after, numbers are the serial ones."""
-    from tilestep.overlapping import optimizer as module
+    from tilestep.overlapping import schedule as module
 
     for build in (ddp, fsdp):
         pairs: list[Pair] = []
@@ -327,7 +327,7 @@ def ranks_choose_alike() -> None:
         (pair,) = pairs
         tried = set()
         for step in range(30):
-            tried.add(pair.optimizer._during)
+            tried.add(pair.optimizer.schedule.during)
             pair.step(step)
         report = pair.optimizer.overlap_report()
         assert tried == {"serial", "forward"}

@@ -202,7 +202,7 @@ def test_norms_are_summed_in_backward(changes: bool, monkeypatch: pytest.MonkeyP
                 with torch.no_grad():
                     model.first.weight.grad.mul_(3.0)
             optimizer.step()
-        groups = len(twins.optimizer._grouping.groups)
+        groups = len(twins.optimizer.schedule.grouping.groups)
         # The group of the layer without gradients is never complete; one that has changed is summed twice.
         assert in_backward == groups - 1 and len(summed) == groups + changes
         summed.clear()

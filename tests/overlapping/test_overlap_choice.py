@@ -10,7 +10,7 @@ import torch
 from overlapped_models import TINY, Twins, adamw, clipped, loss_of, small
 
 import tilestep
-from tilestep.overlapping import optimizer as module
+from tilestep.overlapping import schedule as module
 from tilestep.overlapping.choice import Trial
 
 
@@ -67,16 +67,16 @@ def test_trying_changes_no_number(faster: str, make: Any, monkeypatch: pytest.Mo
     twins: list[Twins] = []
 
     def iteration() -> float:
-        return 9.0 if twins[0].optimizer._during == faster else 10.0
+        return 9.0 if twins[0].optimizer.schedule.during == faster else 10.0
 
     monkeypatch.setattr(module, "device_clock", lambda _: Time(iteration))
     twins.append(Twins(make, "auto"))
     (pair,) = twins
     tried = {}
     for step in range(35):
-        during = pair.optimizer._during
+        during = pair.optimizer.schedule.during
         pair.step(step)
-        if pair.optimizer._during == during:
+        if pair.optimizer.schedule.during == during:
             tried[during] = len(pair.optimizer._tables.engines)
         if step in (5, 30):
             pair.compare()
@@ -85,7 +85,7 @@ def test_trying_changes_no_number(faster: str, make: Any, monkeypatch: pytest.Mo
     # A step at once is the optimizer's own: one engine, and no more launches than without overlap().
     assert tried["serial"] == 1 and tried["forward"] > 3
     report = pair.optimizer.overlap_report()
-    assert report.during == faster == pair.optimizer._during
+    assert report.during == faster == pair.optimizer.schedule.during
     assert "as measured" in str(report)
 
 

@@ -56,7 +56,7 @@ def two_groups_unclipped(params: Any) -> tilestep.Optimizer:
 )
 def test_a_hundred_steps_are_the_serial_ones(during: str, make: Make) -> None:
     twins = Twins(make, during)
-    groups = len(twins.optimizer._grouping.groups)
+    groups = len(twins.optimizer.schedule.grouping.groups)
     assert groups == 1 if make is prodigy else groups > 4
     for step in range(100):
         twins.step(step)
@@ -311,7 +311,7 @@ def test_an_exception_in_backward(during: str, make: Make) -> None:
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     eager = during == "backward" and make is adamw
     assert bool(applied) is eager
-    groups = [group for group in twins.optimizer._grouping.groups if group.name in applied]
+    groups = [group for group in twins.optimizer.schedule.grouping.groups if group.name in applied]
     assert changed == {name for group in groups for name in _names(twins, group)}
     if eager:
         with pytest.raises(RuntimeError, match=f"broken off when it had updated {applied[0]}.*zero_grad"):

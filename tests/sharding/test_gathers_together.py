@@ -58,7 +58,7 @@ def waves_grow_and_arrive() -> None:
     with together() as sizes:
         for options in ({}, {"param_sync_dtype": torch.uint8}):
             pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY, **options)
-            buckets = len(pair.optimizer._sharding.buckets)
+            buckets = len(pair.optimizer.schedule.sharding.buckets)
             for _ in range(3):
                 sizes.clear()
                 data = inputs(5, 7)
@@ -72,7 +72,7 @@ def buckets_that_are_converted_travel_alone() -> None:
         pair = Pair(Elementwise(), sgd, bucket_cap_mb=TINY, param_sync_dtype=torch.float16)
         data = inputs(5, 7)
         train(pair, [lambda model, data=data: (model(data) * data).sum()])
-        assert set(sizes) == {1} and len(sizes) == len(pair.optimizer._sharding.buckets)
+        assert set(sizes) == {1} and len(sizes) == len(pair.optimizer.schedule.sharding.buckets)
 
 
 def frozen_buckets_stay_at_home() -> None:
@@ -109,7 +109,7 @@ def what_arrives_in_order_is_not_waited_for_again() -> None:
                 data = inputs(5, 7)
                 train(pair, [lambda model, data=data: (model(data) * data).sum()] * 2)
                 pair.compare()
-                assert not pair.optimizer._sharding.parameters.is_pending
+                assert not pair.optimizer.schedule.sharding.parameters.is_pending
 
 
 CHECKS = [
@@ -196,7 +196,7 @@ def test_a_wave_that_is_updated_no_more_is_not_the_last_to_wait_for() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
-        sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY)._sharding.parameters
+        sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY).schedule.sharding.parameters
         channel: Any = LateChannel()
         sync._channel = channel
         for wave in sync._waves:

@@ -60,7 +60,7 @@ def split_over_two_and_copied_over_two() -> None:
             pair = Pair(Elementwise(), plain, two_groups, mesh=mesh, bucket_cap_mb=TINY, **options)
             linear_losses(pair)
             pair.compare_states()
-        assert pair.optimizer._sharding.ranks.size == 2 and pair.optimizer._sharding.ranks.copies == 2
+        assert pair.optimizer.schedule.sharding.ranks.size == 2 and pair.optimizer.schedule.sharding.ranks.copies == 2
         numel = sum(piece.numel() for state in pair.optimizer.state.values() for piece in [state["exp_avg"]])
         total = torch.tensor(float(numel))
         dist.all_reduce(total)

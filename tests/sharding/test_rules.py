@@ -32,7 +32,7 @@ class Matrices(nn.Module):
 
 def is_exact(optimizer: tilestep.ShardedOptimizer) -> bool:
     """Whether no reduction is made of sums over several ranks."""
-    engines = optimizer._sharding.inner._current()
+    engines = optimizer.schedule.sharding.inner._current()
     return not any(segment.spec.program.reductions for engine in engines for segment in engine.segments)
 
 
@@ -60,8 +60,8 @@ def rule_check(name: str) -> Callable[[], None]:
             pair.compare(**({} if is_exact(pair.optimizer) else {"rtol": 1e-6, "atol": 1e-7}))
         if is_exact(pair.optimizer):
             pair.compare_states()
-        sections = {bucket.layout.section for bucket in pair.optimizer._sharding.buckets if bucket.layout.whole}
-        used = {member.piece is not None for member in pair.optimizer._sharding.members if member.is_whole}
+        sections = {bucket.layout.section for bucket in pair.optimizer.schedule.sharding.buckets if bucket.layout.whole}
+        used = {member.piece is not None for member in pair.optimizer.schedule.sharding.members if member.is_whole}
         assert not sections or len(used) == 2, "one rank has all of the whole tensors"
 
     check.__name__ = name

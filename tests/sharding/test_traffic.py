@@ -214,7 +214,7 @@ def compiled_models() -> None:
         pair.twin(data).square().sum().backward()
         pair.step()
         pair.compare()
-    assert pair.optimizer._sharding.parameters.compiled
+    assert pair.optimizer.schedule.sharding.parameters.compiled
     other = nn.Linear(2, 2)
     assert isinstance(tilestep.shard(sgd(other.parameters()), torch.compile(other)), tilestep.ShardedOptimizer)
 

@@ -61,7 +61,7 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
     reason = refusal("capture", optimizer.attached)
     if reason:
         raise CaptureError(reason)
-    with optimizer._for_graph(alone=work is None) as updating:
+    with optimizer.schedule.for_graph(optimizer, alone=work is None) as updating:
         return _captured(optimizer, updating, work)
 
 
@@ -141,11 +141,11 @@ class CapturedStep:
             ValueError: for a hyperparameter that is NaN.
         """
         optimizer = self._known_optimizer()
-        if optimizer._evaluating:
+        if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before replay()")
         if self._is_alone:
             _require_unscaled(optimizer)
-        with optimizer._for_graph(alone=self._is_alone, replays=True) as updating:
+        with optimizer.schedule.for_graph(optimizer, alone=self._is_alone, replays=True) as updating:
             tables = self._current()
             try:
                 tables.engines[0].push_hypers()
@@ -154,7 +154,7 @@ class CapturedStep:
             with marked(REPLAY) if self._is_alone else nullcontext():
                 tables.begin_states(updating, all_of_them=True)
                 if not self._choices.suffices():
-                    optimizer._step()
+                    optimizer.schedule.step(optimizer.update)
                     return self.output
                 if tables.masters:
                     tables.follow_parameters()

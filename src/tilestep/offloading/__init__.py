@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .optimizer import OffloadedOptimizer, offload
+from .offloaded import OffloadedOptimizer
+from .optimizer import offload
 from .plan import OffloadReport
 
 __all__ = ["OffloadReport", "OffloadedOptimizer", "offload"]

@@ -17,7 +17,6 @@ from ..engine.gradients import copy_to
 from ..engine.segment import Segment
 from ..engine.windows import Window
 from ..errors import OffloadError
-from ..optimizer.homes import StateHome
 from ..optimizer.overlap import check_not_shared
 from ..optimizer.parameters import check_parameter
 from .chunks import sizes_of_chunks
@@ -25,12 +24,13 @@ from .kept import KeptGradients
 from .lanes import Lane
 from .memory import HostMemory
 from .mirrors import Arrivals, Mirror, Mirrors, check_unchanged
+from .offloaded import OffloadedState
 from .placing import check_device, part_of
 
 __all__ = ["HostState", "HostUpdate"]
 
 
-class HostState(StateHome):
+class HostState(OffloadedState):
     """State on the host, updated there; the host waits for each chunk's gradients before it updates it.
 
     Args:
@@ -156,9 +156,6 @@ class HostState(StateHome):
     def host_bytes(self) -> int:
         """Host memory taken for state, and for copies of parameters and gradients."""
         return self.memory.taken + self.mirror_memory.taken
-
-    device_bytes = 0
-    """Buffers on the device: none."""
 
     def wait(self) -> None:
         """Have parameters arrive on the device; the state is on the host already."""

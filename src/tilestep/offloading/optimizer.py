@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,122 +12,20 @@ from ..codegen.compile_triton import available as triton_is_there
 from ..combinations import kind_of, refusal, wrappers_around
 from ..errors import OffloadError
 from ..optimizer import Optimizer
+from ..optimizer.attached import resolve_optimizer
 from ..optimizer.checkpoint import unchanged_on_error
-from ..optimizer.extended import extended_class
-from ..optimizer.homes import StateHome
-from ..optimizer.making import made_for
 from ..optimizer.parameters import labelled
-from ..sharding import ShardedOptimizer
 from .bandwidth import measure_bandwidths
 from .host_update import HostState
-from .kept import KeptGradients
+from .offloaded import InPlace, OffloadedOptimizer, OffloadedState
 from .placing import check_device, part_of
-from .plan import OffloadReport, plan_for
+from .plan import plan_for
 from .streaming import StreamedState
 
 __all__ = ["OffloadedOptimizer", "offload"]
 
 _MIB = 1 << 20
 _PLACES = ("auto", "gpu", "cpu")
-
-
-class OffloadedOptimizer(Optimizer):
-    """An optimizer whose state lives in host memory; made by `tilestep.offload`.
-
-    It is used as before. A tensor of `state` that was taken out before a step and is read after it needs a `wait()`.
-    """
-
-    _had_gradients = False
-    _choice: tuple[str, str]
-
-    @property
-    def state(self) -> Any:
-        """As torch's; whoever looks at it waits until the last step's values have arrived."""
-        self._home.wait()
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.__dict__["state"] = value
-
-    def _step(self) -> None:
-        kept = self._kept
-        self._had_gradients = kept is not None and (kept.is_there or bool(self._with_gradients()))
-        super()._step()
-
-    def _with_gradients(self) -> list[torch.Tensor]:
-        """The parameters that have a gradient beside them."""
-        return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-
-    @property
-    def _kept(self) -> KeptGradients | None:
-        home: Any = self._home
-        return home.kept if home.keeps_gradients else None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; with `gradients=True` the gradients on the host are dropped too.
-
-        Args:
-            set_to_none: as torch's.
-        """
-        self._home.drop_gradients()
-        super().zero_grad(set_to_none)
-
-    def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
-        """For a scaler, after a step that checked for overflows: device and float32 scalar there, 1 for an overflow."""
-        if not self._had_gradients:
-            return super().overflow_flags()
-        engines = self._current()
-        return {engines[0].device: engines[0].overflow}
-
-    def _unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._kept is None:
-            return super()._unscale_with(unscale, *args, **kwargs)
-        with self._kept.as_parameters() as there:
-            beside = self._with_gradients()
-            here = [*there, *(param for param in beside if param.device.type == "cpu")]
-            elsewhere = [param for param in beside if param.device.type != "cpu"]
-            # What torch copies to the host by itself it reads before it has arrived.
-            arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if here else []
-            found = unscale(_grouped(here), *arrived, **kwargs) if here else {}
-            return {**found, **unscale(_grouped(elsewhere), *args, **kwargs)} if elsewhere or not here else found
-
-    def wait(self) -> None:
-        """Have the state's tensors hold what the last step gave them; of a sharded optimizer also the parameters."""
-        self._home.wait()
-        if isinstance(self, ShardedOptimizer):
-            super().wait()  # type: ignore[misc]
-
-    def offload_report(self) -> OffloadReport:
-        """Where the state is, where updates run and why, with the machine's measured bandwidths and predicted times.
-
-        The first report on a machine measures, unless `where="auto"` has done it: the host waits for that.
-
-        Example:
-            >>> import torch, tilestep
-            >>> weight = torch.nn.Parameter(torch.zeros(1000))
-            >>> optimizer = tilestep.offload(tilestep.AdamW([weight]))
-            >>> report = optimizer.offload_report()
-            >>> report.where, report.plan.state
-            ('here', 8000)
-        """
-        where, reason = self._choice
-        plan = plan_for(_owner(self))
-        home: Any = self._home
-        if where == "here":
-            return OffloadReport(where, reason, plan, host_bytes=plan.state)
-        known = measure_bandwidths(home.device)
-        taken, buffers, kept = home.host_bytes, home.device_bytes, home.keeps_gradients
-        gpu, cpu = plan.on_device(known, kept), plan.on_host(known, kept)
-        return OffloadReport(where, reason, plan, taken, buffers, known, gpu, cpu)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("an offloaded optimizer cannot be copied or pickled: save its state_dict()")
-
-
-def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:
-    """What a scaler sees of an optimizer."""
-    return SimpleNamespace(param_groups=[{"params": params}])
 
 
 def offload(
@@ -200,7 +97,7 @@ def offload(
 
 
 def _made(optimizer: Any) -> Optimizer:
-    optimizer = made_for("offload", optimizer)
+    optimizer = resolve_optimizer("offload", optimizer)
     _refuse("offload", optimizer)
     return optimizer
 
@@ -238,7 +135,7 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: b
         if where == "gpu":
             raise OffloadError("where='gpu', but the parameters are on the CPU: move the model to a GPU first")
         return "here", "the parameters are on the CPU, and so is the state"
-    if isinstance(optimizer, ShardedOptimizer):
+    if "shard" in optimizer.attached:
         if where == "cpu":
             _refuse("offload to the CPU", optimizer)
         where = "gpu"
@@ -258,64 +155,40 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: b
     return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
 
 
-def _home(where: str, device: torch.device, chunk: int, buffers: int, gradients: bool) -> StateHome:
+def _home(where: str, device: torch.device, chunk: int, buffers: int, gradients: bool) -> OffloadedState:
     if where == "here":
-        return StateHome()
+        return InPlace()
     if where == "gpu":
         return StreamedState(device, chunk, buffers, gradients)
     return HostState(device, chunk, gradients)
 
 
 @torch.no_grad()
-def move_state(optimizer: Optimizer, home: StateHome, where: str, reason: str) -> OffloadedOptimizer:
-    """Give an optimizer's state another home.
+def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason: str) -> OffloadedOptimizer:
+    """Give an optimizer's state another memory.
 
     Args:
-        optimizer: the optimizer; it becomes an `OffloadedOptimizer`.
-        home: the home.
+        optimizer: the optimizer; it stays of its class.
+        memory: where its state is going to be; of a sharded one that of this rank's pieces.
         where: what its reports say.
         reason: why there.
     """
-    if isinstance(optimizer, ShardedOptimizer):
-        return _move_pieces(optimizer, home, where, reason)
-    kind = type(optimizer)
-    try:
-        with unchanged_on_error(optimizer):
-            if optimizer._tables is not None:
-                optimizer._tables.follow_parameters()
-            optimizer._home = home
-            optimizer.__class__ = extended_class(OffloadedOptimizer, kind)
-            assert isinstance(optimizer, OffloadedOptimizer)
-            optimizer._choice = where, reason
-            optimizer._make_tables(ahead=True)
-    except BaseException:
-        optimizer.__class__ = kind
-        raise
-    optimizer.attached += _attached(home, where)
-    return optimizer
+    owner = optimizer.schedule.updating(optimizer)
+    with unchanged_on_error(owner):
+        owner.take_memory(memory)
+        memory.attach_to(owner, where, reason)
+    names = _attached(memory, where)
+    for each in {id(each): each for each in (owner, optimizer)}.values():
+        each.memory = memory
+        offers = {"offload_report": memory.offload_report}
+        each.attach(names, offers=offers if hasattr(each, "wait") else {**offers, "wait": memory.wait})
+    optimizer.schedule.states_replaced(optimizer)
+    return cast(OffloadedOptimizer, optimizer)
 
 
-def _attached(home: StateHome, where: str) -> tuple[str, ...]:
+def _attached(memory: OffloadedState, where: str) -> tuple[str, ...]:
     """What `combinations` calls it."""
     if where == "here":
         return ("offload in place",)
     to_host = ("offload to the CPU",) if where == "cpu" else ()
-    return ("offload", *to_host, *(("offload of gradients",) if home.keeps_gradients else ()))
-
-
-def _owner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state it is: of a sharded one, that of this rank's pieces."""
-    return optimizer._sharding.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-
-
-def _move_pieces(optimizer: ShardedOptimizer, home: StateHome, where: str, reason: str) -> OffloadedOptimizer:
-    """As `move_state`, for the pieces of a sharded optimizer."""
-    move_state(_owner(optimizer), home, where, reason)
-    optimizer._home = home
-    optimizer._show_states()
-    moved: Optimizer = optimizer
-    moved.__class__ = extended_class(OffloadedOptimizer, type(optimizer))
-    assert isinstance(moved, OffloadedOptimizer)
-    moved._choice = where, reason
-    moved.attached += _attached(home, where)
-    return moved
+    return ("offload", *to_host, *(("offload of gradients",) if memory.keeps_gradients else ()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..codegen.spec import KernelSpec
-from ..codegen.traffic import total_traffic
+from ..codegen.traffic import pass_traffic, total_traffic
 from ..engine import grad_dtype
 from ..optimizer import Optimizer
 from ..optimizer.parameters import labelled
@@ -15,9 +15,29 @@ from ..optimizer.specs import spec_of
 from .bandwidth import Bandwidths
 from .memory import gigabytes
 from .placing import part_of
-from .streaming import traffic_of
 
-__all__ = ["OffloadReport", "Plan", "plan_for"]
+__all__ = ["OffloadReport", "Plan", "moved_arrays", "plan_for", "traffic_of"]
+
+
+def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
+    """The arrays of a kernel that live on the host: its element states and the master, but no numbers of blocks."""
+    graph = spec.program.graph
+    buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
+    found = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.elements == 1]
+    masters = [array.name for array in spec.storages["param"].arrays("param") if array.name != "param"]
+    return (*masters, *found)
+
+
+def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which arrays that live on the host come in for a tile pass, and which go out after it.
+
+    What is written comes in as well: a tensor without gradient, and all of them in a skipped step, stay as they are.
+    """
+    moved = moved_arrays(spec)
+    traffic = pass_traffic(spec, index)
+    written = {array.name for array in traffic.writes}
+    touched = written | {array.name for array in traffic.reads}
+    return tuple(name for name in moved if name in touched), tuple(name for name in moved if name in written)
 
 
 @dataclass(frozen=True)

@@ -8,42 +8,21 @@ from collections.abc import Sequence
 import torch
 
 from ..codegen.spec import KernelSpec
-from ..codegen.traffic import pass_traffic
 from ..engine import DeviceEngine, Entry
 from ..engine.segment import Segment
-from ..optimizer.homes import StateHome
 from .chunks import Chunk, cut_chunks, staged_view
 from .kept import KeptGradients
 from .lanes import Buffer, Lanes
 from .memory import HostMemory
 from .mirrors import Arrivals, Mirror, Mirrors, check_unchanged
+from .offloaded import OffloadedState
 from .placing import check_device
+from .plan import moved_arrays, traffic_of
 
-__all__ = ["StreamedState", "StreamedUpdate", "moved_arrays", "traffic_of"]
-
-
-def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
-    """The arrays of a kernel that live on the host: its element states and the master, but no numbers of blocks."""
-    graph = spec.program.graph
-    buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
-    found = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.elements == 1]
-    masters = [array.name for array in spec.storages["param"].arrays("param") if array.name != "param"]
-    return (*masters, *found)
+__all__ = ["StreamedState", "StreamedUpdate"]
 
 
-def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which arrays that live on the host come in for a tile pass, and which go out after it.
-
-    What is written comes in as well: a tensor without gradient, and all of them in a skipped step, stay as they are.
-    """
-    moved = moved_arrays(spec)
-    traffic = pass_traffic(spec, index)
-    written = {array.name for array in traffic.writes}
-    touched = written | {array.name for array in traffic.reads}
-    return tuple(name for name in moved if name in touched), tuple(name for name in moved if name in written)
-
-
-class StreamedState(StateHome):
+class StreamedState(OffloadedState):
     """State in page-locked host memory, streamed through buffers on the device at each update.
 
     Args:

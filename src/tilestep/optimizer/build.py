@@ -32,7 +32,6 @@ from ..placements import (
 from ..placements.local import local_part
 from ..rules import Rule
 from ..storage import entries_of, scale_names
-from .homes import StateHome
 from .hyperparameters import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
@@ -95,7 +94,7 @@ class _Plans:
         self, label: str, group_index: int, group: dict[str, Any], param: torch.Tensor, part: torch.Tensor
     ) -> tuple[Graph, KernelSpec]:
         """The graph and the kernels of a parameter, of which a part is here."""
-        whole = self._optimizer._whole_of(param)
+        whole = self._optimizer.placement.wholes.get(param)
         like = param if whole is None else whole
         shape = real_shape(like)
         kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
@@ -132,12 +131,12 @@ def check_params(optimizer: Optimizer) -> None:
     """
     plans, by_device = _Plans(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
-    at_home = type(optimizer._home) is StateHome
+    at_home = optimizer.memory.is_beside
     for label, group_index, group, param in listed_once(optimizer):
         if not _begins(param, optimizer.state):
             continue
         if not at_home:
-            optimizer._home.check(label, param)
+            optimizer.memory.check(label, param)
         part = _checked(optimizer, label, param)
         part = as_real(part) if part.is_complex() else part
         if "master_weights" in group:
@@ -171,8 +170,8 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
     state = _watched(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     _forget_replaced(state, params)
-    home = optimizer._home
-    together = optimizer._begins_together or type(home) is not StateHome
+    home = optimizer.memory
+    together = optimizer.schedule.begins_together or not home.is_beside
     home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state)])
     later: Later = {}
     planned, dormant = _plan(optimizer, later)
@@ -271,7 +270,7 @@ def _planned(
 ) -> _Planned:
     """A parameter with its kernels and state; `known` and `live` are those of `initial_state`."""
     label, group_index, group, param = labelled_param
-    home, rule = optimizer._home, optimizer.rule_of(group)
+    home, rule = optimizer.memory, optimizer.rule_of(group)
     whole = _checked(optimizer, label, param)
     part = home.part(param, as_real(whole))
     check_master(label, part.dtype, group)
@@ -327,7 +326,7 @@ def loaded_states(
     """
     plans, later = _Plans(optimizer), Later()
     every = listed_once(optimizer)
-    optimizer._home.begin([(label, p) for label, _, _, p in every if p in saved or _begins(p, optimizer.state)])
+    optimizer.memory.begin([(label, p) for label, _, _, p in every if p in saved or _begins(p, optimizer.state)])
     chosen = [one for one in every if saved and (one[3] in saved or _begins(one[3], {})) and not one[3].is_meta]
     planned = [
         _planned(optimizer, plans, one, saved.get(one[3], {}), later, optimizer.state.get(one[3], {})) for one in chosen
@@ -341,7 +340,7 @@ def loaded_states(
                     f"the checkpoint has no state {name!r} for {one.label}: it is of another optimizer, or of other "
                     "hyperparameters"
                 )
-    begin_missing(later, optimizer._home)
+    begin_missing(later, optimizer.memory)
     return {one.param: _distributed(one.state, one.param, one.graph) for one in planned}
 
 
@@ -354,7 +353,7 @@ def _engines(
     for one in planned:
         entry = _entry(optimizer, one)
         entry.share = 1.0 if agreement is None else agreement.share(one.param)
-        optimizer._home.arrange(one.spec, entry)
+        optimizer.memory.arrange(one.spec, entry)
         members[id(entry)] = one.param
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)
     for by_spec in parts.values():
@@ -374,14 +373,14 @@ def _engines(
 
 def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     """What an engine is told of a parameter."""
-    part = optimizer._home.part(one.param, as_real(local_part(one.param)))
+    part = optimizer.memory.part(one.param, as_real(local_part(one.param)))
     scratch = one.spec.program.library.scratch
     own = [array.name for array in one.spec.arrays if array.name not in scratch]
     arrays = {name: part if name == "param" else one.state[name] for name in own}
     scalars = {name: one.state[name] for name in ("step", *one.graph.scalar_states)}
     # The view of a complex parameter is all of it, and counts its versions.
     is_view = one.param.is_complex() and not is_distributed(one.param)
-    whole = optimizer._whole_of(one.param) if part is one.param or is_view else one.param
+    whole = optimizer.placement.wholes.get(one.param) if part is one.param or is_view else one.param
     entry = Entry(one.label, part, arrays, scalars, one.group_index, whole)
     entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
     entry.exchange = one.exchange

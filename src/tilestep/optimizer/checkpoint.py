@@ -17,7 +17,6 @@ from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
 from ..storage import Storage, kept_in_blocks, scale_names, shape_of_entries
 from .build import loaded_states
-from .homes import StateHome
 from .hyperparameters import about_group, check_group, without_defaults
 from .masters import MASTER_KEYS, master_kind
 from .parameters import labelled
@@ -103,7 +102,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
                 hook(optimizer)
     except BaseException:
-        if type(optimizer._home) is not StateHome:
+        if not optimizer.memory.is_beside:
             # It has let go of what the tables have moved.
             optimizer._tables = None
         raise

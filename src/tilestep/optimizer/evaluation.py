@@ -34,7 +34,7 @@ def holds_averages(optimizer: Optimizer) -> bool:
 def hold_averages(optimizer: Optimizer) -> None:
     """Put into every parameter whose rule keeps an average this average; the training weights go into its state."""
     tables = optimizer._tables
-    if tables is not None and not optimizer._evaluating:
+    if tables is not None and not optimizer.is_evaluating:
         tables.follow_parameters()
         tables.note_versions()
     with nullcontext() if tables is None else tables.own_writes():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,8 +17,15 @@ __all__ = ["StateHome"]
 class StateHome:
     """Where the element buffers of one optimizer's state live, masters included: here, beside their parameters.
 
-    Step counts, other numbers, rows, columns and matrices are always with the parameters.
+    Step counts, other numbers, rows, columns and matrices are always with the parameters. `offload` gives an optimizer
+    another one; a new kind of memory is a class derived from this one.
     """
+
+    is_beside = True
+    """Whether state lies beside its parameters, in memory that begins and goes with them."""
+
+    not_copied = ""
+    """Why an optimizer whose state is here cannot be copied or pickled; empty if it can."""
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The tensor that kernels update for a parameter.
@@ -128,3 +136,27 @@ class StateHome:
         Args:
             engine: whose passes they were.
         """
+
+    def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
+        """Before a step, where gradients are kept: note whether there are any.
+
+        Args:
+            params: every parameter.
+        """
+
+    had_gradients = False
+    """Whether there were gradients for the last step that are used up."""
+
+    def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Have a scaler's function unscale the gradients, wherever they are.
+
+        Args:
+            optimizer: what has the param groups.
+            unscale: the scaler's function.
+            args: what it takes besides.
+            kwargs: what it takes besides.
+
+        Returns:
+            The overflows that it has seen.
+        """
+        return unscale(optimizer, *args, **kwargs)

@@ -15,7 +15,7 @@ from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..engine.limits import Sigma, ZClip
 from ..matrices import keeping_to, workspace
-from ..placements import Agreement
+from ..placements import LOCAL, Agreement, Placement
 from ..rules import Rule
 from ..rules.adaptive_clip import AdaGC
 from .build import build_tables, check_params, require_no_real
@@ -28,10 +28,11 @@ from .decide import (
     with_limits,
 )
 from .evaluation import hold_averages, hold_training_weights, holds_averages, keeps_averages
-from .graphs import Graphs, prepare_by_hand, push, step_in_capture
+from .graphs import Graphs, step_in_capture
 from .homes import StateHome
 from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import Masters, MasterWeights
+from .schedules import AT_STEP, Schedule
 from .squares import keeping_squares
 from .state_formats import StateDtype
 from .tables import Scan, Tables
@@ -99,6 +100,15 @@ class Optimizer(torch.optim.Optimizer):
 
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
+    schedule: Schedule = AT_STEP
+    """When updates run: the object that `shard` or `overlap` have attached, if they have."""
+
+    placement: Placement = LOCAL
+    """Where parameters lie, if they do not say it themselves, as DTensors do."""
+
+    memory: StateHome
+    """Where state lives: the object that `offload` has attached, if it has."""
+
     attached: tuple[str, ...] = ()
     """What `shard`, `overlap`, `offload` and `joint_norm` have attached, as `combinations.REFUSED` calls it."""
 
@@ -138,12 +148,80 @@ class Optimizer(torch.optim.Optimizer):
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
         self._tables: Tables | None = None
         self._masters: Masters | None = None
-        self._graphs, self._home = Graphs(), StateHome()
-        self._evaluating = self._ready = False
+        self._graphs, self.memory = Graphs(), StateHome()
+        self.is_evaluating = self._ready = False
         self._workspace = workspace.limit
         super().__init__(params, defaults)
         self._ready = True
         check_params(self)
+
+    def attach(
+        self, names: Sequence[str], *, schedule: Schedule | None = None, offers: Mapping[str, Any] | None = None
+    ) -> None:
+        """Have something attached to this optimizer, which stays of its class.
+
+        Args:
+            names: what `combinations.REFUSED` calls it.
+            schedule: when updates run from now on.
+            offers: functions that the optimizer has besides, by their names.
+        """
+        self.attached += tuple(names)
+        if schedule is not None:
+            self.schedule = schedule
+        vars(self).update(offers or {})
+
+    def take_memory(self, memory: StateHome) -> None:
+        """Move all state to another memory, with tables that know it there.
+
+        Args:
+            memory: where it is going to be.
+        """
+        if self._tables is not None:
+            self._tables.follow_parameters()
+        self.memory = memory
+        self._make_tables(ahead=True)
+
+    @property
+    def state(self) -> Any:
+        """As torch's; what is attached comes first, so that the last step's values are there."""
+        if self.attached:
+            self.schedule.settle()
+            self.memory.wait()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    @opaque
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what is attached drops the gradients that it keeps too.
+
+        Args:
+            set_to_none: as torch's.
+
+        Raises:
+            RuntimeError: after a backward that has updated parameters; `step()` must end it.
+        """
+        if self.attached:
+            self.schedule.before_zero_grad()
+            self.memory.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    @classmethod
+    def composed(cls, *args: Any, placement: Placement, schedule: Schedule, **given: Any) -> Optimizer:
+        """An optimizer of parameters that lie elsewhere, or are updated at other times, from the beginning.
+
+        Args:
+            args: what its class takes.
+            placement: where its parameters lie.
+            schedule: when they are updated.
+            given: what its class takes.
+        """
+        made = cls.__new__(cls)
+        made.placement, made.schedule = placement, schedule
+        Optimizer.__init__(made, *args, **given)
+        return made
 
     def _adopt(self, rule: Rule | str) -> Rule:
         found = find_rule(rule, self._rules)
@@ -164,6 +242,9 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: for a hyperparameter out of its range.
             GradientError: for parameters that cannot be updated. Nothing is changed then.
         """
+        self.schedule.add_param_group(param_group, self._add_param_group)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         with unchanged_on_error(self):
@@ -202,8 +283,17 @@ class Optimizer(torch.optim.Optimizer):
             )
         return self._rules[name]
 
-    _begins_together = False
-    """Whether the state of all parameters begins at the first step, and not that of each with its first gradient."""
+    @property
+    def applied_groups(self) -> tuple[str, ...]:
+        """What is overlapped with backward has: the groups that it has updated since the last step.
+
+        After a backward that was broken off those that it has updated until then.
+        """
+        return self.schedule.applied_groups  # type: ignore[attr-defined,no-any-return]
+
+    def make_tables(self) -> None:
+        """Make the tables that steps are going to need, and all states that are missing."""
+        self._rebuild(ahead=True)
 
     def _build(self) -> Tables:
         """Replace the tables by others."""
@@ -211,13 +301,23 @@ class Optimizer(torch.optim.Optimizer):
 
     def _make_tables(self, *, ahead: bool) -> Tables:
         """Make tables, and the state that is missing, for the parameters as they are now; see `build_tables`."""
+        with self.schedule.making_tables():
+            return self._made_tables(ahead=ahead)
+
+    def _made_tables(self, *, ahead: bool) -> Tables:
         self._drop_tables()
         self.control.flat_part = flat_part(self)
         with keeping_to(self._workspace):
             self._tables = build_tables(self, ahead=ahead)
+        self.placement.take_part(self._tables)
         self._tables.masters.carry(self._masters)
         self._masters = self._tables.masters
         self.control.carry_to(self._tables.engines)
+        return self._tables
+
+    @property
+    def tables(self) -> Tables | None:
+        """What steps work on, once one was taken."""
         return self._tables
 
     def _drop_tables(self) -> None:
@@ -227,7 +327,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin_home(self) -> None:
         """Where state lives elsewhere, see that all of it has room; gradients may be taken there before any step."""
-        if self._begins_together or type(self._home) is not StateHome:
+        if self.schedule.makes_tables and (self.schedule.begins_together or not self.memory.is_beside):
             self._rebuild(ahead=True)
 
     def _fitting_tables(self, *, ahead: bool = False) -> Tables:
@@ -255,7 +355,7 @@ class Optimizer(torch.optim.Optimizer):
         for key, values in states.items():
             state[key] = state.entry(values, is_ahead=key in ahead) if isinstance(key, torch.Tensor) else values
         self.control.load(self.param_groups, groups)
-        self._evaluating = holds_averages(self)
+        self.is_evaluating = holds_averages(self)
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -287,7 +387,7 @@ class Optimizer(torch.optim.Optimizer):
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
         """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
         engines = self._current()
-        if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
+        if not (engines and self.schedule.had_gradients(self)):
             return {}
         return {engines[0].device: engines[0].overflow}
 
@@ -333,27 +433,20 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def agreement(self) -> Agreement | None:
-        """The ranks that decide together, if parameters are DTensors: all ranks of their meshes."""
+        """The ranks that decide together: of DTensors all ranks of their meshes."""
         return self._tables.ranks if self._tables is not None else None
 
-    def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
-        return None
-
-    def _part_of(self, param: torch.Tensor) -> Any:
-        """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""
-        return None
-
-    def _unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
-        return unscale(self, *args, **kwargs)
+        return self.schedule.unscale(self, unscale, *args, **kwargs)
 
     def _last_control(self) -> torch.Tensor | None:
         """The control numbers of the last step, on a device; None before any."""
-        return self.control.numbers
+        return self.schedule.updating(self).control.numbers  # type: ignore[no-any-return]
 
     def _current(self) -> list[DeviceEngine]:
-        return (self._tables or self._rebuild(ahead=True)).engines
+        updating = self.schedule.updating(self)
+        return (updating._tables or updating._rebuild(ahead=True)).engines  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -379,7 +472,10 @@ class Optimizer(torch.optim.Optimizer):
         if loss is not None:
             self.control.take_loss(loss)
         try:
-            self._step()
+            if self.schedule is AT_STEP:
+                self.update()
+            else:
+                self.schedule.step(self.update)
         except Exception:
             self.control.forget_step(self)
             raise
@@ -390,8 +486,19 @@ class Optimizer(torch.optim.Optimizer):
             )
         return evaluated
 
-    def _step(self) -> None:
-        if self._evaluating:
+    def update(self, *, known: bool = False) -> None:
+        """What a step does by itself: update every parameter that has a gradient, whatever the schedule.
+
+        Args:
+            known: whether parameters and gradients are where they were at the last step, and nothing has written to
+                the parameters since; their versions are not counted then.
+        """
+        tables = self._tables
+        if known and tables is not None and tables.repeats(self):
+            self.control.decide(self, tables)
+            tables.run([[] for _ in tables.engines], range(len(tables.engines)), counts_versions=False)
+            return
+        if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         ordinary = step_is_ordinary()
         if not ordinary and is_capturing():
@@ -399,10 +506,12 @@ class Optimizer(torch.optim.Optimizer):
             return
         if not ordinary and fake_mode_is_active():
             require_no_real(self)
+        if self.memory.keeps_gradients:
+            self.memory.note_gradients([param for group in self.param_groups for param in group["params"]])
         decides = self.control.decides(self)
         tables, gradients = self._prepared(decides=decides)
         if tables.ahead:
-            tables.begin_states(self, all_of_them=self._begins_together or type(self._home) is not StateHome)
+            tables.begin_states(self, all_of_them=self.schedule.begins_together or not self.memory.is_beside)
         scan = tables.scan
         try:
             if tables.follows:
@@ -454,12 +563,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             CaptureError: for what a graph cannot hold.
         """
-        prepare_by_hand(self)
-
-    @contextmanager
-    def _for_graph(self, *, alone: bool, replays: bool = False) -> Iterator[Optimizer]:
-        """A block in which a step, `alone` or with backward, is captured or replayed on the optimizer that it gives."""
-        yield self
+        self.schedule.prepare_capture(self)
 
     def push(self) -> None:
         """Bring hyperparameters that have changed to the device, before a CUDA graph with a step is replayed.
@@ -473,7 +577,7 @@ class Optimizer(torch.optim.Optimizer):
                 Nothing is pushed then.
             ValueError: for a hyperparameter that is NaN.
         """
-        push(self)
+        self.schedule.push(self)
 
     @opaque
     def eval(self) -> None:
@@ -495,12 +599,15 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight.item()
             1.0
         """
+        self.schedule.hold_weights(False, self._eval)
+
+    def _eval(self) -> None:
         if not keeps_averages(self):
             return
         if self.state and self._tables is None:
             self._rebuild()
         hold_averages(self)
-        self._evaluating = True
+        self.is_evaluating = True
 
     @opaque
     def train(self, mode: bool = True) -> None:
@@ -509,17 +616,17 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             mode: False is `eval()`.
         """
-        if not mode:
-            self.eval()
-        if not mode or not self._evaluating:
-            return
-        hold_training_weights(self)
-        self._evaluating = False
+        self.schedule.hold_weights(mode, self._train if mode else self._eval)
+
+    def _train(self) -> None:
+        if self.is_evaluating:
+            hold_training_weights(self)
+            self.is_evaluating = False
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """A block in which the parameters hold the weights to evaluate; see `eval`."""
-        was_evaluating = self._evaluating
+        was_evaluating = self.is_evaluating
         self.eval()
         try:
             yield
@@ -533,6 +640,10 @@ class Optimizer(torch.optim.Optimizer):
         A hyperparameter that is a function of the step is saved as the number it was at the last step; when a
         checkpoint is loaded, the functions stay those of the optimizer, as the functions of torch's schedulers do.
         """
+        return self.schedule.state_dict(self.plain_state_dict)
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """What `state_dict` gives, whatever the schedule."""
         with states_of_groups(self):
             state_dict = plain_states(super().state_dict())
         save_numbers(self, state_dict["param_groups"])
@@ -549,10 +660,14 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             StateError: for other shapes or another rule; ValueError for other groups. Nothing is changed then.
         """
+        self.schedule.load_state_dict(state_dict, self._load_state_dict)
 
+    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         load(self, with_limits(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.schedule.not_copied or self.memory.not_copied:
+            raise TypeError(self.schedule.not_copied or self.memory.not_copied)
         return {
             **super().__getstate__(),
             "_rule": self._rule,
@@ -573,5 +688,5 @@ class Optimizer(torch.optim.Optimizer):
         if "_rule" in state:
             self._ready = True
             self._tables = self._masters = None
-            self._home = StateHome()
-            self._evaluating = holds_averages(self)
+            self.memory = StateHome()
+            self.is_evaluating = holds_averages(self)

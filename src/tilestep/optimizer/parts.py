@@ -27,7 +27,7 @@ def build_engines(
     """Make the engines.
 
     Args:
-        optimizer: whose `_part_of` says which part a parameter belongs to.
+        optimizer: whose schedule says which part a parameter belongs to.
         by_device: every entry.
         members: the parameter of each entry, by the entry's `id`.
         keys: see `DeviceEngine`.
@@ -35,7 +35,7 @@ def build_engines(
     Returns:
         The engines, and for each part the places of its own.
     """
-    home = optimizer._home
+    home = optimizer.memory
     engines: list[DeviceEngine] = []
     places: dict[Any, list[int]] = {}
     for device, by_spec in by_device.items():
@@ -60,6 +60,6 @@ def _divided(
     divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     for spec, entries in by_spec:
         for entry in entries:
-            own = divided.setdefault(optimizer._part_of(members[id(entry)]), {})
+            own = divided.setdefault(optimizer.schedule.part_of(members[id(entry)]), {})
             own.setdefault(id(spec), (spec, []))[1].append(entry)
     return {part: list(own.values()) for part, own in divided.items()}

@@ -32,10 +32,11 @@ class Optimizer(Protocol):
     state: Any
     attached: tuple[str, ...]
     control: Any
-    _begins_together: Any
-    _evaluating: bool
+    is_evaluating: bool
     _graphs: Any
-    _home: Any
+    memory: Any
+    placement: Any
+    schedule: Any
     _optimizer_load_state_dict_post_hooks: Any
     _optimizer_load_state_dict_pre_hooks: Any
     _tables: Any
@@ -67,9 +68,3 @@ class Optimizer(Protocol):
 
     def _fitting_tables(self, *, ahead: bool = False) -> Any:
         """The tables, built if there are none that fit."""
-
-    def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The whole parameter that a part belongs to."""
-
-    def _part_of(self, param: torch.Tensor) -> Any:
-        """The part of a parameter that is here."""

@@ -48,7 +48,7 @@ class Tables:
         local_gradients: then for each engine what finds the local parts of its gradients.
         shared_sums: then for each engine what combines reductions over one tensor.
         scan: the quick look at all tensors, once there is one.
-        places: for each part, see `Optimizer._part_of`, the places of its engines.
+        places: for each part, see `Schedule.part_of`, the places of its engines.
         home: where the state lives.
         further_rounds: see `parameters.further_rounds`.
         complex_members: for each engine its complex parameters, if there are any.
@@ -164,7 +164,7 @@ class Tables:
         Args:
             optimizer: the optimizer, which decides its steps with other ranks.
         """
-        at_home = type(self.home) is StateHome and all(engine.can_scan for engine in self.engines)
+        at_home = self.home.is_beside and all(engine.can_scan for engine in self.engines)
         current = at_home and all(engine.gradients.scanned for engine in self.engines)
         if self.scan is None or not current or not self.same_groups(optimizer):
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .choice import OverlapReport
-from .optimizer import OverlappedOptimizer
 from .overlap import overlap
+from .schedule import OverlappedOptimizer
 
 __all__ = ["OverlapReport", "OverlappedOptimizer", "overlap"]

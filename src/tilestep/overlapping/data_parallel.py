@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .rounds import Round
+from .tracker import BackwardTracker
 
 __all__ = ["CommHook", "follow_buckets", "wrappers"]
 
@@ -24,12 +24,14 @@ def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
-def follow_buckets(wrapper: DistributedDataParallel, gradients: Round, comm_hook: CommHook | None) -> set[int]:
-    """Have a round see the gradients that are reduced.
+def follow_buckets(
+    wrapper: DistributedDataParallel, gradients: BackwardTracker, comm_hook: CommHook | None
+) -> set[int]:
+    """Have a tracker see the gradients that are reduced.
 
     Args:
         wrapper: the module.
-        gradients: the round.
+        gradients: the tracker.
         comm_hook: what reduces them; None for the mean over ranks as DistributedDataParallel itself makes it.
 
     Returns:

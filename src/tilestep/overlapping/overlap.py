@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -10,11 +10,11 @@ from torch import nn
 from ..combinations import kind_of, refusal, split_kind
 from ..compat import uncompiled
 from ..optimizer import Optimizer
-from ..optimizer.extended import extended_class
+from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.parameters import labelled, require_listed_once, require_shapes
 from .data_parallel import CommHook
 from .groups import divide
-from .optimizer import OverlappedOptimizer
+from .schedule import OverlappedOptimizer, OverlapSchedule
 
 __all__ = ["overlap"]
 
@@ -46,7 +46,8 @@ def overlap(
     With "auto" the first 27 steps run updates as "forward" and in `step()` by turns, and from then on as it was faster,
     on all ranks alike; `overlap_report()` says how. On a CPU they run in `step()`.
 
-    The optimizer itself becomes an `OverlappedOptimizer`. After `step()` the parameters' `grad` is None.
+    The optimizer itself stays of its class; `isinstance(optimizer, tilestep.OverlappedOptimizer)` says that it is
+    overlapped. After `step()` the parameters' `grad` is None.
 
     Args:
         optimizer: any optimizer of tilestep's, with all of its parameters on one device.
@@ -98,15 +99,13 @@ def overlap(
     device = _only_device(optimizer)
     bucket_bytes = int(bucket_cap_mb * 2**20)
     grouping = divide(optimizer, model, bucket_bytes)
-    optimizer.__class__ = extended_class(OverlappedOptimizer, type(optimizer))
-    assert isinstance(optimizer, OverlappedOptimizer)
-    try:
-        optimizer._begin(model, grouping, device, during, bucket_bytes, scaler, comm_hook, early_norm)
-    except BaseException:
-        optimizer.__class__ = type(optimizer).__bases__[-1]
-        raise
-    optimizer.attached += ("overlap",)
-    return optimizer
+    with unchanged_on_error(optimizer):
+        schedule = OverlapSchedule(
+            optimizer, model, grouping, device, during, bucket_bytes, scaler, comm_hook, early_norm
+        )
+        optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)
+        optimizer.make_tables()
+    return cast(OverlappedOptimizer, optimizer)
 
 
 def _check_model(optimizer: Optimizer, model: nn.Module) -> None:

@@ -6,12 +6,16 @@ from .agreement import Agreement
 from .gradients import LocalGradients
 from .local import checked_part, distribute, is_distributed, is_whole, local_state
 from .matrices import Exchanges
+from .placement import LOCAL, Pieces, Placement
 from .sums import SharedSums
 
 __all__ = [
+    "LOCAL",
     "Agreement",
     "Exchanges",
     "LocalGradients",
+    "Pieces",
+    "Placement",
     "SharedSums",
     "checked_part",
     "distribute",

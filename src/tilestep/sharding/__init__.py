@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .optimizer import ShardedOptimizer, shard
+from .optimizer import shard
 from .saving import LoadPlanner, load_checkpoint, save_checkpoint
+from .schedule import ShardedOptimizer
 
 __all__ = ["LoadPlanner", "ShardedOptimizer", "load_checkpoint", "save_checkpoint", "shard"]

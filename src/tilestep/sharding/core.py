@@ -22,7 +22,7 @@ from .alike import Alike
 from .buckets import Bucket, Options, make_buckets, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
-from .inner import costs_of_wholes, make_inner, mirror
+from .inner import add_pieces, costs_of_wholes, make_inner, mirror
 from .layout import Slot
 from .parameters import ParameterSync
 from .streams import Channel
@@ -189,7 +189,7 @@ class Sharding:
         places = self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
         wholes = self._cut(self.members[members:])
-        self.inner.add_pieces(group, optimizer.rule_of(group), self._named_pieces(group["params"]), wholes)
+        add_pieces(self.inner, group, optimizer.rule_of(group), self._named_pieces(group["params"]), wholes)
         self.gradients.take_in(self.buckets[buckets:], places)
         self.parameters.take_in(self.model, self.buckets[buckets:])
         self._known = self._begun = None
@@ -302,9 +302,11 @@ class Sharding:
                 setattr(self.inner, name, getattr(optimizer, name))
         self.inner.control.checks_overflow = optimizer.control.checks_overflow
         self.inner.control.gradients_scaled = optimizer.control.gradients_scaled
-        self.inner.pieces_are_known = not captures and self._known is self._stepped
+        # Pieces and their gradients are where they were at the last step, and what that has made of them: this cuts
+        # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
+        known = not captures and self._known is self._stepped
         self._stepped = None
-        self.inner._step()
+        self.inner.update(known=known)
         self._stepped = self._known
         self._note_begun()
         updates = self.gradients.updates()

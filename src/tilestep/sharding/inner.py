@@ -1,4 +1,4 @@
-"""The optimizer of one rank's pieces: an ordinary one, that agrees with the other ranks' on norms and reductions."""
+"""The optimizer of one rank's pieces: an ordinary one, whose placement agrees with other ranks on sums."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..errors import RuleError
 from ..optimizer import Optimizer
 from ..optimizer.hyperparameters import GROUP_OPTIONS
 from ..optimizer.parameters import labelled
+from ..optimizer.schedules import Schedule
 from ..optimizer.specs import spec_of
-from ..optimizer.tables import Tables
-from ..placements import SharedSums
+from ..placements import Pieces
 from ..rules import rule
 from .groups import Deciders, Ranks
 
-__all__ = ["PieceOptimizer", "costs_of_wholes", "make_inner", "mirror"]
+__all__ = ["add_pieces", "costs_of_wholes", "make_inner", "mirror"]
 
 ANCHOR = "anchor"
 """Key of a param group that only exists so that a rank without pieces takes part in decisions."""
@@ -29,62 +29,10 @@ def unchanged(param: Any, grad: Any) -> tuple[Any, ...]:
     return (param,)
 
 
-class PieceOptimizer(Optimizer):
-    """An optimizer whose parameters are this rank's pieces of others; made by `make_inner`."""
+class PieceSchedule(Schedule):
+    """When this rank's pieces are updated: when the optimizer that is sharded says so; all states begin together."""
 
-    def __init__(
-        self,
-        params: Any,
-        rule: Any,
-        ranks: Ranks,
-        deciders: Deciders,
-        wholes: Mapping[Any, torch.Tensor],
-        **given: Any,
-    ) -> None:
-        self._ranks: Any = ranks
-        self._deciders = deciders
-        self._wholes = dict(wholes)
-        super().__init__(params, rule, **given)
-
-    def add_pieces(
-        self, group: Mapping[str, Any], rule: Any, named: Iterable[Any], wholes: Mapping[Any, torch.Tensor]
-    ) -> None:
-        """Take in what this rank has of a further param group.
-
-        Args:
-            group: the group of the optimizer that is sharded.
-            rule: its rule.
-            named: name and piece of each of its parameters.
-            wholes: as for `make_inner`.
-        """
-        self._wholes.update(wholes)
-        self.add_param_group(_mirrored(group, rule, named))
-        if ANCHOR in self.param_groups[-2]:
-            self.param_groups.insert(-1, self.param_groups.pop())
-
-    def _whole_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        return self._wholes.get(param)
-
-    pieces_are_known = False
-    """Whether pieces and their gradients are where they were at the last step, and what that has made of them: who cuts
-    the pieces knows, since nobody else has them. Not in a capture, which looks at everything."""
-
-    def _step(self) -> None:
-        tables = self._tables
-        if tables is None or not self.pieces_are_known or not tables.repeats(self):
-            super()._step()
-            return
-        # The pieces' versions are not counted: nobody would ask for them before the next look.
-        self.control.decide(self, tables)
-        tables.run([[] for _ in tables.engines], range(len(tables.engines)), counts_versions=False)
-
-    _begins_together = True
-
-    def _make_tables(self, *, ahead: bool) -> Tables:
-        tables = super()._make_tables(ahead=ahead)
-        tables.ranks = self._deciders
-        tables.shared_sums = [SharedSums(self._ranks, engine.segments) for engine in tables.engines]
-        return tables
+    begins_together = True
 
 
 def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
@@ -126,7 +74,7 @@ def make_inner(
     ranks: Ranks,
     deciders: Deciders,
     wholes: Mapping[Any, torch.Tensor],
-) -> PieceOptimizer:
+) -> Optimizer:
     """An optimizer with the rules and hyperparameters of another one.
 
     Args:
@@ -143,12 +91,11 @@ def make_inner(
         nothing.grad = torch.zeros(0, device=device)
         params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True, "master_weights": False})
     given = {key: outer.defaults[key] for key in outer._rule.hyperparameters}
-    made = PieceOptimizer(
+    made = Optimizer.composed(
         params,
         outer._rule,
-        ranks,
-        deciders,
-        wholes,
+        placement=Pieces(ranks, deciders, wholes),
+        schedule=PieceSchedule(),
         max_grad_norm=outer.defaults.get("max_grad_norm"),
         master_weights=outer.defaults.get("master_weights", False),
         skip_nonfinite=outer.control.policy.nonfinite,
@@ -158,6 +105,26 @@ def make_inner(
     )
     made.control.history, made._workspace = outer.control.history, outer._workspace
     return made
+
+
+def add_pieces(
+    inner: Optimizer, group: Mapping[str, Any], rule: Any, named: Iterable[Any], wholes: Mapping[Any, torch.Tensor]
+) -> None:
+    """Take in what this rank has of a further param group.
+
+    Args:
+        inner: the optimizer of the pieces.
+        group: the group of the optimizer that is sharded.
+        rule: its rule.
+        named: name and piece of each of its parameters.
+        wholes: as for `make_inner`.
+    """
+    placement = inner.placement
+    assert isinstance(placement, Pieces)
+    placement.add(wholes)
+    inner.add_param_group(_mirrored(group, rule, named))
+    if ANCHOR in inner.param_groups[-2]:
+        inner.param_groups.insert(-1, inner.param_groups.pop())
 
 
 def _mirrored(group: Mapping[str, Any], rule: Any, named: Iterable[Any]) -> dict[str, Any]:

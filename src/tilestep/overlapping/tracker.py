@@ -26,52 +26,54 @@ from .lanes import Lane
 if TYPE_CHECKING:
     from ..optimizer.tables import Tables
 
-__all__ = ["Round", "scale_error"]
+__all__ = ["BackwardTracker", "scale_error"]
 
 _NONE: Set[int] = frozenset()
 
 
-class Overlapped(Optimizer, Protocol):
-    """`optimizer.OverlappedOptimizer`, as far as its rounds are concerned."""
+class Overlapped(Protocol):
+    """`schedule.OverlapSchedule`, as far as its tracker is concerned."""
 
-    _elsewhere: Any
-    _grouping: Any
-    _model: Any
-    _norms: Any
-    _pending: Any
+    elsewhere: set[int]
+    grouping: Any
+    model: nn.Module
+    norms: Any
+    pending: Any
 
     @property
-    def _is_scaled(self) -> Any:
+    def params(self) -> list[torch.Tensor]:
+        """Every parameter."""
+
+    @property
+    def is_scaled(self) -> bool:
         """Whether gradients carry a loss scale."""
 
     @property
-    def _needs_norm_early(self) -> Any:
+    def needs_norm_early(self) -> bool:
         """Whether a norm is needed before the last gradient is there."""
 
-    def _all_params(self) -> Any:
-        """Every parameter."""
-
-    def _follow_wrapper(self, wrapper: Any) -> Any:
+    def follow_wrapper(self, wrapper: Any) -> None:
         """Look at a wrapper that has come around the model."""
 
-    def _label(self, param: torch.Tensor) -> str:
+    def label(self, param: torch.Tensor) -> str:
         """What messages call a parameter."""
 
 
-class Round(Accumulating):
-    """What has happened to gradients since the last step.
+class BackwardTracker(Accumulating):
+    """What has happened to gradients since the last step, and the updates that this makes.
 
     A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
     a clip, a loss scale and a skipped step are decided by the step.
 
     Args:
+        schedule: what is updated together, and how.
         optimizer: whose gradients they are.
         lane: where updates run.
         updates: whether to update in backward at all.
     """
 
-    def __init__(self, optimizer: Overlapped, lane: Lane, *, updates: bool) -> None:
-        self._optimizer = optimizer
+    def __init__(self, schedule: Overlapped, optimizer: Optimizer, lane: Lane, *, updates: bool) -> None:
+        self._schedule, self._optimizer = schedule, optimizer
         self._lane = lane
         self._updates = updates
         self._hooks = GradientHooks()
@@ -82,7 +84,7 @@ class Round(Accumulating):
         self._later_wrappers: list[Any] = []
         """DistributedDataParallels that have come around the model since, to be followed before a backward."""
         self._begin()
-        follow_wrappers(self, optimizer._model)
+        follow_wrappers(self, schedule.model)
         announce_taker(self)
 
     def _begin(self) -> None:
@@ -121,13 +123,13 @@ class Round(Accumulating):
         Args:
             elsewhere: parameters whose complete gradients somebody else announces, by `id`.
         """
-        for param in self._optimizer._all_params():
+        for param in self._schedule.params:
             if param.requires_grad and param not in self._hooks and id(param) not in elsewhere:
                 self._hooks.add(param, self.arrived)
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""
-        self._optimizer._pending.complete()
+        self._schedule.pending.complete()
         if self.syncing and self._updates:
             moved = self._note_pass()
             # A hook of its own that is still to come changes it, or a reduction: the step takes what they leave.
@@ -136,7 +138,7 @@ class Round(Accumulating):
 
     def holds(self, param: Any) -> bool:
         """Whether a parameter is updated here."""
-        return id(param) in self._optimizer._grouping.of
+        return id(param) in self._schedule.grouping.of
 
     def wrapped(self, wrapper: nn.Module, kind: str) -> None:
         """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper.
@@ -162,8 +164,8 @@ class Round(Accumulating):
         """
         wrappers, self._later_wrappers = self._later_wrappers, []
         for wrapper in filter(None, (each() for each in wrappers)):
-            self._optimizer._follow_wrapper(wrapper)
-        return self._optimizer._elsewhere
+            self._schedule.follow_wrapper(wrapper)
+        return self._schedule.elsewhere
 
     def unwatch(self, elsewhere: set[int]) -> None:
         """Look no more at gradients that somebody else announces, by the parameters' `id`."""
@@ -191,7 +193,7 @@ class Round(Accumulating):
             gradients: their gradients.
             future: that of the collective.
         """
-        self._optimizer._pending.complete()
+        self._schedule.pending.complete()
         if not self.syncing or not self._updates:
             return
         self._note_pass()
@@ -221,7 +223,7 @@ class Round(Accumulating):
 
     def _open(self) -> Set[int]:
         optimizer = self._optimizer
-        if optimizer._evaluating:
+        if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
         if self._later_wrappers:
             moved = self.follow_later_wrappers() | self._hooks.move_last()
@@ -229,15 +231,15 @@ class Round(Accumulating):
             moved = self._hooks.move_last()
         tables = optimizer._fitting_tables()
         tables.begin_states(optimizer, all_of_them=True)
-        self.applies = not (optimizer._is_scaled() or optimizer.control.needs_norm(optimizer.param_groups))
+        self.applies = not (self._schedule.is_scaled or optimizer.control.needs_norm(optimizer.param_groups))
         if self.applies and count_scaled_losses() != self._scaled_losses:
             self.applies, self.meets_a_scaler = False, True
-        self._sums = not self.applies and optimizer._needs_norm_early()
+        self._sums = not self.applies and self._schedule.needs_norm_early
         self.is_open = True
-        self.watch(optimizer._elsewhere)
+        self.watch(self._schedule.elsewhere)
         self._missing = {
             group.index: {id(param) for param in group.params if param.requires_grad}
-            for group in optimizer._grouping.groups
+            for group in self._schedule.grouping.groups
         }
         if not self.applies:
             return moved
@@ -248,12 +250,12 @@ class Round(Accumulating):
         return moved
 
     def _arrived(self, param: torch.Tensor) -> None:
-        group = self._optimizer._grouping.of.get(id(param))
+        group = self._schedule.grouping.of.get(id(param))
         if group is None or not (self.applies or self._sums):
             return
         if id(param) in self._updated:
             raise RuntimeError(
-                f"a gradient of {self._optimizer._label(param)} came after {group.name} was updated in backward: run "
+                f"a gradient of {self._schedule.label(param)} came after {group.name} was updated in backward: run "
                 "all but the last backward before a step inside optimizer.no_sync(); after a backward that was broken "
                 'off call zero_grad() first; for parameters that reentrant checkpoints share use during="forward"'
             )
@@ -284,7 +286,7 @@ class Round(Accumulating):
         with lane.after(*streams):
             self._run(group)
             event = lane.mark()
-        self._optimizer._pending.note(group, event)
+        self._schedule.pending.note(group, event)
         own = [param for param in group.params if id(param) not in self._reduced] if self._reduced else group.params
         gradients = [param.grad for param in own if param.grad is not None]
         self.applied.append(group)
@@ -338,7 +340,7 @@ class Round(Accumulating):
             except (Stale, GradientError):
                 # The step says so, if it is still true then.
                 return
-            optimizer._norms.put(tables, tables.places.get(group.index, []))
+            self._schedule.norms.put(tables, tables.places.get(group.index, []))
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
         """Whether gradients may be memory of other streams than the one that completes them."""
@@ -369,7 +371,7 @@ class Round(Accumulating):
         optimizer = self._optimizer
         while self._awaited:
             self._awaited.popleft()[1]()
-        for param in optimizer._all_params():
+        for param in self._schedule.params:
             if id(param) in self._updated:
                 param.grad = None
         tables = optimizer._fitting_tables()
@@ -380,7 +382,7 @@ class Round(Accumulating):
         ]
         # What was reduced has been given to the parameters at the end of backward.
         self._reduced.clear()
-        for group in optimizer._grouping.groups:
+        for group in self._schedule.grouping.groups:
             if any(param.grad is not None for param in group.params):
                 self._update(group)
         self._lane.join()
@@ -394,7 +396,7 @@ class Round(Accumulating):
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
         self._let_go()
-        self._optimizer._pending.joined()
+        self._schedule.pending.joined()
         self._scaled_losses = count_scaled_losses()
         self._begin()
 
