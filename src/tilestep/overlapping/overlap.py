@@ -99,12 +99,14 @@ def overlap(
     device = _only_device(optimizer)
     bucket_bytes = int(bucket_cap_mb * 2**20)
     grouping = divide(optimizer, model, bucket_bytes)
-    with unchanged_on_error(optimizer):
-        schedule = OverlapSchedule(
-            optimizer, model, grouping, device, during, bucket_bytes, scaler, comm_hook, early_norm
-        )
-        optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)
-        optimizer.make_tables()
+    schedule = OverlapSchedule(optimizer, model, grouping, device, during, bucket_bytes, scaler, comm_hook, early_norm)
+    try:
+        with unchanged_on_error(optimizer):
+            optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)
+            optimizer.make_tables()
+    except BaseException:
+        schedule.tracker.unwatch(set(grouping.of))
+        raise
     return cast(OverlappedOptimizer, optimizer)
 
 

@@ -1,0 +1,120 @@
+"""What `shard`, `overlap` and `offload` attach: the optimizer stays of its class, whatever is there besides."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tilestep
+from tilestep.optimizer.schedules import AT_STEP
+
+
+class Named(tilestep.AdamW):  # type: ignore[misc]
+    """A user's own class."""
+
+    steps = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        return super().step(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+Attach = Callable[[Any, nn.Module], Any]
+KINDS: dict[str, tuple[Attach, str, tuple[str, ...]]] = {
+    "shard": (
+        lambda optimizer, model: tilestep.shard(optimizer, model),
+        "ShardedOptimizer",
+        ("no_sync", "wait", "grad_norm_of", "clip_grad_norm_", "full_state_dict", "consolidate_state_dict"),
+    ),
+    "overlap": (
+        lambda optimizer, model: tilestep.overlap(optimizer, model, during="backward"),
+        "OverlappedOptimizer",
+        ("no_sync", "synchronize", "overlap_report", "applied_groups"),
+    ),
+    "offload": (
+        lambda optimizer, model: tilestep.offload(optimizer),
+        "OffloadedOptimizer",
+        ("wait", "offload_report"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_stays_of_its_class(kind: str) -> None:
+    attach, name, offers = KINDS[kind]
+    model = nn.Linear(3, 2)
+    optimizer = Named(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert not any(hasattr(optimizer, each) for each in offers)
+    assert not isinstance(optimizer, getattr(tilestep, name)) and optimizer.schedule is AT_STEP
+    made = attach(optimizer, model)
+    assert made is optimizer and type(made) is Named
+    assert all(isinstance(made, each) for each in (Named, tilestep.AdamW, tilestep.Optimizer, torch.optim.Optimizer))
+    for other, (_, each, _) in KINDS.items():
+        assert isinstance(made, getattr(tilestep, each)) == (other == kind)
+    assert all(hasattr(made, each) for each in offers)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    made.step()
+    scheduler.step()
+    if hasattr(made, "wait"):
+        made.wait()
+    assert made.steps == 1 and not torch.equal(before, model.weight)
+    assert made.state[model.weight]["step"].item() == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_attached_is_not_copied(kind: str) -> None:
+    attach, name, _ = KINDS[kind]
+    model = nn.Linear(3, 2)
+    made = attach(tilestep.AdamW(model.parameters()), model)  # type: ignore[attr-defined]
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
+            copied(made)
+    with pytest.raises(TypeError, match=rf"{name} is what an optimizer is called.*tilestep.{kind}"):
+        getattr(tilestep, name)(model.parameters())
+
+
+def test_what_nothing_is_attached_to_is_copied() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = tilestep.AdamW(model.parameters())  # type: ignore[attr-defined]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is type(optimizer) and other.attached == () and other.schedule is AT_STEP
+        assert other.memory.is_beside and len(other.state) == 2
+    with pytest.raises(AttributeError):
+        optimizer.applied_groups  # noqa: B018
+
+
+def test_a_failed_attaching_leaves_the_optimizer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = tilestep.AdamW(model.parameters())  # type: ignore[attr-defined]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tilestep.optimizer.optimizer.build_tables", fail)
+        for kind in ("overlap", "offload"):
+            with pytest.raises(MemoryError):
+                KINDS[kind][0](optimizer, model)
+            assert optimizer.attached == () and optimizer.schedule is AT_STEP and type(optimizer) is tilestep.AdamW  # type: ignore[attr-defined]
+            assert optimizer.memory.is_beside and not hasattr(optimizer, "wait")
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["step"].item() == 1
