@@ -12,8 +12,8 @@ from torch import nn
 
 import tilestep
 from tilestep import native
+from tilestep.offloading.offloaded import OffloadedState
 from tilestep.offloading.optimizer import move_state
-from tilestep.optimizer.homes import StateHome
 from tilestep.optimizer.tables import Tables
 from tilestep.rules.compose import ema
 
@@ -195,7 +195,7 @@ def test_gradients_that_are_asked_for_before_the_step(looks: list[str]) -> None:
         assert all(param.requires_grad == frozen[0].requires_grad for param in frozen)
 
 
-class Elsewhere(StateHome):
+class Elsewhere(OffloadedState):
     """Has to see every step."""
 
 
