@@ -28,7 +28,7 @@ from tilestep.bench.sections import MAX_GRAD_NORM
 from tilestep.cache import forget_directory
 from tilestep.codegen.launch_triton import Launch, build_together
 from tilestep.compat import absent_gpu
-from tilestep.engine import Decision
+from tilestep.engine import StepInputs
 from tilestep.norm.triton_backend import TritonNorm
 from tilestep.tuning import default_shape, forced_shape
 
@@ -99,7 +99,7 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
     finally:
         backends.segment_class = chosen
     norm = TritonNorm(torch.device("cpu"), [each.numel() for each in parameters], [dtype] * len(parameters))
-    decision = Decision(partials=norm.tiles_put())
+    decision = StepInputs(partials=norm.tiles_put())
     launches = [norm.tiles_launch(engine.grads), decision_launch(fresh_control(torch.device("cpu")), decision, {})]
     launches += [launch for segment in engine.segments for launch in segment.launches(False)]
     for launcher, _ in launches:

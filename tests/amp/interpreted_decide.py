@@ -11,7 +11,7 @@ from amp_runs import INF, NAN
 
 from tilestep.control_numbers import LARGEST_SUM
 from tilestep.engine.backends import apply_limit
-from tilestep.engine.control import CLIP, CONTROL_SIZE, NORM, SKIP, SKIPPED, Decision, decide_on_host
+from tilestep.engine.control import CLIP, CONTROL_SIZE, NORM, SKIP, SKIPPED, StepInputs, decide_on_host
 from tilestep.engine.cuda import decide_on_device, limit_on_device
 from tilestep.engine.limits import Sigma, ZClip
 from tilestep.errors import GradientError
@@ -25,7 +25,7 @@ def number(value: float | None, dtype: torch.dtype = torch.float32) -> torch.Ten
     return None if value is None else torch.tensor([value], dtype=dtype)
 
 
-def both(decision: Decision, remembered: tuple[float, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def both(decision: StepInputs, remembered: tuple[float, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     results = []
     for decide in (decide_on_host, decide_on_device):
         own = copy.deepcopy(decision)
@@ -42,7 +42,7 @@ def main() -> None:
         [None, 0.0, 6.25, 1e300, LARGEST_SUM, INF, NAN], [None, 0.5], [None, 0.0, 2.0], LIMITS, FLAGS, REMEMBERED
     ):
         overflow = torch.full((), 5.0) if flags.get("check_overflow") else None
-        decision = Decision(
+        decision = StepInputs(
             number(power_sum, torch.float64), number(scale), number(found), overflow=overflow, **limits, **flags
         )
         mine, theirs = both(decision, remembered)
@@ -51,7 +51,7 @@ def main() -> None:
     assert seen == {0.0, 1.0}
     for scale in (0.0, INF, NAN, -1.0):
         control = torch.zeros(CONTROL_SIZE, dtype=torch.float64)
-        decision = Decision(number(4.0, torch.float64), number(scale))
+        decision = StepInputs(number(4.0, torch.float64), number(scale))
         try:
             decide_on_host(control, decision)
         except GradientError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     found = Noted()
     monkeypatch.setattr(backends, "segment_class", lambda device: CudaSegment)
     monkeypatch.setattr(table, "cpu_norm", lambda numels, dtypes: TritonNorm(torch.device("cpu"), numels, dtypes))
-    monkeypatch.setattr(decider, "decide", decide_on_device)
+    deciding = partial(partial, decide_on_device)
+    monkeypatch.setattr(decider, "deciding_function", lambda control, known: deciding(known=known))
     monkeypatch.setattr(ahead, "build_together", found.build)
     monkeypatch.setattr(ahead, "build_threads", lambda: 4)
     monkeypatch.setattr(Launcher, "_launch", lambda launcher, arguments: found.launch(launcher, arguments))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .ahead import are_built_ahead, build_ahead
 from .backends import load_ahead, segment_class
-from .control import Decision
+from .control import StepInputs
 from .decider import Decider, JointNorm, SharedNorm
 from .engine import DeviceEngine, Stale
 from .gradients import grad_dtype
@@ -15,7 +15,7 @@ from .segment import Entry
 
 __all__ = [
     "Decider",
-    "Decision",
+    "StepInputs",
     "DeviceEngine",
     "Entry",
     "JointNorm",

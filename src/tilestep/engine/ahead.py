@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..codegen.launch_triton import Launch, build_threads, build_together
 from .capturing import is_capturing
-from .control import Decision
+from .control import StepInputs
 
 if TYPE_CHECKING:
     from .engine import DeviceEngine
@@ -26,7 +26,7 @@ def are_built_ahead(engines: Sequence[DeviceEngine], *, unscales: bool) -> bool:
     return all(unscales in segment.built_ahead for engine in engines for segment in engine.segments)
 
 
-def build_ahead(engines: Sequence[DeviceEngine], decision: Decision, *, norm: bool, alone: bool) -> None:
+def build_ahead(engines: Sequence[DeviceEngine], decision: StepInputs, *, norm: bool, alone: bool) -> None:
     """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can.
 
     Without it, and for kernels that are not known here, each is built when it is launched.
@@ -51,7 +51,7 @@ def build_ahead(engines: Sequence[DeviceEngine], decision: Decision, *, norm: bo
             build_together([*deciding, *launches], engine.device)
 
 
-def _deciding(engine: DeviceEngine, decision: Decision, norm: bool) -> list[Launch]:
+def _deciding(engine: DeviceEngine, decision: StepInputs, norm: bool) -> list[Launch]:
     """The launches of the norm and of the decision, if one engine decides for itself."""
     from .cuda import decision_launch
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from ..codegen import compile_triton
 from ..codegen.compile_cpp import warn_of_failure
 from ..codegen.spec import KernelSpec
 from ..errors import BuildError
-from .control import Decision, decide_on_host
+from .control import StepInputs, decide_on_host
 from .limits import StepLimit
 from .segment import Segment
 
@@ -19,7 +21,7 @@ __all__ = [
     "apply_limit",
     "build_decider",
     "build_segment",
-    "decide",
+    "deciding_function",
     "interpret_on_cpu",
     "is_interpreting",
     "load_ahead",
@@ -93,20 +95,13 @@ def load_ahead(spec: KernelSpec, device: torch.device) -> None:
             load(spec)
 
 
-def decide(control: torch.Tensor, decision: Decision, known: dict[Any, Any]) -> None:
-    """Write the control numbers of a step where they live.
+def deciding_function(control: torch.Tensor, known: dict[Any, Any]) -> Callable[[torch.Tensor, StepInputs], None]:
+    """What writes the control numbers of steps, float64[8], where they live; `known` keeps its kernels."""
+    if not control.is_cuda:
+        return decide_on_host
+    from .cuda import decide_on_device
 
-    Args:
-        control: float64[8].
-        decision: what is known of this step.
-        known: kernels of earlier decisions of the same engine.
-    """
-    if control.is_cuda:
-        from .cuda import decide_on_device
-
-        decide_on_device(control, decision, known)
-    else:
-        decide_on_host(control, decision)
+    return partial(decide_on_device, known=known)
 
 
 def apply_limit(
@@ -139,7 +134,7 @@ def apply_limit(
     memory.copy_(torch.tensor(remembered, dtype=torch.float64, device="cpu"))
 
 
-def build_decider(control: torch.Tensor, decision: Decision, known: dict[Any, Any]) -> None:
+def build_decider(control: torch.Tensor, decision: StepInputs, known: dict[Any, Any]) -> None:
     """Build the kernel that decides such steps on a GPU without launching it; arguments as for `decide`."""
     from .cuda import decide_on_device
 

@@ -1,6 +1,6 @@
 """The numbers that decide a step on the device: norm, skip flag, inverse loss scale, and what they remember.
 
-The formulas, the same on every device (inputs in the order of `Decision`; `nan` and `inf` as in IEEE arithmetic):
+The formulas, the same on every device (inputs in the order of `StepInputs`; `nan` and `inf` as in IEEE arithmetic):
 
     inverse  = 1 / grad_scale                                   1 without a scale
     valid    = 0 < grad_scale < inf                             true without a scale
@@ -54,14 +54,14 @@ __all__ = [
     "SKIP",
     "SKIPPED",
     "UNSCALE",
-    "Decision",
+    "StepInputs",
     "decide_on_host",
     "fresh_control",
 ]
 
 
 @dataclass
-class Decision:
+class StepInputs:
     """What a step is decided from.
 
     Args:
@@ -81,6 +81,7 @@ class Decision:
         limits: limits with a memory.
         memory: what they remember.
         loss: the step's loss for them, one float64 number on the device, or None.
+        needs_norm: whether anything asks for a norm pass.
     """
 
     power_sum: torch.Tensor | None = None
@@ -97,11 +98,13 @@ class Decision:
     limits: tuple[StepLimit, ...] = ()
     memory: StepHistory | None = None
     loss: torch.Tensor | None = None
+    needs_norm: bool = False
 
     @property
     def is_trivial(self) -> bool:
         """Whether there is nothing to decide."""
-        return not self.has_norm and self.grad_scale is None and self.found_inf is None
+        numbers = self.power_sum is None and self.partials is None
+        return numbers and self.grad_scale is None and self.found_inf is None
 
     @property
     def may_skip(self) -> bool:
@@ -125,7 +128,7 @@ def fresh_control(device: torch.device) -> torch.Tensor:
     return control
 
 
-def decide_on_host(control: torch.Tensor, decision: Decision) -> None:
+def decide_on_host(control: torch.Tensor, decision: StepInputs) -> None:
     """Write the control numbers of a CPU step.
 
     Args:
@@ -154,7 +157,7 @@ def decide_on_host(control: torch.Tensor, decision: Decision) -> None:
     known[NORM], known[SKIP], known[INVERSE_SCALE] = norm, float(skip), inverse
     known[UNSCALE] = float(decision.grad_scale is not None)
     known[SKIPPED] += float(skip)
-    if decision.has_norm and finite and norm < math.inf and not overflow:
+    if decision.power_sum is not None and finite and norm < math.inf and not overflow:
         weight = max(1 - decision.mean_decay, 1 / (known[MEAN_COUNT] + 1))
         known[MEAN] += weight * (min(norm, limit) - known[MEAN])
         known[MEAN_COUNT] += 1

@@ -17,7 +17,7 @@ from ..codegen.launch_triton import EXACT, Launch, Launcher, build_together, pre
 from ..codegen.spec import KernelSpec
 from ..tuning import tile_shape
 from .capturing import WARM_UP, is_capturing, require
-from .control import Decision
+from .control import StepInputs
 from .cuda_slices import CudaSlices
 from .cuda_windows import window_tables
 from .gradients import copy_to
@@ -286,7 +286,7 @@ stands for a number that is not there."""
 
 
 def decide_on_device(
-    control: torch.Tensor, decision: Decision, known: Deciders | None = None, *, build_only: bool = False
+    control: torch.Tensor, decision: StepInputs, known: Deciders | None = None, *, build_only: bool = False
 ) -> None:
     """Write the control numbers of a GPU step with one small launch; `decide_on_host` in Triton.
 
@@ -303,7 +303,7 @@ def decide_on_device(
     (launcher.build if build_only else launcher)(*arguments)
 
 
-def decision_launch(control: torch.Tensor, decision: Decision, known: Deciders) -> Launch:
+def decision_launch(control: torch.Tensor, decision: StepInputs, known: Deciders) -> Launch:
     """The launch of `decide_on_device`; arguments as there."""
     limits = (decision.skip_above, decision.mean_factor, decision.mean_decay, decision.mean_warmup)
     flags = (

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from ..norm import NormTable
-from .backends import apply_limit, build_decider, decide
-from .control import UNSCALE, Decision, fresh_control
+from .backends import apply_limit, build_decider, deciding_function
+from .control import UNSCALE, StepInputs, fresh_control
 from .segment import Entry
 
 __all__ = ["Decider", "JointNorm", "SharedNorm"]
@@ -36,33 +36,36 @@ class Decider:
         self.joint: JointNorm | None = None
         """The norm pass over all gradients, if several engines have them."""
         self.kernels: dict[Any, Any] = {}
+        self._decide = deciding_function(self.control, self.kernels)
         self._was_trivial = True
         self._plain_control = self.control[: UNSCALE + 1].clone()
 
-    def decide(self, decision: Decision, *, captured: bool = False) -> None:
+    def decide(self, decision: StepInputs, *, captured: bool = False) -> None:
         """Write the control numbers of a step.
 
         Args:
             decision: what is known of it.
             captured: whether a CUDA graph writes them too.
         """
-        if decision.is_trivial and captured:
+        is_trivial = not decision.needs_norm and decision.is_trivial
+        if is_trivial and captured:
             # Nobody knows whether a graph was replayed, and what it has decided.
             self.control[: UNSCALE + 1].copy_(self._plain_control)
             return
-        if decision.is_trivial and self._was_trivial:
+        if is_trivial and self._was_trivial:
             return
-        self._was_trivial = decision.is_trivial
-        decide(self.control, decision, self.kernels)
-        self._apply_limits(decision)
+        self._was_trivial = is_trivial
+        self._decide(self.control, decision)
+        if decision.limits:
+            self._apply_limits(decision)
 
-    def _apply_limits(self, decision: Decision, *, build_only: bool = False) -> None:
+    def _apply_limits(self, decision: StepInputs, *, build_only: bool = False) -> None:
         for limit in decision.limits:
             assert decision.memory is not None
             memory = decision.memory.of(limit, self.control.device)
             apply_limit(self.control, limit, memory, decision.loss, self.kernels, build_only=build_only)
 
-    def build(self, decision: Decision) -> None:
+    def build(self, decision: StepInputs) -> None:
         """Build the kernel that decides such steps."""
         if not decision.is_trivial:
             build_decider(self.control, decision, self.kernels)

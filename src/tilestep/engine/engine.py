@@ -17,7 +17,7 @@ from . import capturing
 from .backends import build_segment
 from .capturing import PREPARE, WARM_UP, GraphTables, require
 from .choices import nothing_left_out, require_no_choices
-from .control import Decision
+from .control import StepInputs
 from .decider import Decider, JointNorm, SharedNorm, norm_table
 from .gradients import Gradients, Seen, Stale
 from .group_watch import GroupWatch
@@ -83,7 +83,7 @@ class DeviceEngine:
         self.states = FixedTensors([])
         """The state that tables describe: the tensors as users have them."""
         self._norm: NormTable | None = None
-        self._shared_norm: SharedNorm | None = None
+        self._sum_squares: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._has_shares = any(entry.share != 1 for entry in self.entries)
         self._known_gradients: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -270,7 +270,7 @@ class DeviceEngine:
         """The parameters, in the order of the entries."""
         return self._params
 
-    def build(self, decision: Decision) -> None:
+    def build(self, decision: StepInputs) -> None:
         """Build every kernel of a step that is decided so, without changing anything.
 
         Args:
@@ -355,12 +355,10 @@ class DeviceEngine:
 
         Of tensors that several ranks hold it has this rank's share: the sum over all ranks has them once.
         """
-        if self._shared_norm is None and self._has_shares:
-            self._shared_norm = SharedNorm(self.device, self.entries)
-        if self._shared_norm is not None:
-            self._shared_norm.launch(self._bound_grads, self.power_sum)
-        else:
-            self.own_norm_table().launch(self._bound_grads, self.power_sum)
+        if self._sum_squares is None:
+            shared = SharedNorm(self.device, self.entries) if self._has_shares else None
+            self._sum_squares = shared.launch if shared is not None else self.own_norm_table().sum_squares
+        self._sum_squares(self._bound_grads, self.power_sum)
         return self.power_sum
 
     def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -380,7 +378,7 @@ class DeviceEngine:
         """What computes the norm of all gradients on this device."""
         return self.decider.joint or self
 
-    def follow(self, decision: Decision) -> None:
+    def follow(self, decision: StepInputs) -> None:
         """Take note of how a step is decided; the decider writes the control numbers.
 
         Args:

@@ -52,12 +52,23 @@ class CpuNorm:
         self._tiles = tiles
         self._partials = torch.empty(max(1, tiles.count), dtype=torch.float64, device="cpu")
         self._most_threads = max(1, int(tiles.rows[:, 0].sum()) // PER_THREAD)
+        self._tile_tables = tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, tiles.count
+        self._partials_address = self._partials.data_ptr()
+
+    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
+        """`norm` for the 2-norm without its root, float64[1]: written where it lies."""
+        threads = 1 if self._most_threads == 1 else min(self._most_threads, thread_count())
+        tables, order = self._tile_tables, int(Order.SQUARES)
+        self._library.tilestep_norm(
+            addresses.data_ptr(), *tables, order, 2.0, False, self._partials_address, out.data_ptr(), threads
+        )
 
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
         """One call; the result does not depend on the number of threads."""
         total = ctypes.c_double()
         self._library.tilestep_norm(
-            *self._tables(addresses),
+            addresses.data_ptr(),
+            *self._tile_tables,
             int(order_of(norm_type)),
             norm_type,
             root,
@@ -92,12 +103,11 @@ class CpuNorm:
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """One call."""
         self._library.tilestep_scale(
-            *self._tables(addresses), clip_coefficient(norm, limit), min(self._most_threads, thread_count())
+            addresses.data_ptr(),
+            *self._tile_tables,
+            clip_coefficient(norm, limit),
+            min(self._most_threads, thread_count()),
         )
-
-    def _tables(self, addresses: torch.Tensor) -> tuple[int, int, int, int]:
-        tiles = self._tiles
-        return addresses.data_ptr(), tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, tiles.count
 
 
 def _put(out: torch.Tensor, number: float) -> None:
@@ -116,6 +126,10 @@ class EagerNorm:
 
     def __init__(self, tiles: Tiles) -> None:
         self._rows = tiles.rows.tolist()
+
+    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
+        """The sum of squares."""
+        self.norm(addresses, out, 2.0, False)
 
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
         """Each tensor by itself, then together."""

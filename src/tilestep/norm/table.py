@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,6 +40,8 @@ class NormTable:
             self._backend = TritonNorm(device, numels, dtypes, elements)
         else:
             self._backend = cpu_norm(numels, dtypes)
+        self.sum_squares: Callable[[torch.Tensor, torch.Tensor], None] = self._backend.sum_squares
+        """`launch` for the 2-norm without its root."""
 
     def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, *, root: bool = False) -> None:
         """Compute the norm of the tensors at these addresses: two launches, no allocation, no synchronization.

@@ -39,6 +39,10 @@ class TritonNorm:
         self._norms: dict[tuple[Order, bool, torch.dtype], tuple[Launcher, Launcher]] = {}
         self._scales: dict[tuple[torch.dtype, torch.dtype | None], Launcher] = {}
 
+    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch the 2-norm without its root."""
+        self.norm(addresses, out, 2.0, False)
+
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
         """Launch the tiles, then the finish."""
         order = order_of(norm_type)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..combinations import FSDP1, refusal, split_kind
-from ..engine import Decision, DeviceEngine, are_built_ahead, build_ahead
+from ..engine import DeviceEngine, StepInputs, build_ahead
 from ..engine.control import CONTROL_SIZE, MEAN, MEAN_COUNT, NORM, SKIPPED
 from ..engine.limits import Sigma, StepHistory, StepLimit, ZClip
 from ..errors import GradientError
 from ..placements.local import local_part
 from .parameters import labelled
 from .specs import spec_of
+from .tables import moved
 
 if TYPE_CHECKING:
-    from ..engine.decider import JointNorm
     from ..placements import Agreement
     from .joint import JointGradNorm
     from .protocol import Optimizer, Tables
@@ -102,20 +102,20 @@ class SkipPolicy:
         """Whether steps may be skipped."""
         return self.nonfinite or self.above is not None
 
-    def decision(self) -> Decision:
+    def inputs(self) -> StepInputs:
         """What is the same at every step."""
         if isinstance(self.above, TimesMean):
             mean = self.above
-            return Decision(
+            return StepInputs(
                 skip_nonfinite=True,
                 mean_factor=float(mean.factor),
                 mean_decay=float(mean.decay),
                 mean_warmup=float(mean.warmup),
             )
         if isinstance(self.above, Sigma):
-            return Decision(skip_nonfinite=True, limits=(self.above,))
+            return StepInputs(skip_nonfinite=True, limits=(self.above,))
         above = math.inf if self.above is None else float(self.above)
-        return Decision(skip_nonfinite=self.skips, skip_above=above)
+        return StepInputs(skip_nonfinite=self.skips, skip_above=above)
 
 
 class StepControl:
@@ -127,6 +127,8 @@ class StepControl:
 
     def __init__(self, policy: SkipPolicy) -> None:
         self.policy = policy
+        self._constants = vars(policy.inputs())
+        """What of the inputs is the same at every step."""
         self.history = StepHistory()
         self.numbers: torch.Tensor | None = None
         """The control numbers of one of the devices: those of the last step, or what the next one carries on with."""
@@ -153,10 +155,10 @@ class StepControl:
 
     def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[StepLimit, ...]:
         """The limits that remember something."""
-        return self.policy.decision().limits + adaptive_clips(groups)
+        return self.policy.inputs().limits + adaptive_clips(groups)
 
-    def decides(self, optimizer: Optimizer) -> bool:
-        """Whether anything is asked of the coming step beside its update: a norm, or what a scaler has set.
+    def inputs(self, optimizer: Optimizer) -> StepInputs | None:
+        """What the coming step is decided from; None where nothing is asked of it beside its update.
 
         Args:
             optimizer: its attributes `grad_scale` and `found_inf` are what a scaler has set.
@@ -164,91 +166,98 @@ class StepControl:
         Raises:
             GradientError: for gradients that carry a loss scale which nobody takes away.
         """
-        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            return True
-        if self.gradients_scaled:
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if self.gradients_scaled and scale is None and found_inf is None:
             raise GradientError(
                 "the gradients still carry a loss scale: call scaler.step(optimizer) instead of optimizer.step(), "
                 "or scaler.unscale_(optimizer) before it; nothing was updated"
             )
-        return self.needs_norm(optimizer.param_groups)
+        needs_norm = self.needs_norm(optimizer.param_groups)
+        if not needs_norm and scale is None and found_inf is None:
+            return None
+        inputs = StepInputs(**self._constants)
+        inputs.needs_norm, inputs.check_overflow, inputs.memory = needs_norm, self.checks_overflow, self.history
+        inputs.grad_scale, inputs.found_inf = scale, found_inf
+        if any(isinstance(group.get("max_grad_norm"), ZClip) for group in optimizer.param_groups):
+            inputs.limits += adaptive_clips(optimizer.param_groups)
+        if inputs.limits:
+            inputs.loss, self.history.loss = self.history.loss, None
+        if self.joint is not None:
+            scaled = scale is not None or found_inf is not None or inputs.check_overflow
+            inputs.skip_nonfinite |= scaled or self.joint.skips
+        return inputs
 
-    def decide(self, optimizer: Optimizer, plan: Tables) -> None:
+    def decide(self, optimizer: Optimizer, plan: Tables, inputs: StepInputs | None = None) -> None:
         """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it.
 
         Args:
-            optimizer: as for `decides`.
+            optimizer: the optimizer.
             plan: prepared.
+            inputs: what `inputs` gives; asked for if it is None.
 
         Raises:
-            GradientError: as `decides`; for a loss scale that is not positive and finite, where the host knows it.
+            GradientError: as `inputs`; for a loss scale that is not positive and finite, where the host knows it.
         """
-        self.decides(optimizer)
-        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        inputs = inputs or self.inputs(optimizer) or StepInputs(**self._constants)
         engines, ranks = plan.engines, plan.ranks
         if not engines:
             return
         device = engines[0].device
-        scale, found_inf = _tensor(scale, device), _tensor(found_inf, device)
-        groups = optimizer.param_groups
-        if not are_built_ahead(engines, unscales=scale is not None):
-            expected = replace(self._constants(groups), grad_scale=scale, found_inf=found_inf)
-            build_ahead(engines, expected, norm=self.needs_norm(groups), alone=ranks is None)
-        decision = self.expected(optimizer, plan)
-        decision.grad_scale, decision.found_inf = scale, found_inf
-        self.history.has_norm = decision.has_norm
-        if decision.limits:
-            decision.loss, self.history.loss = self.history.loss, None
-            if decision.loss is not None:
-                decision.loss = _moved(decision.loss, device)
-        if self.joint is not None:
-            scaled = scale is not None or found_inf is not None or decision.check_overflow
-            decision.skip_nonfinite |= scaled or self.joint.skips
+        if inputs.grad_scale is not None or inputs.found_inf is not None or inputs.loss is not None:
+            inputs.grad_scale, inputs.found_inf = _tensor(inputs.grad_scale, device), _tensor(inputs.found_inf, device)
+            inputs.loss = None if inputs.loss is None else moved(inputs.loss, device)
+        unscales = inputs.grad_scale is not None
+        if unscales not in plan.built_ahead:
+            build_ahead(engines, inputs, norm=inputs.needs_norm, alone=ranks is None)
+            plan.built_ahead.add(unscales)
+        if inputs.needs_norm:
+            self._find_norm(optimizer, plan, inputs)
+        self.history.has_norm = inputs.needs_norm
         if ranks is not None:
-            _agree(decision, ranks, has_whole_norm=self.joint is not None)
-        for engine in engines:
-            engine.follow(decision)
-        deciders = {engine.decider: engine for engine in engines}
-        for decider, engine in deciders.items():
-            own = decision if len(deciders) == 1 else replace(decision)
-            _bring(own, engine)
+            _agree(inputs, ranks, has_whole_norm=self.joint is not None)
+        kind = (unscales, inputs.found_inf is not None, inputs.check_overflow, inputs.skip_nonfinite, inputs.limits)
+        if kind != plan.kind:
+            plan.kind = kind
+            for engine in engines:
+                engine.follow(inputs)
+        for decider, engine in plan.deciders:
+            own = inputs if len(plan.deciders) == 1 else replace(inputs)
+            if own is not inputs or (own.power_sum is not None and own.power_sum.device != device):
+                _bring(own, engine)
+            own.overflow = engine.overflow if own.check_overflow else None
             decider.decide(own, captured=engine.captured)
-        plan.decided_plainly = decision.is_trivial and not any(engine.captured for engine in engines)
+        is_trivial = not inputs.needs_norm and inputs.is_trivial
+        plan.decided_plainly = is_trivial and not any(engine.captured for engine in engines)
 
-    def expected(self, optimizer: Optimizer, plan: Tables) -> Decision:
-        """What a step is decided from, but for what a scaler has set; the norm pass is run if anything asks for it.
+    def expected(self, optimizer: Optimizer, plan: Tables) -> StepInputs:
+        """What a step is decided from, for a capture; the norm pass is run if anything asks for it."""
+        inputs = StepInputs(**self._constants)
+        inputs.check_overflow, inputs.memory = self.checks_overflow, self.history
+        inputs.needs_norm = self.needs_norm(optimizer.param_groups)
+        inputs.limits += adaptive_clips(optimizer.param_groups)
+        if inputs.needs_norm:
+            self._find_norm(optimizer, plan, inputs)
+        return inputs
 
-        Args:
-            optimizer: the optimizer.
-            plan: prepared, with at least one engine.
-        """
-        decision = self._constants(optimizer.param_groups)
-        if not self.needs_norm(optimizer.param_groups):
-            return decision
+    def _find_norm(self, optimizer: Optimizer, plan: Tables, inputs: StepInputs) -> None:
+        """Run the norm pass, or take the norm that optimizers share."""
         if self.flat_part:
             raise GradientError(f"{self.flat_part} {refusal('a norm of the gradients', [FSDP1])}")
         if self.joint is not None:
-            decision.power_sum = self.joint.power_sum(optimizer)
-            return decision
-        sources = _norm_sources(plan.engines)
-        decision.partials = sources[0].norm_partials() if plan.ranks is None and len(sources) == 1 else None
-        if decision.partials is None:
-            decision.power_sum = _total(plan.home.power_sums(sources))
-        return decision
-
-    def _constants(self, groups: Sequence[Mapping[str, Any]]) -> Decision:
-        """What the optimizer itself says of every step."""
-        decision = self.policy.decision()
-        decision.check_overflow = self.checks_overflow
-        decision.limits += adaptive_clips(groups)
-        decision.memory = self.history
-        return decision
+            inputs.power_sum = self.joint.power_sum(optimizer)
+            return
+        # What several ranks decide together is not finished in the launch that decides on this one.
+        if plan.sums_in_tiles and plan.ranks is None:
+            inputs.partials = plan.norm_sources[0].norm_partials()
+            plan.sums_in_tiles = inputs.partials is not None
+        if inputs.partials is None:
+            inputs.power_sum = plan.power_sum()
 
     def power_sum(self, plan: Tables) -> torch.Tensor | None:
         """The sum of squares of the gradients on all devices and ranks, float64[1]; None without engines."""
         if not plan.engines:
             return None
-        total = _total(plan.home.power_sums(_norm_sources(plan.engines))).reshape(1)
+        total = plan.power_sum().reshape(1)
         if plan.ranks is not None:
             total = total.clone()
             plan.ranks.add(total)
@@ -260,7 +269,7 @@ class StepControl:
         Raises:
             TypeError: for something that is no number.
         """
-        if not any(isinstance(limit, Sigma) for limit in self.policy.decision().limits):
+        if not any(isinstance(limit, Sigma) for limit in self.policy.inputs().limits):
             return
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
@@ -327,10 +336,6 @@ class StepControl:
         self.history.load(self.limits(groups), first.get(LIMITS_KEY, {}))
 
 
-def _norm_sources(engines: Sequence[DeviceEngine]) -> list[DeviceEngine | JointNorm]:
-    return list(dict.fromkeys(engine.norm_source for engine in engines))
-
-
 def flat_part(optimizer: Optimizer) -> str:
     """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any.
 
@@ -364,7 +369,7 @@ def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
     return clips
 
 
-def _agree(decision: Decision, agreement: Agreement, *, has_whole_norm: bool) -> None:
+def _agree(decision: StepInputs, agreement: Agreement, *, has_whole_norm: bool) -> None:
     """Let all ranks know what each has found: the norm of all gradients, and whether one of them overflowed.
 
     Args:
@@ -389,7 +394,7 @@ def _agree(decision: Decision, agreement: Agreement, *, has_whole_norm: bool) ->
     if decision.loss is not None:
         # The ranks' losses are averaged.
         known.append(torch.ones_like(decision.loss))
-    together = torch.cat([_moved(number, device).to(torch.float64).reshape(1) for number in known])
+    together = torch.cat([moved(number, device).to(torch.float64).reshape(1) for number in known])
     agreement.add(together)
     if decision.loss is not None:
         *together, ranks = together.split(1)
@@ -402,35 +407,18 @@ def _agree(decision: Decision, agreement: Agreement, *, has_whole_norm: bool) ->
 
 
 def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
-    """A scaler's number as a tensor; torch's scaler gives a plain 0 where no gradient was checked."""
-    if value is None or isinstance(value, torch.Tensor):
-        return value
-    return torch.full((), float(value), device=device)
+    """A scaler's number as a tensor on a device; torch's scaler gives a plain 0 where no gradient was checked."""
+    if value is None:
+        return None
+    return moved(value, device) if isinstance(value, torch.Tensor) else torch.full((), float(value), device=device)
 
 
-def _total(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum over devices, on one that is not the CPU if there is one."""
-    if len(sums) == 1:
-        return sums[0]
-    home = next((part.device for part in sums if part.device.type != "cpu"), sums[0].device)
-    total = _moved(sums[0], home)
-    for part in sums[1:]:
-        total = total + _moved(part, home)
-    return total
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # A copy to the CPU that is not waited for may be read before it has arrived.
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def _bring(decision: Decision, engine: DeviceEngine) -> None:
+def _bring(decision: StepInputs, engine: DeviceEngine) -> None:
     """Let a decision be made on an engine's device."""
     for name in ("power_sum", "grad_scale", "found_inf", "loss"):
         number = getattr(decision, name)
         if number is not None and number.device != engine.device:
-            setattr(decision, name, _moved(number, engine.device))
-    decision.overflow = engine.overflow if decision.check_overflow else None
+            setattr(decision, name, moved(number, engine.device))
 
 
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -146,6 +146,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
     tables.follow_parameters()
     tables.note_versions()
     tables.engines[0].build(optimizer.control.expected(optimizer, tables))
+    tables.kind = None
     optimizer._graphs = replace(optimizer._graphs, stale="", kept=None)
     return tables
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..compat import fake_mode_is_active, opaque, step_is_ordinary, step_is_watched
-from ..engine import DeviceEngine, Stale
+from ..engine import DeviceEngine, Stale, StepInputs
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..engine.limits import Sigma, ZClip
@@ -508,16 +508,16 @@ class Optimizer(torch.optim.Optimizer):
             require_no_real(self)
         if self.memory.keeps_gradients:
             self.memory.note_gradients([param for group in self.param_groups for param in group["params"]])
-        decides = self.control.decides(self)
-        tables, gradients = self._prepared(decides=decides)
+        inputs = self.control.inputs(self)
+        tables, gradients = self._prepared(inputs)
         if tables.ahead:
             tables.begin_states(self, all_of_them=self.schedule.begins_together or not self.memory.is_beside)
         scan = tables.scan
         try:
             if tables.follows:
                 tables.follow_parameters()
-            if decides or not tables.decided_plainly:
-                self.control.decide(self, tables)
+            if inputs is not None or not tables.decided_plainly:
+                self.control.decide(self, tables, inputs)
             if scan is not None:
                 tables.run_scanned(marked=not ordinary)
             else:
@@ -530,17 +530,12 @@ class Optimizer(torch.optim.Optimizer):
             if scan is not None:
                 scan.release()
 
-    def _prepared(self, *, decides: bool = True) -> tuple[Tables, list[list[torch.Tensor | None]]]:
-        """Tables that are up to date, and the gradients of each engine's entries if they were looked at one by one.
-
-        Args:
-            decides: whether anything is asked of the step beside its update, a norm say.
-        """
+    def _prepared(self, inputs: StepInputs | None = None) -> tuple[Tables, list[list[torch.Tensor | None]]]:
+        """Tables that are up to date, and the gradients of each engine's entries if they were looked at one by one."""
         tables = self._tables
         if tables is None:
             return self._rebuild_prepared()
-        # What several ranks decide together is not finished in the launch that decides on this one.
-        norm = decides and tables.ranks is None and self.control.needs_norm(self.param_groups)
+        norm = inputs is not None and inputs.needs_norm and tables.sums_in_tiles and tables.ranks is None
         try:
             if tables.scanned(self, norm=norm):
                 return tables, [[]] * len(tables.engines)

@@ -17,12 +17,20 @@ class Tables(Protocol):
     params: Any
     members: Any
     engines: Any
+    built_ahead: set[bool]
     decided_plainly: bool
+    deciders: Any
+    kind: Any
+    norm_sources: Any
+    sums_in_tiles: bool
     home: Any
     agreement: Agreement | None
     ranks: Any
     further_rounds: Any
     complex_members: Any
+
+    def power_sum(self) -> torch.Tensor:
+        """The sum of squares of this rank's gradients."""
 
 
 class Optimizer(Protocol):

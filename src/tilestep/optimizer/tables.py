@@ -13,7 +13,7 @@ import torch
 
 from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
-from ..engine import DeviceEngine, Stale, pass_calls, run_marked
+from ..engine import DeviceEngine, JointNorm, Stale, pass_calls, run_marked
 from ..engine.gradients import copy_to
 from ..pairs import ComplexMembers
 from ..placements import Agreement, LocalGradients, SharedSums
@@ -101,6 +101,16 @@ class Tables:
         self.follows = bool(self.masters) or home.follow_parameters is not StateHome.follow_parameters
         """Whether something follows what other code writes to parameters."""
         self._home_finishes = home.finish is not StateHome.finish
+        self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
+        self.deciders = list({engine.decider: engine for engine in self.engines}.items())
+        """What decides steps on each device, with an engine there."""
+        self.sums_in_tiles = len(self.norm_sources) == 1
+        """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
+        self._home_sums = home.power_sums is not StateHome.power_sums
+        self.built_ahead: set[bool] = set()
+        """For which steps kernels were built together: those that unscale, or those that do not."""
+        self.kind: Any = None
+        """What the last step was decided from, as far as passes must know."""
         self.decided_plainly = False
         """Whether control numbers are those of a step that nothing is asked of, which need not be written again."""
 
@@ -141,7 +151,7 @@ class Tables:
         for engine in self.engines:
             if not engine.states.look(engine.looking_threads if engine.is_large else 1):
                 raise Stale("state was given other memory")
-            if norm and scan.starts_norm:
+            if norm:
                 engine.start_norm()
             for watch in engine.group_watches:
                 if watch.is_mutable or not all(map(operator.is_, map(watch.value_of, watch.keys), watch.values)):
@@ -150,6 +160,13 @@ class Tables:
             if engine.has_device_hypers:
                 engine.refresh_device_hypers()
         return True
+
+    def power_sum(self) -> torch.Tensor:
+        """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
+        if self._home_sums:
+            return total(self.home.power_sums(self.norm_sources))
+        sums = [source.norm() for source in self.norm_sources]
+        return sums[0] if len(sums) == 1 else total(sums)
 
     def _look_again(self) -> bool:
         """Have the next look at each tensor say what has changed; False."""
@@ -355,6 +372,23 @@ def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
+def total(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum over devices, on one that is not the CPU if there is one."""
+    if len(sums) == 1:
+        return sums[0]
+    home = next((part.device for part in sums if part.device.type != "cpu"), sums[0].device)
+    summed = moved(sums[0], home)
+    for part in sums[1:]:
+        summed = summed + moved(part, home)
+    return summed
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A number on another device."""
+    # A copy to the CPU that is not waited for may be read before it has arrived.
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 _MOVED, _CHANGED = 1, 2
 """Answers of a look in C++: gradients are elsewhere; it is left to Python to say what has changed."""
 
@@ -373,7 +407,6 @@ class Scan:
     def __init__(self, module: Any, engines: Sequence[DeviceEngine], scanners: list[Any]) -> None:
         self.scan, self.same_list = module.scan, module.same_list
         self._module, self._scanners, self._engines = module, scanners, engines
-        self.starts_norm = len(engines) == 1 and engines[0].has_device_tables
         # A look writes every address: where kernels read host memory, into their own table.
         hosts = [np.zeros(len(e.entries), dtype=np.int64) if e.has_device_tables else None for e in engines]
         addresses = [e.grads.data_ptr() if host is None else host.ctypes.data for e, host in zip(engines, hosts)]
