@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -108,3 +112,53 @@ def test_the_table_of_folders_names_every_one_and_no_other() -> None:
     package = Path(tilestep.__file__).parent
     there = {path.name for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert named == there - {"__init__.py"}
+
+
+ADDED = """
+import torch
+import tilestep
+from format_rows import ROWS, backend, check_kept, check_training
+from tilestep.checking import check_rule
+from tilestep.engine import backends
+from tilestep.engine.eager import EagerSegment
+
+assert "{folder}" in tilestep.__file__
+failed = [verdict for verdict in check_rule(tilestep.registry["Signum"], interpret=False) if verdict.passed is False]
+assert not failed, failed
+for name in ("cpp", "eager"):
+    with backend(name):
+        check_kept(ROWS["tail"], few=True)
+        check_training(ROWS["tail"], "AdamW")
+
+backends.BACKENDS["cpu"] = backends.BACKENDS["xpu"]
+weight = torch.nn.Parameter(torch.ones(3))
+weight.grad = torch.tensor([1.0, -2.0, 0.0])
+optimizer = tilestep.Signum([weight], lr=0.25, max_grad_norm=1.0)
+optimizer.step()
+assert weight.tolist() == [0.75, 1.25, 1.0]
+segment = backends.segment_class(torch.device("cpu"))
+assert segment.__name__ == "XpuSegment" and issubclass(segment, EagerSegment)
+print("all added")
+"""
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="applies changes with git")
+def test_what_the_page_adds_works(tmp_path: Path) -> None:
+    """The changes of docs/how-it-works.md, applied to a copy of the package."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    section = page[page.index("## Adding a rule, a storage format, a backend") : page.index("## Where things are")]
+    changes = re.findall(r"^```diff\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert len(changes) == 5
+    shutil.copytree(Path(tilestep.__file__).parent, tmp_path / "src" / "tilestep")
+    shutil.copytree(ROOT / "tests" / "helpers", tmp_path / "tests" / "helpers")
+    for change in changes:
+        text = re.sub(r"^$", " ", change[:-1], flags=re.MULTILINE) + "\n"  # editors take spaces off empty lines
+        command = ["git", "apply", "--unidiff-zero", "-"]
+        done = subprocess.run(command, input=text, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + text
+    paths = [str(tmp_path / "src"), str(tmp_path / "tests" / "helpers")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    script = tmp_path / "added.py"
+    script.write_text(ADDED.replace("{folder}", str(tmp_path)))
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "all added", done.stdout + done.stderr

@@ -52,19 +52,34 @@ def is_interpreting() -> bool:
     return _interpreting
 
 
-def segment_class(device: torch.device) -> type[Segment]:
-    """The segment class for tensors on a device; the eager one where nothing can be built for it."""
-    if (device.type == "cuda" and compile_triton.available()) or _interpreting:
-        from .cuda import CudaSegment
+def _triton() -> type[Segment]:
+    from .cuda import CudaSegment
 
-        return CudaSegment
-    if device.type == "cpu":
-        from .cpu import CpuSegment
+    return CudaSegment
 
-        return CpuSegment
+
+def _cpp() -> type[Segment]:
+    from .cpu import CpuSegment
+
+    return CpuSegment
+
+
+def _eager() -> type[Segment]:
     from .eager import EagerSegment
 
     return EagerSegment
+
+
+BACKENDS: dict[str, Callable[[], type[Segment]]] = {"cuda": _triton, "cpu": _cpp}
+"""The segment class for a type of device; eager PyTorch runs on all others."""
+
+
+def segment_class(device: torch.device) -> type[Segment]:
+    """The segment class for tensors on a device; the eager one where nothing can be built for it."""
+    if _interpreting:
+        return _triton()
+    backend = BACKENDS.get(device.type, _eager)
+    return _eager() if backend is _triton and not compile_triton.available() else backend()
 
 
 def build_segment(device: torch.device, *args: object) -> Segment:
