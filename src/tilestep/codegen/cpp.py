@@ -74,6 +74,7 @@ def _element_loop(spec: KernelSpec, tile: TilePass, scalars: Writer, *, strided:
     lines = _blocks() if spec.has_blocks else _chunks()
     for slot, reduction in tile.reductions:
         lines.append(f"        {scalar} chunk_{slot} = {neutral(reduction)};")
+    lines += body.entries("        ")
     for name in body.kept_in_blocks():
         lines.append(f"        float {name}_of_block[{BLOCK}];")
         lines.append(f"        int32_t {name}_largest = 0;")

@@ -149,10 +149,11 @@ class TileBody:
         self.spec, self.tile, self.writer, self.indent = spec, tile, writer, indent
         order = [spec.grad, *spec.arrays]
         self.index = {array.name: f"at[{position}]" if strided else "i" for position, array in enumerate(order)}
-        self.index.update({array.name: "block" for array in order if array.elements == BLOCK})
         self.index.update({array.name: "pair + j / 2" for array in order if array.elements == 2})
 
     def _element(self, array: Array) -> str:
+        if array.elements == BLOCK:
+            return f"{array.name}_entry"
         return f"{array.name}_array[{self.index[array.name]}]"
 
     def load(self, name: str) -> str:
@@ -177,6 +178,15 @@ class TileBody:
         elements = ", ".join(map(self._element, storage.arrays(name)))
         self.writer.lines.append(f"{self.indent}{function}({elements}, {value});")
 
+    def entries(self, indent: str) -> list[str]:
+        """Variables of what is read of a block: a store of bytes could change it in memory, as compilers see it."""
+        read = {name for name in self.tile.reads() if codec_of(self.spec.storages[name]).has_blocks}
+        arrays = [a for name in read for a in read_arrays(self.spec.storages[name], name) if a.elements == BLOCK]
+        return [
+            f"{indent}const {C_TYPES[dtype_name(array.dtype)]} {array.name}_entry = {array.name}_array[block];"
+            for array in sorted(arrays, key=lambda array: array.name)
+        ]
+
     def kept_in_blocks(self) -> list[str]:
         """Names of the buffers that this pass stores in blocks."""
         return [name for name in self.tile.stores if codec_of(self.spec.storages[name]).has_blocks]
@@ -187,9 +197,13 @@ class TileBody:
         for name in self.kept_in_blocks():
             storage = self.spec.storages[name]
             arrays = storage.arrays(name)
-            of_block = ", ".join(self._element(array) for array in arrays if array.elements == BLOCK)
+            scales = [array for array in arrays if array.elements == BLOCK]
+            of_block = ", ".join(f"{array.name}_kept" for array in scales)
             (array,) = [array for array in arrays if array.elements != BLOCK]
+            for scale in scales:
+                lines.append(f"{indent}{C_TYPES[dtype_name(scale.dtype)]} {scale.name}_kept;")
             lines.append(f"{indent}keep_{storage.title}({of_block}, {name}_largest);")
+            lines += [f"{indent}{scale.name}_array[block] = {scale.name}_kept;" for scale in scales]
             if array.elements == 2:
                 lines += [
                     f"{indent}if (count & 1) {name}_of_block[count] = 0;",
@@ -272,7 +286,7 @@ def unscale_loop(spec: KernelSpec, strided: bool) -> list[str]:
 
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     """A writer that has read what a tile pass takes from the scalar passes, each in a variable of its own."""
-    suffixes = ("array", "of_block", "largest", "size") if spec.has_blocks else ("array",)
+    suffixes = ("array", "of_block", "largest", "size", "entry", "kept") if spec.has_blocks else ("array",)
     names = CppNames(f"{array.name}_{suffix}" for array in [spec.grad, *spec.arrays] for suffix in suffixes)
     scalars = writer_of(scalar_type(spec), "    ", names)
     for value in tile.values():

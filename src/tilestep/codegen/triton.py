@@ -30,6 +30,10 @@ _CONSTANTS = "TILE: tl.constexpr, SPAN: tl.constexpr, UNSCALE: tl.constexpr"
 """Constants of a tile pass: elements held at once, elements of a program, whether gradients lose their scale."""
 
 
+_PARTS = (("part", "TILE"), ("rest", BLOCK))
+"""What a reduction has of whole tiles and of what is walked with a mask where tiles are of blocks, and of how many."""
+
+
 class _Kernel(TileMath):
     """The kernels that load and store around the math of one tile pass."""
 
@@ -45,6 +49,11 @@ class _Kernel(TileMath):
     def _shape(self) -> str:
         """The shape of the elements that are held at once: a row for each block."""
         return f"(TILE // {BLOCK}, {BLOCK})" if self.spec.has_blocks else "(TILE,)"
+
+    @property
+    def _rest(self) -> str:
+        """The shape of what is held at once with a mask, one block: its indices take registers."""
+        return f"(1, {BLOCK})"
 
     def _lanes(self) -> list[str]:
         if not self.spec.has_blocks:
@@ -82,9 +91,10 @@ class _Kernel(TileMath):
         if not self.spec.has_blocks:
             return [f"{indent}mask = lane < stop - start", f"{indent}index = start + lane"]
         lines = [
-            f"block = start // {BLOCK} + block_lane",
+            f"block = start // {BLOCK} + tl.arange(0, 1)[:, None]",
             f"block_mask = block * {BLOCK} < stop",
-            "first_line = block // per_row",
+            # In 32 bits, whose division is a few instructions: blocks of a tensor are fewer.
+            "first_line = (block.to(tl.int32) // per_row.to(tl.int32)).to(tl.int64)",
             f"first_column = (block - first_line * per_row) * {BLOCK}",
             "line_column = first_column + lane",
             "mask = block_mask & (line_column < columns_of_row)",
@@ -118,20 +128,28 @@ class _Kernel(TileMath):
         for slot, reduction in self.tile.reductions:
             neutral, combine = REDUCTIONS[reduction.operation]
             term = f"tl.where({mask}, term_{slot}, {neutral})" if mask else f"term_{slot}"
-            lines.append(f"{indent}part_{slot} = {combine}(part_{slot}, {term})")
+            part = f"rest_{slot}" if mask and self.spec.has_blocks else f"part_{slot}"
+            lines.append(f"{indent}{part} = {combine}({part}, {term})")
         return lines
 
     def _accumulators(self, indent: str) -> list[str]:
+        """What reductions begin with; with blocks apart for what is walked with a mask."""
+        shapes = {"part": self._shape, **({"rest": self._rest} if self.spec.has_blocks else {})}
         return [
-            f"{indent}part_{slot} = tl.full({self._shape}, {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
+            f"{indent}{name}_{slot} = tl.full({shape}, {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
             for slot, reduction in self.tile.reductions
+            for name, shape in shapes.items()
         ]
 
     def _partials(self, indent: str) -> list[str]:
         lines = []
         for slot, reduction in self.tile.reductions:
-            parts = f"tl.reshape(part_{slot}, (TILE,))" if self.spec.has_blocks else f"part_{slot}"
-            total = f"tl.reduce({parts}, 0, {REDUCTIONS[reduction.operation][1]}).to(tl.float64)"
+            combine = REDUCTIONS[reduction.operation][1]
+            total = f"tl.reduce(part_{slot}, 0, {combine})"
+            if self.spec.has_blocks:
+                both = [f"tl.reduce(tl.reshape({name}_{slot}, ({size},)), 0, {combine})" for name, size in _PARTS]
+                total = f"{combine}({both[0]}, {both[1]})"
+            total = f"{total}.to(tl.float64)"
             lines.append(f"{indent}tl.store(partials + tile * {self.spec.reduction_count} + {slot}, {total})")
         return lines
 
@@ -193,7 +211,12 @@ class _Kernel(TileMath):
                 f"            {array.name}_array = {pointer_to(array)} + start + lane" for _, array in self.used()
             ]
         lines += self._call("            ", lambda name: f"{name}_array", "mask")
-        return [*lines, "            start += TILE", *self._partials("        ")]
+        return [*lines, f"            start += {self._masked}", *self._partials("        ")]
+
+    @property
+    def _masked(self) -> str:
+        """Elements that are held at once where they are walked with a mask."""
+        return str(BLOCK) if self.spec.has_blocks else "TILE"
 
     def strided_kernel(self) -> list[str]:
         """The kernel over the tiles of tensors that must be walked by coordinates."""
@@ -230,7 +253,7 @@ class _Kernel(TileMath):
         inside += self._block_pointers("")
         lines += [f"            {line}" for line in inside]
         lines += self._call("            ", lambda name: f"{name}_array", "mask")
-        return [*lines, "            start += TILE", *self._partials("        ")]
+        return [*lines, f"            start += {self._masked}", *self._partials("        ")]
 
     def finish(self) -> list[str]:
         """The kernel that adds up the tile partials of each tensor, in tile order."""

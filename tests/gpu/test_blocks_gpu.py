@@ -1,0 +1,70 @@
+"""States in blocks on a GPU: kept and read as torch does on a CPU, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from block_rows import FORMATS, RULES, SHAPES, as_bits, numbers
+
+import tilestep
+from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LARGE: list[tuple[int, ...]] = [(4096, 1024), (1000, 4100), (3_000_001,)]
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("strided", [False, True], ids=["plain", "strided"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_are_kept_and_read_as_torch_does_on_a_cpu(format: str, strided: bool, signed: bool) -> None:
+    shapes = SHAPES if strided else [*SHAPES, *LARGE]
+    params = []
+    for shape in shapes:
+        zeros = torch.zeros(shape[::-1] if strided else shape, device="cuda")
+        params.append(torch.nn.Parameter(zeros.permute(*range(zeros.dim())[::-1]) if strided else zeros))
+    optimizer: Any = tilestep.Optimizer([("p", p) for p in params], RULES[signed], state_dtype=lambda _: format)
+    given = [numbers(shape, place) for place, shape in enumerate(shapes)]
+    for param, values in zip(params, given):
+        param.grad = values.cuda()
+    optimizer.step()
+    wanted_values = []
+    for param, values in zip(params, given):
+        state = optimizer.state[param]
+        storage = STATE_FORMATS[format](signed)
+        if storage.arrays("kept")[1].name not in state:
+            storage = STATE_FORMATS["int8"](signed)
+        wanted = {
+            array.name: torch.empty(shape_of_entries(param.shape, array.elements), dtype=array.dtype)
+            for array in storage.arrays("kept")
+        }
+        stored_in(storage, wanted, "kept", values if signed else values.abs(), param.shape)
+        for key, array in wanted.items():
+            different = as_bits(state[key].cpu().contiguous()) != as_bits(array)
+            assert not different.any(), (key, tuple(param.shape), int(different.sum()))
+        wanted_values.append(values_of(storage, wanted, "kept", shape=param.shape))
+    optimizer.step()
+    for param, values in zip(params, wanted_values):
+        assert torch.equal(as_bits(param.detach().cpu().contiguous()), as_bits(values))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_captured_step_is_an_eager_one(format: str) -> None:
+    runs = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in [(512, 1024), (300, 260)]]
+        optimizer = tilestep.AdamW([("a", params[0]), ("b", params[1])], lr=1e-2, state_dtype=format, max_grad_norm=1.0)
+        step = tilestep.capture(optimizer) if captures else optimizer.step
+        for _ in range(6):
+            for param in params:
+                gradient = torch.randn_like(param)
+                if param.grad is None:
+                    param.grad = gradient
+                else:
+                    param.grad.copy_(gradient)
+            step()
+        runs.append([param.detach().clone() for param in params])
+    assert all(map(torch.equal, *runs))
