@@ -262,7 +262,7 @@ class CudaSegment(Segment):
 
     def launches(self, unscales: bool) -> list[Launch]:
         """What a step launches that Triton builds."""
-        return list(self._step_launches(unscales))
+        return [*self._step_launches(unscales), *(self.matrices.launches() if self.matrices is not None else [])]
 
     def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
         yield from self._scalar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from .recorded import LEAST_MATRICES, RecordedPass
 from .running import run_chunk
 from .shared import SharedMatrices
 from .workspace import matrices_at_once
+
+if TYPE_CHECKING:
+    from ..codegen.launch_triton import Launch
 
 SkippedValues = dict[tuple[int, int], frozenset[int]]
 """Values that are not computed, by identity, for each matrix pass and batch by their places."""
@@ -170,6 +173,19 @@ class MatrixBatches:
         """
         assert self.conditions is not None
         self.conditions.launched(active, may_skip)
+
+    def launches(self) -> list[Launch]:
+        """What operations on parameter-shaped matrices launch that Triton builds, if they say so."""
+        found: list[Launch] = []
+        for matrix_pass in self._work():
+            for value in matrix_pass.values:
+                operation = MATRIX_OPERATIONS.get(value.operation)
+                if operation is None or operation.launches is None or id(value.args[0]) not in matrix_pass.inputs:
+                    continue
+                for batch in self.batches:
+                    numbers = [batch.numbers[id(arg)] for arg in value.args[operation.operands :]]
+                    found += operation.launches(batch.shape, numbers, self.segment.device)
+        return found
 
     def build(self) -> None:
         """Build every kernel of the matrix passes, and let the matrix library set itself up; only scratch changes."""

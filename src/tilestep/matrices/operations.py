@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from ..codegen.launch_triton import Launch
 
 Space = tuple[str, str]
 """How many rows and columns a matrix has, in words of its parameter: `("rows", "columns")` is the parameter's shape."""
@@ -24,6 +28,8 @@ class MatrixOperation:
     Args:
         run: computes it for a batch of matrices. Unless it `waits`, it reads nothing back from the device and keeps no
             tensor, so that it can be captured in a CUDA graph.
+        launches: what of it Triton builds for matrices of a shape, with these numbers, on a device: kernels with their
+            arguments, which are built before the first step in threads. None if it has no kernels of its own.
         workspace: elements that it needs for each matrix beside operands and result, from the matrix's rows and
             columns; roughly.
     """
@@ -36,6 +42,7 @@ class MatrixOperation:
     is_view: bool = False  # whether the result is the operand's own memory, seen otherwise
     workspace: Callable[[int, int], int] = field(default=lambda rows, columns: 0)
     waits: bool = False  # whether the host waits for the device in it, so that no CUDA graph can hold it
+    launches: Callable[[tuple[int, int], Sequence[float], torch.device], list[Launch]] | None = None
 
 
 MATRIX_OPERATIONS: dict[str, MatrixOperation] = {}

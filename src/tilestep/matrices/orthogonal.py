@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import MatrixError, RuleError
 from .gram import gram_newton_schulz, takes
 from .operations import MatrixOperation, register
-from .symmetric import pays, symmetric_product
+from .symmetric import pays, symmetric_launch, symmetric_product
+
+if TYPE_CHECKING:
+    from ..codegen.launch_triton import Launch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic: the largest slope at zero that keeps singular values near one."""
@@ -67,35 +70,43 @@ def _(matrix: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
     return torch.empty_like(matrix)
 
 
-def newton_schulz(operands: Sequence[torch.Tensor], numbers: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
+def newton_schulz(
+    operands: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    out: torch.Tensor | None,
+    multiply: Callable[..., torch.Tensor] = symmetric_product,
+) -> torch.Tensor:
     """`orthogonalize` for a batch.
 
     Args:
         operands: one batch [B, R, C]; it is left as it is.
         out: bfloat16[B, R, C] for the result, or None.
+        multiply: makes products that are symmetric, where half of one is faster.
     """
     steps, a, b, c, eps = int(numbers[0]), *numbers[1:]
     if not 0 <= steps < _MOST_STEPS:
         raise RuleError(f"orthogonalize takes less than {_MOST_STEPS} steps, not {steps}")
     batch = operands[0].to(torch.bfloat16)
     if takes(batch, numbers):
-        return gram_newton_schulz(batch, numbers, out)
+        return gram_newton_schulz(batch, numbers, out, multiply)
     is_tall = batch.size(-2) > batch.size(-1)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     batch = torch.div(batch, norm, out=out if steps == 0 else None)
     for step in range(steps):
-        update = _update(batch, is_tall, b, c)
+        update = _update(batch, is_tall, b, c, multiply)
         factors = (batch, update) if is_tall else (update, batch)
         batch = _baddbmm(batch, *factors, beta=a, out=out if step == steps - 1 else None)
     return batch
 
 
-def _update(batch: torch.Tensor, is_tall: bool, b: float, c: float) -> torch.Tensor:
+def _update(
+    batch: torch.Tensor, is_tall: bool, b: float, c: float, multiply: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """b G + c G^2 with G the Gram matrix of the short side."""
     if c and pays(batch):
         short = min(batch.shape[-2:])
-        gram = symmetric_product(batch, batch, batch.new_empty(batch.size(0), short, short))
-        return symmetric_product(gram, gram, torch.empty_like(gram), base=gram, alpha=c, beta=b)
+        gram = multiply(batch, batch, batch.new_empty(batch.size(0), short, short))
+        return multiply(gram, gram, torch.empty_like(gram), base=gram, alpha=c, beta=b)
     gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
     # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
     return torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
@@ -109,9 +120,29 @@ def _baddbmm(
     return torch.baddbmm(base, left, right, beta=beta, out=out)
 
 
+def _launches(shape: tuple[int, int], numbers: Sequence[float], device: torch.device) -> list[Launch]:
+    """The kernels of `newton_schulz` for matrices of a shape, each once: it is run on one, with nothing multiplied."""
+    batch = torch.zeros(1, *shape, dtype=torch.bfloat16, device=device)
+    if not pays(batch):
+        return []
+    launches: dict[int, Launch] = {}
+
+    def note(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        launch = symmetric_launch(left, right, out, **options)
+        launches[id(launch[0])] = launch
+        return out
+
+    newton_schulz([batch], numbers, None, note)
+    return list(launches.values())
+
+
 def _workspace(rows: int, columns: int) -> int:
     """The matrix once more, and a handful of Gram matrices."""
     return rows * columns + 5 * min(rows, columns) ** 2
 
 
-register(MatrixOperation("orthogonalize", 1, lambda space: space, newton_schulz, torch.bfloat16, workspace=_workspace))
+register(
+    MatrixOperation(
+        "orthogonalize", 1, lambda space: space, newton_schulz, torch.bfloat16, workspace=_workspace, launches=_launches
+    )
+)

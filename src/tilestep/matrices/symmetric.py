@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from ..codegen.launch_triton import Launch
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def pays(batch: torch.Tensor) -> bool:
     return batch.is_cuda and min(batch.shape[-2:]) >= _SMALLEST and can_multiply(batch)
 
 
-def symmetric_product(
+def symmetric_launch(
     left: torch.Tensor,
     right: torch.Tensor,
     out: torch.Tensor,
@@ -64,18 +67,12 @@ def symmetric_product(
     shifted: torch.Tensor | None = None,
     shift: float = 0.0,
     blocks: Blocks | None = None,
-) -> torch.Tensor:
-    """`scale * (alpha * left @ right.mT + beta * base)` for batches whose product is symmetric, such as X X^T.
-
-    Args:
-        left: contiguous [matrices, rows, inner]; or [matrices, inner, rows] with inner > rows for `left.mT @ right`.
-        out: contiguous [matrices, rows, rows], half precision; exactly symmetric afterwards.
-        scale: float32[matrices], or None.
-    """
+) -> Launch:
+    """The launch of `symmetric_product`, which takes the same."""
     dtypes = (left.dtype, right.dtype, None if base is None else base.dtype, out.dtype)
     shifted_dtype = None if shifted is None else shifted.dtype
     launcher, sizes, ones = _launcher(left.shape, out.size(-1), dtypes, shifted_dtype, blocks, out.device)
-    launcher(
+    return launcher, (
         left,
         right,
         out if base is None else base,
@@ -87,6 +84,18 @@ def symmetric_product(
         beta,
         shift,
     )
+
+
+def symmetric_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`scale * (alpha * left @ right.mT + beta * base)` for batches whose product is symmetric, such as X X^T.
+
+    Args:
+        left: contiguous [matrices, rows, inner]; or [matrices, inner, rows] with inner > rows for `left.mT @ right`.
+        out: contiguous [matrices, rows, rows], half precision; exactly symmetric afterwards.
+        options: `base`, `alpha`, `beta`, as above; `scale`, float32[matrices]; `shifted`, which gets `out + shift * I`.
+    """
+    launcher, arguments = symmetric_launch(left, right, out, **options)
+    launcher(*arguments)
     return out
 
 
