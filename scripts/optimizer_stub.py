@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from ..taps import Stats
 from .decide import TimesMean
 from .masters import MasterWeights
 from .optimizer import Optimizer
@@ -39,6 +40,7 @@ OWN = {
     "state_dtype": "StateDtype",
     "skip_nonfinite": "bool",
     "skip_above": "float | TimesMean | None",
+    "stats": "Stats | None",
     "params": "ParamsT",
 }
 

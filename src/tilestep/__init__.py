@@ -47,6 +47,7 @@ from .rules.compose import (
 )
 from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
 from .sharding import LoadPlanner, ShardedOptimizer, load_checkpoint, save_checkpoint, shard
+from .taps import Stats, StatsPlot, StepStats
 from .tracing import Profile, profile
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ __all__ = [
     "Sigma",
     "State",
     "StateError",
+    "Stats",
+    "StatsPlot",
+    "StepStats",
     "TilestepError",
     "TimesMean",
     "ZClip",

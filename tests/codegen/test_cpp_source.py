@@ -85,7 +85,7 @@ def test_every_index_has_64_bits(name: str) -> None:
     functions = source[source.index('extern "C" void scalar_pass_0') :]
     assert not re.search(r"\b(int|unsigned|long|short|size_t|u?int(8|16|32)_t)\b", functions)
     structure = source[source.index("struct Launch") : source.index("enum Control")]
-    assert re.findall(r"int32_t\* (\w+)", structure) == ["tile_tensor", "group"]
+    assert re.findall(r"int32_t\* (\w+)", structure) == ["tile_tensor", "group", "tap_words"]
 
 
 def awkward_names() -> list[str]:

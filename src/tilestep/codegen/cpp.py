@@ -9,6 +9,7 @@ from .cpp_scalars import GRADIENT_SCALE, scalar_function
 from .cpp_slices import slice_function
 from .cpp_slices_support import SLICES_PRELUDE
 from .cpp_support import PRELUDE
+from .cpp_taps import TapText
 from .cpp_text import (
     COMBINERS,
     TileBody,
@@ -23,6 +24,7 @@ from .cpp_text import (
 )
 from .emit import Writer
 from .spec import KernelSpec
+from .taps import taps_of
 
 _CHUNK = 1024
 """Elements summed in the compute type before they are added to a float64 sum."""
@@ -32,7 +34,12 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     scalar = scalar_type(spec)
     columns = max(len(spec.program.columns), 1)
     unscales = index == spec.program.unscaling_pass
-    lines = [f'extern "C" void tile_pass_{index}(const Launch* launch) {{', "  if (launch->control[SKIP] != 0) return;"]
+    found = taps_of(spec, tile)
+    taps = TapText(found) if found is not None else None
+    lines = [f'extern "C" void tile_pass_{index}(const Launch* launch) {{']
+    measures = taps is not None and taps.stats
+    skips = "launch->control[SKIP] != 0"
+    lines.append(f"  const bool skips = {skips};" if measures else f"  if ({skips}) return;")
     lines += [
         "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
         "  for (int64_t tile = 0; tile < launch->tiles; ++tile) {",
@@ -50,24 +57,69 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     lines += [*scalars.lines, *array_lines(spec, tile, unscales)]
     for slot, reduction in tile.reductions:
         lines.append(f"    double part_{slot} = {neutral(reduction)};")
-    lines.append("    if (launch->layout_index[t] < 0) {")
-    lines += _element_loop(spec, tile, scalars, strided=False, unscales=unscales)
-    lines += ["    } else {"]
-    lines.append(f"      const int64_t* layout = launch->layouts + launch->layout_index[t] * {layout_width(spec)};")
-    lines += _element_loop(spec, tile, scalars, strided=True, unscales=unscales)
+    lines += taps.tile_lines() if taps is not None else []
+    branch = "if"
+    if taps is not None and taps.stats:
+        for strided in (False, True):
+            lines.append(f"    {branch} (skips && launch->layout_index[t] {'>= 0' if strided else '< 0'}) {{")
+            lines += _skipped_loop(spec, scalars, taps, strided)
+            branch = "} else if"
+    lines.append(f"    {branch} (launch->layout_index[t] < 0) {{")
+    lines += _element_loop(spec, tile, scalars, taps, strided=False, unscales=unscales)
+    lines += ["    } else {", _layout_line(spec)]
+    lines += _element_loop(spec, tile, scalars, taps, strided=True, unscales=unscales)
     lines.append("    }")
+    lines += taps.partials() if taps is not None else []
     for slot, _ in tile.reductions:
         lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
-    lines += ["  }", *_finish(spec, tile), "}"]
+    lines += ["  }", *(taps.finish() if taps is not None else ()), *_finish(spec, tile), "}"]
     return "\n".join(lines)
 
 
-def _element_loop(spec: KernelSpec, tile: TilePass, scalars: Writer, *, strided: bool, unscales: bool) -> list[str]:
+def _layout_line(spec: KernelSpec) -> str:
+    return f"      const int64_t* layout = launch->layouts + launch->layout_index[t] * {layout_width(spec)};"
+
+
+def _located(spec: KernelSpec) -> list[str]:
+    arrays = 1 + len(spec.arrays)
+    return [f"          int64_t at[{arrays}];", f"          locate(layout, i, {arrays}, at);"]
+
+
+def _skipped_loop(spec: KernelSpec, scalars: Writer, taps: TapText, strided: bool) -> list[str]:
+    """What a skipped step measures: the gradient, and what is kept."""
+    inner = writer_of(scalar_type(spec), "          ", scalars.names.within())
+    body = TileBody(spec, taps.tile, inner, strided, "          ")
+    inner.lines += taps.loads(body, {})
+    lines = [_layout_line(spec)] if strided else []
+    lines.append(f"      for (int64_t chunk = begin; chunk < end; chunk += {_CHUNK}) {{")
+    lines.append(f"        const int64_t chunk_end = chunk + {_CHUNK} < end ? chunk + {_CHUNK} : end;")
+    lines += taps.chunk_lines(scalar_type(spec), skipped=True)
+    if not strided:
+        lines.append(f"#pragma omp simd{taps.clause}")
+    lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
+    lines += _located(spec) if strided else []
+    return [
+        *lines,
+        *inner.lines,
+        *taps.sums(None, "          "),
+        "        }",
+        *taps.after_chunk(skipped=True),
+        "      }",
+    ]
+
+
+def _element_loop(
+    spec: KernelSpec, tile: TilePass, scalars: Writer, taps: TapText | None, *, strided: bool, unscales: bool
+) -> list[str]:
     scalar = scalar_type(spec)
     inner = writer_of(scalar, "          ", scalars.names.within())
     inner.expressions.update(scalars.expressions)
     body = TileBody(spec, tile, inner, strided, "          ")
+    if taps is not None:
+        inner.lines += taps.before(body)
     body.emit()
+    if taps is not None:
+        inner.lines += taps.after(body, inner)
     clause = "".join(
         f" reduction({COMBINERS[reduction.operation]} : chunk_{slot})" for slot, reduction in tile.reductions
     )
@@ -79,19 +131,20 @@ def _element_loop(spec: KernelSpec, tile: TilePass, scalars: Writer, *, strided:
         lines.append(f"        float {name}_of_block[{BLOCK}];")
         lines.append(f"        int32_t {name}_largest = 0;")
         clause += f" reduction(max : {name}_largest)"
+    lines += taps.chunk_lines(scalar) if taps is not None else []
     if not strided:
-        lines.append(f"#pragma omp simd{clause}")
+        lines.append(f"#pragma omp simd{clause}{taps.clause if taps is not None else ''}")
     if spec.has_blocks:
         lines += ["        for (int64_t j = 0; j < count; ++j) {", "          const int64_t i = first + j;"]
     else:
         lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
-    if strided:
-        lines.append(f"          int64_t at[{1 + len(spec.arrays)}];")
-        lines.append(f"          locate(layout, i, {1 + len(spec.arrays)}, at);")
+    lines += _located(spec) if strided else []
     lines += inner.lines
     lines.append("        }")
     for slot, reduction in tile.reductions:
         lines.append("        " + combine(reduction, f"part_{slot}", f"chunk_{slot}"))
+    if taps is not None:
+        lines += taps.after_chunk(strided=strided)
     if unscales:
         lines += unscale_loop(spec, strided)
     lines += body.keep_blocks("        ", strided)

@@ -30,7 +30,7 @@ block count pair columns per_row j is_odd
 _RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
 
 _MACRO_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|row|slot|span|total)_[0-9]+"
+    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|row|slot|span|total)_[0-9]+|tap_.*"
 )
 """What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and
 measure are functions of storage formats; numbered ones are reductions'."""

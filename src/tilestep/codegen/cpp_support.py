@@ -21,6 +21,8 @@ class Launch(ctypes.Structure):
     hyper[groups][hyper_count]. step[tensors].
     rows[tensors][columns]. partials[tiles][reductions], sums[tensors][reductions]. across[tensors][slots],
     totals[slots]. scalar_states[states]: address of one array [tensors] each.
+    tap_partials[tiles][columns], tap_totals[tensors][columns]: statistics. tap_words: a bit for each changed weight, of
+    which first_word[tensors] says where a tensor's begin.
     """
 
     _fields_ = (
@@ -47,6 +49,10 @@ class Launch(ctypes.Structure):
                 "across",
                 "totals",
                 "scalar_states",
+                "tap_partials",
+                "tap_totals",
+                "tap_words",
+                "first_word",
             )
         ),
     )
@@ -107,6 +113,10 @@ struct Launch {{
   double* across;
   const double* totals;
   const int64_t* scalar_states;
+  double* tap_partials;
+  double* tap_totals;
+  uint32_t* tap_words;
+  const int64_t* first_word;
 }};
 
 enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3, CLIP = 7 }};
@@ -193,6 +203,11 @@ inline int32_t bits_of(const float16& element) {{ return static_cast<int16_t>(el
 inline int32_t bits_of(const int16_t& element) {{ return element; }}
 inline int32_t bits_of(const int8_t& element) {{ return element; }}
 inline int32_t bits_of(const uint8_t& element) {{ return element; }}
+inline int64_t bits_of(double value) {{
+  int64_t bits;
+  std::memcpy(&bits, &value, 8);
+  return bits;
+}}
 inline float float_of(int32_t bits) {{
   float value;
   std::memcpy(&value, &bits, 4);
@@ -236,6 +251,17 @@ template <class T> inline T log_gamma(T value) {{ return std::lgamma(value); }}
 template <class T> inline T remainder_of(T left, T right) {{
   const T rest = std::fmod(left, right);
   return (rest != 0 && ((rest < 0) != (right < 0))) ? rest + right : rest;
+}}
+
+// 32 truth values as the bits of a word.
+inline uint32_t packed(const uint8_t* flags) {{
+  uint32_t bits = 0;
+  for (int part = 0; part < 4; ++part) {{
+    uint64_t eight = 0;
+    for (int flag = 0; flag < 8; ++flag) eight |= static_cast<uint64_t>(flags[8 * part + flag]) << (8 * flag);
+    bits |= static_cast<uint32_t>((eight * 0x0102040810204080ull) >> 56) << (8 * part);
+  }}
+  return bits;
 }}
 
 // Where element `index` (in the order of the array named by `own`) of a strided tensor lies in every array.

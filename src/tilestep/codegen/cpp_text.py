@@ -146,12 +146,13 @@ class TileBody:
     """
 
     def __init__(self, spec: KernelSpec, tile: TilePass, writer: Writer, strided: bool, indent: str) -> None:
-        self.spec, self.tile, self.writer, self.indent = spec, tile, writer, indent
+        self.spec, self.tile, self.writer, self.indent, self.is_strided = spec, tile, writer, indent, strided
         order = [spec.grad, *spec.arrays]
         self.index = {array.name: f"at[{position}]" if strided else "i" for position, array in enumerate(order)}
         self.index.update({array.name: "pair + j / 2" for array in order if array.elements == 2})
 
-    def _element(self, array: Array) -> str:
+    def element(self, array: Array) -> str:
+        """The expression of an array's element."""
         if array.elements == BLOCK:
             return f"{array.name}_entry"
         return f"{array.name}_array[{self.index[array.name]}]"
@@ -162,7 +163,7 @@ class TileBody:
         codec = codec_of(storage)
         function = "read" if codec.is_plain else f"join_{storage.title}"
         is_odd = ["j & 1"] if codec.is_packed else []
-        return f"{function}({', '.join([*map(self._element, read_arrays(storage, name)), *is_odd])})"
+        return f"{function}({', '.join([*map(self.element, read_arrays(storage, name)), *is_odd])})"
 
     def store(self, name: str, value: str) -> None:
         """Write the statement that keeps a buffer's new value; in blocks, that gets it ready."""
@@ -175,7 +176,7 @@ class TileBody:
             ]
             return
         function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
-        elements = ", ".join(map(self._element, storage.arrays(name)))
+        elements = ", ".join(map(self.element, storage.arrays(name)))
         self.writer.lines.append(f"{self.indent}{function}({elements}, {value});")
 
     def entries(self, indent: str) -> list[str]:
@@ -208,7 +209,7 @@ class TileBody:
                 lines += [
                     f"{indent}if (count & 1) {name}_of_block[count] = 0;",
                     f"{indent}for (int64_t j = 0; j < count; j += 2)",
-                    f"{indent}  {self._element(array)} = static_cast<uint8_t>("
+                    f"{indent}  {self.element(array)} = static_cast<uint8_t>("
                     f"split_{storage.title}({of_block}, {name}_of_block[j]) | "
                     f"split_{storage.title}({of_block}, {name}_of_block[j + 1]) << 4);",
                 ]
@@ -220,7 +221,7 @@ class TileBody:
                 lines += [f"{indent}  locate(layout, first + j, {1 + len(self.spec.arrays)}, at);"]
             else:
                 lines.append(f"{indent}  const int64_t i = first + j;")
-            lines.append(f"{indent}  {self._element(array)} = split_{storage.title}({of_block}, {name}_of_block[j]);")
+            lines.append(f"{indent}  {self.element(array)} = split_{storage.title}({of_block}, {name}_of_block[j]);")
             lines.append(f"{indent}}}")
         return lines
 

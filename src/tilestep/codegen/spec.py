@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,17 @@ MAX_DIMS = 32
 """Dimensions a strided tensor may have after adjacent ones are merged."""
 
 
+@dataclass(frozen=True)
+class Taps:
+    """What kernels put out: statistics of each tensor, bits of changed weights, both or neither."""
+
+    stats: bool = False
+    changes: bool = False
+
+    def __str__(self) -> str:
+        return " and ".join(name for name in ("stats", "changes") if getattr(self, name)) or "none"
+
+
 @dataclass
 class KernelSpec:
     """A program with its storages.
@@ -24,12 +35,19 @@ class KernelSpec:
         storages: storage format of each element buffer, by name, gradient included.
         compute: float32, or float64 for float64 parameters.
         hypers: names of the columns of the hyperparameter table.
+        taps: what kernels put out beside the update.
     """
 
     program: Program
     storages: dict[str, Storage]
     compute: torch.dtype
     hypers: tuple[str, ...]
+    taps: Taps = field(default_factory=Taps)
+
+    @cached_property
+    def measuring(self) -> KernelSpec:
+        """The same with statistics: another set of tile passes over the same tables."""
+        return replace(self, taps=replace(self.taps, stats=True))
 
     @cached_property
     def arrays(self) -> list[Array]:
@@ -101,6 +119,8 @@ class KernelSpec:
                 lines.append(f"{here.title}: {_described(here)}")
             if tile is not None:
                 lines.append(f"pass {index}: {_described(tile)}")
+        if self.taps != Taps():
+            lines.append(f"taps: {self.taps}")
         return "\n".join(f"{mark} {line}" for line in lines)
 
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from ..graph import TilePass
 from ..storage import BLOCK, Array
 from .spec import MAX_DIMS, KernelSpec
+from .taps import taps_of
 from .triton_formats import format_functions
 from .triton_math import TileMath, finish_kernel
 from .triton_scalars import scalar_kernel
 from .triton_slices import slice_kernels
+from .triton_taps import TapText
 from .triton_text import (
     HELPERS,
     POINTERS,
@@ -40,6 +42,8 @@ class _Kernel(TileMath):
     def __init__(self, spec: KernelSpec, index: int, tile: TilePass) -> None:
         super().__init__(spec, tile, f"math_{index}")
         self.index = index
+        taps = taps_of(spec, tile)
+        self.taps = TapText(self, taps) if taps is not None else None
 
     @property
     def title(self) -> str:
@@ -119,12 +123,16 @@ class _Kernel(TileMath):
                 lines.append(f"{indent}{array.name}_array = {first} + lane // 2")
         return lines
 
-    def _call(self, indent: str, offset: Callable[[str], str], mask: str) -> list[str]:
+    def _call(self, indent: str, offset: Callable[[str], str], mask: str, *, strided: bool = False) -> list[str]:
         lines: list[str] = []
         body = TileBody(self.spec, lines, indent, offset, mask)
         self.load_inputs(body)
+        if self.taps is not None:
+            self.taps.before(body, strided=strided)
         lines.append(self.call(indent))
         self.store_results(body)
+        if self.taps is not None:
+            self.taps.after(body, strided=strided)
         for slot, reduction in self.tile.reductions:
             neutral, combine = REDUCTIONS[reduction.operation]
             term = f"tl.where({mask}, term_{slot}, {neutral})" if mask else f"term_{slot}"
@@ -135,14 +143,15 @@ class _Kernel(TileMath):
     def _accumulators(self, indent: str) -> list[str]:
         """What reductions begin with; with blocks apart for what is walked with a mask."""
         shapes = {"part": self._shape, **({"rest": self._rest} if self.spec.has_blocks else {})}
-        return [
+        parts = [
             f"{indent}{name}_{slot} = tl.full({shape}, {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
             for slot, reduction in self.tile.reductions
             for name, shape in shapes.items()
         ]
+        return [*(self.taps.accumulators(indent) if self.taps is not None else ()), *parts]
 
     def _partials(self, indent: str) -> list[str]:
-        lines = []
+        lines = self.taps.partials(indent) if self.taps is not None else []
         for slot, reduction in self.tile.reductions:
             combine = REDUCTIONS[reduction.operation][1]
             total = f"tl.reduce(part_{slot}, 0, {combine})"
@@ -152,6 +161,17 @@ class _Kernel(TileMath):
             total = f"{total}.to(tl.float64)"
             lines.append(f"{indent}tl.store(partials + tile * {self.spec.reduction_count} + {slot}, {total})")
         return lines
+
+    @property
+    def tap_pointers(self) -> list[str]:
+        """The pointer parameters of what the kernels put out beside the update."""
+        return self.taps.pointers if self.taps is not None else []
+
+    @property
+    def _runs(self) -> str:
+        """Whether a program has something to do: where it measures, in a skipped step too."""
+        measures = self.taps is not None and self.taps.stats
+        return "(grad_address != 0)" if measures else "(skip == 0.0) & (grad_address != 0)"
 
     def _prologue(self, tile: str) -> list[str]:
         """Every table load before the first branch: they overlap, where a return between them would serialize them."""
@@ -165,6 +185,7 @@ class _Kernel(TileMath):
             "    stop = tl.minimum(begin + SPAN, tl.load(numel + t))",
             *(["    columns_of_row = tl.load(columns + t)"] if self.spec.has_blocks else []),
             *self.table_loads(),
+            *(self.taps.prologue() if self.taps is not None else ()),
         ]
 
     def _rows(self) -> list[str]:
@@ -178,7 +199,7 @@ class _Kernel(TileMath):
         A program walks SPAN elements of one tensor in tiles: the chain of table loads is paid once a span, and the loop
         keeps registers, and with them the number of programs in flight, as for one tile.
         """
-        pointers = tile_pointers(self.spec)
+        pointers = tile_pointers(self.spec, self.tap_pointers)
         lines = decorator(pointers)
         lines.append(f"def {self.title}({', '.join(pointers)}, {_CONSTANTS}):")
         lines += self._prologue("tl.program_id(0)")
@@ -188,7 +209,7 @@ class _Kernel(TileMath):
         is_even = ["        aligned = aligned & (columns_of_row >= tl.load(numel + t))"] if self.spec.has_blocks else []
         lines += [
             *self._lanes(),
-            "    if (skip == 0.0) & (grad_address != 0) & (layout_row < 0):",
+            f"    if {self._runs} & (layout_row < 0):",
             f"        aligned = (({together}) & 15) == 0",
             *is_even,
             *self._rows(),
@@ -220,14 +241,14 @@ class _Kernel(TileMath):
 
     def strided_kernel(self) -> list[str]:
         """The kernel over the tiles of tensors that must be walked by coordinates."""
-        pointers = tile_pointers(self.spec, strided=True)
+        pointers = tile_pointers(self.spec, self.tap_pointers, strided=True)
         width = 1 + MAX_DIMS * (1 + len(self.arrays))
         lines = decorator(pointers)
         lines.append(f"def {self.title}_strided({', '.join(pointers)}, {_CONSTANTS}):")
         lines += self._prologue("tl.load(tile_list + tl.program_id(0))")
         lines += [
             *self._lanes(),
-            "    if (skip == 0.0) & (grad_address != 0):",
+            f"    if {self._runs}:",
             f"        layout = layouts + layout_row * {width}",
             *self._rows(),
             *self._accumulators("        "),
@@ -252,7 +273,7 @@ class _Kernel(TileMath):
             inside.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
         inside += self._block_pointers("")
         lines += [f"            {line}" for line in inside]
-        lines += self._call("            ", lambda name: f"{name}_array", "mask")
+        lines += self._call("            ", lambda name: f"{name}_array", "mask", strided=True)
         return [*lines, f"            start += {self._masked}", *self._partials("        ")]
 
     def finish(self) -> list[str]:

@@ -22,7 +22,7 @@ block block_lane block_mask pair_lane pair_mask is_odd columns_of_row per_row li
 _RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
 
 _CONSTANT_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|share|slot|span|start|term|total)_[0-9]+"
+    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|share|slot|span|start|term|total)_[0-9]+|tap_.*"
 )
 """What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered ones are
 its slots, reductions and arrays."""

@@ -373,6 +373,44 @@ def bits_of(value):
 
 
 @triton.jit
+def differs(left, right):
+    """Whether elements of one type have other bits."""
+    if left.dtype == tl.float64:
+        return left.to(tl.int64, bitcast=True) != right.to(tl.int64, bitcast=True)
+    else:
+        return bits_of(left) != bits_of(right)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tap_partials", "starts", "stops", "extremes", "results"])
+def sum_up_taps(
+    tap_partials, starts, stops, extremes, results, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows of a table combined by runs of neighbours, in a fixed order: added, or the larger in columns of extremes.
+
+    tap_partials[rows][COLUMNS]; starts, stops [runs]; extremes[COLUMNS], 1 for those; results[runs][COLUMNS] in
+    float64.
+    """
+    run = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + run)
+    stop = tl.load(stops + run)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = column < COLUMNS
+    line = tl.arange(0, BLOCK)[:, None]
+    added = tl.zeros((BLOCK, WIDTH), tl.float64)
+    largest = tl.zeros((BLOCK, WIDTH), tl.float64)
+    row = start
+    while row < stop:
+        part = tl.load(tap_partials + (row + line) * COLUMNS + column, mask=(row + line < stop) & inside, other=0.0)
+        part = part.to(tl.float64)
+        added += part
+        largest = larger(largest, part)
+        row += BLOCK
+    is_extreme = tl.load(extremes + tl.arange(0, WIDTH), mask=tl.arange(0, WIDTH) < COLUMNS, other=0.0) != 0.0
+    result = tl.where(is_extreme, tl.reduce(largest, 0, larger), tl.sum(added, 0))
+    tl.store(results + run * COLUMNS + tl.arange(0, WIDTH), result, mask=tl.arange(0, WIDTH) < COLUMNS)
+
+
+@triton.jit
 def to_float32(value):
     """Elements as float32; by integers in the interpreter, whose conversion of bfloat16 loses denormals."""
     if INTERPRETED and value.dtype == tl.bfloat16:

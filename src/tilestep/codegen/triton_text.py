@@ -104,6 +104,7 @@ HELPERS = [
     "area_tangent",
     "bits_of",
     "cosine",
+    "differs",
     "divide",
     "error_complement",
     "exponential",
@@ -144,6 +145,8 @@ POINTERS = {
     "tile": ["grads", "addresses", "tile_tensor", "first_tile", "numel", "rows", "control", "layout_index", "partials"],
     "strided": ["layouts", "tile_list"],
     "blocks": ["columns"],
+    "stats": ["tap_partials"],
+    "changes": ["tap_words", "first_word"],
     "finish": ["partials", "sums", "grads", "first_tile", "numel"],
     "scalar": [
         "counts",
@@ -222,9 +225,10 @@ def decorator(pointers: list[str]) -> list[str]:
     return [f"@triton.jit(do_not_specialize_on_alignment=[{listed}])"]
 
 
-def tile_pointers(spec: KernelSpec, *, strided: bool = False) -> list[str]:
-    """Pointer parameters of a kernel over tiles of elements, in order."""
-    return POINTERS["tile"] + (POINTERS["blocks"] if spec.has_blocks else []) + (POINTERS["strided"] if strided else [])
+def tile_pointers(spec: KernelSpec, taps: list[str], *, strided: bool = False) -> list[str]:
+    """Pointer parameters of a kernel over tiles of elements, in order; `taps` are those of its taps."""
+    blocks = POINTERS["blocks"] if spec.has_blocks else []
+    return POINTERS["tile"] + taps + blocks + (POINTERS["strided"] if strided else [])
 
 
 def pointer_to(array: Array) -> str:
@@ -248,19 +252,21 @@ class TileBody:
         self, spec: KernelSpec, lines: list[str], indent: str, pointer: Callable[[str], str], mask: str
     ) -> None:
         self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
+        self.store_mask = mask
         self.compute = dtype_name(spec.compute)
 
     def _mask(self, array: Array) -> str:
         return _MASKS[array.elements] if self.mask and self.spec.has_blocks else self.mask
 
-    def _loaded(self, array: Array) -> str:
+    def loaded(self, array: Array) -> str:
+        """The expression of an array's elements as they lie in memory."""
         other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
         mask = self._mask(array) if array.elements != 2 else self.mask
         masked = f", mask={mask}, other={other}" if mask else ""
         return f"tl.load({self.pointer(array.name)}{masked})"
 
     def _store(self, array: Array, element: str) -> None:
-        mask = self._mask(array)
+        mask = self._mask(array) if self.store_mask == self.mask else self.store_mask
         masked = f", mask={mask}" if mask else ""
         pointer = f"{array.name}_pairs" if array.elements == 2 else self.pointer(array.name)
         self.lines.append(f"{self.indent}tl.store({pointer}, {element}{masked})")
@@ -269,7 +275,7 @@ class TileBody:
         """The expression of a buffer's values."""
         storage = self.spec.storages[name]
         codec = codec_of(storage)
-        elements = ", ".join([*map(self._loaded, read_arrays(storage, name)), *(["is_odd"] if codec.is_packed else [])])
+        elements = ", ".join([*map(self.loaded, read_arrays(storage, name)), *(["is_odd"] if codec.is_packed else [])])
         joined = elements if codec.is_plain else f"join_{storage.title}({elements})"
         return f"{joined}.to(tl.{self.compute})"
 

@@ -75,7 +75,28 @@ class CpuSegment(Segment):
         self._launch = Launch()
         self._argument = ctypes.byref(self._launch)
         self._tile = [self._functions(library, index) for index in range(len(program.tiles))]
+        self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
+        self.tap_partials = np.zeros((1, 1))
         self.upload()
+
+    def tap(self, *, stats: bool, changes: bool) -> None:
+        super().tap(stats=stats, changes=changes)
+        assert self.taps is not None
+        if self.taps.by_kernels and stats:
+            library = load(self.spec.measuring)
+            self._measuring = [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
+            self.tap_partials = np.zeros((self.tiles.count, len(self.taps.columns)))
+        self.upload()
+
+    def finish_taps(self) -> None:
+        super().finish_taps()
+        if self.measures:
+            assert self.taps is not None
+            self.taps.put_kept_states(self.grads)
+
+    @property
+    def _passes(self) -> list[list[tuple[Any, tuple[Any, ...]]]]:
+        return self._measuring if self.measures else self._tile
 
     def _functions(self, library: ctypes.CDLL, index: int) -> list[tuple[Any, tuple[Any, ...]]]:
         """The functions of a tile pass and of what precedes it, with their arguments."""
@@ -110,6 +131,9 @@ class CpuSegment(Segment):
             setattr(launch, name, array.ctypes.data)
         for name in ("grads", "step", "sums", "across", "totals", "control"):
             setattr(launch, name, getattr(self, name).data_ptr())
+        if self.taps is not None:
+            launch.tap_partials, launch.tap_totals = self.tap_partials.ctypes.data, self.taps.totals.data_ptr()
+            launch.tap_words, launch.first_word = self.taps.words.data_ptr(), self.taps.first_word.ctypes.data
         self.set_windows(self.windows)
 
     def set_windows(self, windows: Sequence[Window]) -> None:
@@ -133,6 +157,8 @@ class CpuSegment(Segment):
             "layout_index": self.layout_index[tensors],
             "rows": self.rows[tensors],
             "partials": self.partials[tiles],
+            **({"first_word": self.taps.first_word[tensors]} if self.taps is not None else {}),
+            **({"tap_partials": self.tap_partials[tiles]} if self._measuring else {}),
         }
 
     def _launch_of(self, window: Window, tables: Mapping[str, np.ndarray]) -> Launch:
@@ -142,6 +168,8 @@ class CpuSegment(Segment):
             setattr(launch, name, array.ctypes.data)
         for name in ("grads", "sums"):
             setattr(launch, name, getattr(self, name)[window.tensors.start :].data_ptr())
+        if self.taps is not None:
+            launch.tap_totals = self.taps.totals[window.tensors.start :].data_ptr()
         return launch
 
     def tile_window(self, index: int, position: int) -> None:
@@ -151,7 +179,7 @@ class CpuSegment(Segment):
         """
         launch = self._window_launches[position]
         launch.threads = thread_count()
-        for function, _ in self._tile[index]:
+        for function, _ in self._passes[index]:
             function(ctypes.byref(launch))
 
     def finish_windows(self, index: int) -> None:
@@ -185,5 +213,5 @@ class CpuSegment(Segment):
         """Run tile pass `index` and the passes over slices before it, if there are any."""
         if self._tile[index]:
             self._launch.threads = 1 if threads.is_forked else torch.get_num_threads()
-        for function, arguments in self._tile[index]:
+        for function, arguments in self._passes[index]:
             function(*arguments)

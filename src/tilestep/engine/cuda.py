@@ -15,6 +15,7 @@ from ..codegen import triton as triton_backend
 from ..codegen.compile_triton import load_module
 from ..codegen.launch_triton import EXACT, Launch, Launcher, build_together, prepare
 from ..codegen.spec import KernelSpec
+from ..codegen.taps import taps_of
 from ..tuning import tile_shape
 from .capturing import WARM_UP, is_capturing, require
 from .control import StepInputs
@@ -23,12 +24,15 @@ from .cuda_windows import window_tables
 from .gradients import copy_to
 from .limits import StepLimit
 from .segment import Entry, Segment
+from .taps import chunks_of
 from .windows import Window
 
 __all__ = ["CudaSegment", "decide_on_device", "decision_launch", "limit_on_device"]
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
+_TAP_RUN = 256
+"""Tiles whose statistics one program combines."""
 _DECIDE_BLOCK = 8192
 _DECIDE_FLAGS = (
     "HAS_NORM",
@@ -110,7 +114,50 @@ class CudaSegment(Segment):
             "totals": self.totals,
             **{f"{name}_state": array for name, array in self.scalar_states.items()},
         }
+        self._tables.update(tap_words=numbers(1), first_word=numbers(1), tap_partials=numbers(1))
+        self._finish_taps: list[tuple[Launcher, list[torch.Tensor]]] = []
         self._list_strided_tiles()
+
+    def tap(self, *, stats: bool, changes: bool) -> None:
+        super().tap(stats=stats, changes=changes)
+        taps = self.taps
+        assert taps is not None
+        self._tables["tap_words"] = taps.words
+        self._tables["first_word"] = torch.from_numpy(taps.first_word[:-1].copy()).to(self.device)
+        if stats and taps.by_kernels:
+            width = len(taps.columns)
+            self._tables["tap_partials"] = torch.zeros(
+                max(self.tiles.count, 1) * width, dtype=self.spec.compute, device=self.device
+            )
+            self._finish_taps = self._tap_sums(width)
+        self._launches()
+
+    def _tap_sums(self, width: int) -> list[tuple[Launcher, list[torch.Tensor]]]:
+        """What combines the statistics of tiles: of neighbours first, as a tensor may have a million; then of those."""
+        from ..codegen.triton_support import sum_up_taps
+
+        assert self.taps is not None
+        counts = np.diff(np.append(self.tiles.first_tile, self.tiles.count))
+        runs, tensors = chunks_of(counts, _TAP_RUN)
+
+        def table(array: np.ndarray) -> torch.Tensor:
+            tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+            return tensor if tensor.numel() else tensor.new_zeros(1)
+
+        columns = range(width)
+        extremes = torch.tensor([float(self.taps.columns.is_extreme(slot)) for slot in columns], device=self.device)
+        between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=self.device)
+        constants = {"COLUMNS": width, "WIDTH": 1 << max(width - 1, 1).bit_length(), "BLOCK": 32}
+        return [
+            (
+                prepare(sum_up_taps, bounds.shape[1], self.device, constants, num_warps=4, **EXACT),
+                [source, table(bounds[0]), table(bounds[1]), extremes, results],
+            )
+            for bounds, source, results in (
+                (runs, self._tables["tap_partials"], between),
+                (tensors, between, self.taps.totals),
+            )
+        ]
 
     def _launches(self) -> None:
         module, program = _module(self.spec), self.spec.program
@@ -121,9 +168,13 @@ class CudaSegment(Segment):
             (self._prepare(module, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
             for index in range(len(program.scalars))
         ]
+        modules = {False: module}
+        if self.taps is not None and self.taps.stats and self.taps.by_kernels:
+            modules[True] = _module(self.spec.measuring)
         self._tile = {
-            unscale: [self._tile_launches(module, index, unscale) for index in range(len(program.tiles))]
+            (unscale, measures): [self._tile_launches(own, index, unscale) for index in range(len(program.tiles))]
             for unscale in (False, True)
+            for measures, own in modules.items()
         }
 
     def _tile_launches(
@@ -156,14 +207,25 @@ class CudaSegment(Segment):
         if not tiles:
             return []
         size = {"TILE": self.shape.tile, "SPAN": self.shape.span, "UNSCALE": unscale}
-        pointers = triton_backend.tile_pointers(self.spec)
+        taps = self._tap_pointers(module, index)
+        pointers = triton_backend.tile_pointers(self.spec, taps)
         plain = self._prepare(module, f"tile_pass_{index}", tiles, size)
         launches = [(plain, [tables[name] for name in pointers])]
         if strided_tiles:
             strided = self._prepare(module, f"tile_pass_{index}_strided", strided_tiles, size)
-            names = triton_backend.tile_pointers(self.spec, strided=True)
+            names = triton_backend.tile_pointers(self.spec, taps, strided=True)
             launches.append((strided, [tables[name] for name in names]))
         return launches
+
+    def _tap_pointers(self, module: ModuleType, index: int) -> list[str]:
+        """The pointer parameters of what a tile pass puts out beside the update."""
+        tile = self.spec.program.tiles[index]
+        spec = self.spec if module is _module(self.spec) else self.spec.measuring
+        taps = taps_of(spec, tile) if tile is not None else None
+        if taps is None:
+            return []
+        pointers = triton_backend.POINTERS
+        return (pointers["stats"] if taps.stats else []) + (pointers["changes"] if taps.changes else [])
 
     def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
         kernel = getattr(module, f"{self.spec.name}_{name}")
@@ -197,15 +259,15 @@ class CudaSegment(Segment):
         """Make the tables of each window; its launches are prepared at their first use."""
         self.windows = windows
         self._window_tables = [window_tables(self, window, self._tables) for window in windows]
-        self._window_launches: dict[tuple[int, int, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
+        self._window_launches: dict[tuple[int, int, bool, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
 
     def tile_window(self, index: int, position: int) -> None:
         """Launch tile pass `index` over a window's tiles."""
-        key = (index, position, self.unscales)
+        key = (index, position, self.unscales, self.measures)
         if key not in self._window_launches:
             tables, strided = self._window_tables[position]
             tiles = len(self.windows[position].tiles)
-            module = _module(self.spec)
+            module = _module(self.spec.measuring if self.measures else self.spec)
             self._window_launches[key] = self._element_launches(module, index, self.unscales, tables, tiles, strided)
         for launcher, arguments in self._window_launches[key]:
             launcher(*arguments)
@@ -214,7 +276,7 @@ class CudaSegment(Segment):
         """Launch what adds up the tiles of all windows, for each tensor."""
         tile = self.spec.program.tiles[index]
         if tile is not None and tile.reductions:
-            launcher, arguments = self._tile[self.unscales][index][-1]
+            launcher, arguments = self._tile[self.unscales, self.measures][index][-1]
             launcher(*arguments)
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
@@ -266,8 +328,10 @@ class CudaSegment(Segment):
 
     def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
         yield from self._scalar
-        for launches in self._tile[unscales]:
-            yield from launches
+        for (unscale, _), passes in self._tile.items():
+            if unscale is unscales:
+                yield from itertools.chain.from_iterable(passes)
+        yield from self._finish_taps
 
     def scalar_pass(self, index: int) -> None:
         """Launch scalar pass `index`."""
@@ -276,8 +340,16 @@ class CudaSegment(Segment):
 
     def tile_pass(self, index: int) -> None:
         """Launch tile pass `index`, if there is one, and what finishes its reductions."""
-        for launcher, arguments in self._tile[self.unscales][index]:
+        for launcher, arguments in self._tile[self.unscales, self.measures][index]:
             launcher(*arguments)
+
+    def finish_taps(self) -> None:
+        super().finish_taps()
+        if self.measures:
+            assert self.taps is not None
+            for launcher, arguments in self._finish_taps:
+                launcher(*arguments)
+            self.taps.put_kept_states(self._tables["grads"])
 
 
 Deciders = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]

@@ -34,6 +34,10 @@ def window_tables(
     for name in ("grads", "numel", "columns", "layout_index", "rows"):
         found[name] = tables[name][tensors]
     found["partials"] = tables["partials"][begin * segment.spec.reduction_count :]
+    if segment.taps is not None:
+        found["first_word"] = tables["first_word"][tensors]
+        if segment.taps.stats and segment.taps.by_kernels:
+            found["tap_partials"] = tables["tap_partials"][begin * len(segment.taps.columns) :]
 
     def own(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(segment.device)

@@ -24,6 +24,7 @@ class EagerSegment(Segment):
     tile_size = 1 << 20
     batches_matrices = False
     reads_gradients = True
+    has_taps = False
 
     def __init__(
         self,

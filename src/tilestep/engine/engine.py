@@ -100,6 +100,8 @@ class DeviceEngine:
         """Whether a CUDA graph reads these tables: from then on they stay as they are, but for hyperparameters."""
         self.graph_tables = GraphTables(self.grads)
         self._bound_grads = self.grads
+        self.wrote: Callable[[list[torch.Tensor]], None] | None = None
+        """Told of the tensors that a step has written, as often as autograd is."""
 
     def watch_states(self, states: Sequence[torch.Tensor]) -> None:
         """Look at these tensors too before a step: tables have their addresses, or views took their values.
@@ -399,6 +401,8 @@ class DeviceEngine:
                 require(segment.is_built, f"the kernels of such a step are not built yet; {WARM_UP}")
             if segment.reads_gradients:
                 segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
+            if segment.taps is not None:
+                segment.taps.begin()
 
     def finish(self, *, counts_versions: bool = True) -> None:
         """After the passes: gradients that carried a loss scale are left unscaled (but not clipped).
@@ -410,7 +414,14 @@ class DeviceEngine:
             self.gradients.copy_back()
         self.gradients.release()
         for segment in self.segments:
+            segment.finish_taps()
             segment.gradients = ()
         # Kernels write behind autograd's back: a backward through the old weights must fail as it does in torch.
         if counts_versions:
             torch.autograd.graph.increment_version(self.gradients.active)
+            self.note_written()
+
+    def note_written(self) -> None:
+        """Take note that autograd was told which tensors a step has written."""
+        if self.wrote is not None:
+            self.wrote(self.gradients.active)

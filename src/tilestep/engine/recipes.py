@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import KernelSpec
+from ..codegen.spec import KernelSpec, Taps
 from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
 from ..rules import Rule
 from ..rules.scalars import PYTHON_TYPES, as_python
@@ -70,6 +70,7 @@ class Signature:
     storages: tuple[tuple[str, Storage], ...]
     compute: torch.dtype
     device_type: str
+    taps: Taps
 
 
 def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None) -> Graph:
@@ -143,9 +144,15 @@ def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any], shape: Sequenc
     return all(outcome(guard.condition, numbers, unread) is guard.outcome for guard in graph.guards)
 
 
-def kernel_spec(graph: Graph, storages: Mapping[str, Storage], compute: torch.dtype, device_type: str) -> KernelSpec:
+def kernel_spec(
+    graph: Graph,
+    storages: Mapping[str, Storage],
+    compute: torch.dtype,
+    device_type: str,
+    taps: Taps = Taps(),  # noqa: B008
+) -> KernelSpec:
     """The one spec of this graph with these storages on this kind of device."""
-    signature = Signature(id(graph), tuple(storages.items()), compute, device_type)
+    signature = Signature(id(graph), tuple(storages.items()), compute, device_type, taps)
     with _lock:
         spec = _specs.get(signature)
         if spec is None:
@@ -153,6 +160,6 @@ def kernel_spec(graph: Graph, storages: Mapping[str, Storage], compute: torch.dt
             names = [name for name in graph.hypers() if name not in KNOWN_NUMBERS and not size_from_end(name)]
             cut = partition(graph, exact)
             scratch = {name: Plain(dtype or compute) for name, dtype in cut.library.scratch.items()}
-            spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"))
+            spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"), taps)
             _specs[signature] = graph.specs[signature] = spec
         return spec

@@ -22,6 +22,7 @@ from ..storage import BLOCK, rows_of
 from .layout import cut_tiles, layout_record, same_walk
 from .limits import ZClip, clip_code
 from .recipes import guards_hold
+from .taps import SegmentTaps
 from .windows import Mover, Window
 
 __all__ = ["Entry", "Segment", "hyper_row"]
@@ -127,6 +128,12 @@ class Segment:
     built_ahead: frozenset[bool] = frozenset()
     """For which values of `unscales` the kernels of a step were built together."""
 
+    has_taps = True
+    """Whether its kernels can put out statistics and bits of changed weights."""
+
+    taps: SegmentTaps | None = None
+    """What it puts out beside updates."""
+
     batches_matrices = True
     """Whether matrix passes run on batches; else the segment does their work its own way."""
 
@@ -193,6 +200,27 @@ class Segment:
     def upload(self) -> None:
         """Bring changed tables to the device."""
         raise NotImplementedError
+
+    def tap(self, *, stats: bool, changes: bool) -> None:
+        """Make room for what passes are to put out beside updates.
+
+        Args:
+            stats: whether some steps measure.
+            changes: whether changed weights are marked.
+        """
+        self.taps = SegmentTaps(self, stats=stats, changes=changes)
+        if stats and not self.taps.by_kernels:
+            self.reads_gradients = True
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step's passes measure."""
+        return self.taps is not None and self.taps.measures and self.taps.by_kernels
+
+    def finish_taps(self) -> None:
+        """After the passes of a step: what tiles have put out becomes numbers of tensors."""
+        if self.taps is not None:
+            self.taps.end()
 
     def keeps_graph(self, group: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
         """Whether the rule would take the same branches with other hyperparameters.

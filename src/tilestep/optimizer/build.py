@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,6 +117,10 @@ class _Plans:
             if is_distributed(param):
                 check_cut_blocks(label, param, formats)
             spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
+            taps = self._optimizer._taps
+            if taps is not None:
+                make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
+                spec = taps.spec(spec, make, part.device)
             self._known[alike] = graph, spec
         return self._known[alike]
 

@@ -181,10 +181,14 @@ def step_in_capture(optimizer: Optimizer) -> None:
     require(tables.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")
     with engine.into_graph(seen):
         optimizer.control.decide(optimizer, tables)
+        if optimizer._taps is not None:
+            optimizer._taps.begin(tables.engines, captured=True)
         engine.begin(gradients[0])
         engine.refresh_device_hypers()
         run_passes(tables.engines, tables.shared_sums)
         engine.finish()
+        if optimizer._taps is not None:
+            optimizer._taps.finish(captured=True)
     tables.note_versions()
     if optimizer._graphs.kept is not None:
         optimizer._graphs.kept.read(gradients[0])

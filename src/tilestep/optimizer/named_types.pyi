@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from ..taps import Stats
 from .decide import TimesMean
 from .masters import MasterWeights
 from .optimizer import Optimizer
@@ -65,6 +66,8 @@ class ADOPT(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class ASGD(Optimizer):
@@ -87,6 +90,8 @@ class ASGD(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class AdEMAMix(Optimizer):
@@ -107,6 +112,8 @@ class AdEMAMix(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Adadelta(Optimizer):
@@ -128,6 +135,8 @@ class Adadelta(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Adafactor(Optimizer):
@@ -148,6 +157,8 @@ class Adafactor(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Adagrad(Optimizer):
@@ -170,6 +181,8 @@ class Adagrad(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Adam(Optimizer):
@@ -194,6 +207,8 @@ class Adam(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class AdamW(Optimizer):
@@ -218,6 +233,8 @@ class AdamW(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Adamax(Optimizer):
@@ -239,6 +256,8 @@ class Adamax(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Adan(Optimizer):
@@ -259,6 +278,8 @@ class Adan(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class LAMB(Optimizer):
@@ -280,6 +301,8 @@ class LAMB(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class LARS(Optimizer):
@@ -300,6 +323,8 @@ class LARS(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Lion(Optimizer):
@@ -317,6 +342,8 @@ class Lion(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Muon(Optimizer):
@@ -338,6 +365,8 @@ class Muon(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class NAdam(Optimizer):
@@ -361,6 +390,8 @@ class NAdam(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Prodigy(Optimizer):
@@ -386,6 +417,8 @@ class Prodigy(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class RAdam(Optimizer):
@@ -408,6 +441,8 @@ class RAdam(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class RMSprop(Optimizer):
@@ -431,6 +466,8 @@ class RMSprop(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Rprop(Optimizer):
@@ -451,6 +488,8 @@ class Rprop(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class SGD(Optimizer):
@@ -473,6 +512,8 @@ class SGD(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class SOAP(Optimizer):
@@ -495,6 +536,8 @@ class SOAP(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class ScheduleFreeAdamW(Optimizer):
@@ -516,6 +559,8 @@ class ScheduleFreeAdamW(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class ScheduleFreeSGD(Optimizer):
@@ -536,6 +581,8 @@ class ScheduleFreeSGD(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class SophiaG(Optimizer):
@@ -556,6 +603,8 @@ class SophiaG(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class StableAdamW(Optimizer):
@@ -573,6 +622,8 @@ class StableAdamW(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...
 
 class Tiger(Optimizer):
@@ -592,4 +643,6 @@ class Tiger(Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
     ) -> None: ...

@@ -18,6 +18,7 @@ from ..matrices import keeping_to, workspace
 from ..placements import LOCAL, Agreement, Placement
 from ..rules import Rule
 from ..rules.adaptive_clip import AdaGC
+from ..taps import Change, Stats, StepStats, Taps, require_no_taps
 from .build import build_tables, check_params, require_no_real
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .decide import (
@@ -112,6 +113,9 @@ class Optimizer(torch.optim.Optimizer):
     attached: tuple[str, ...] = ()
     """What `shard`, `overlap`, `offload` and `joint_norm` have attached, as `combinations.REFUSED` calls it."""
 
+    _taps: Taps | None = None
+    """What it gives out beside updates."""
+
     _workspace: int | None = None
     """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""
 
@@ -127,6 +131,8 @@ class Optimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | Sigma | None = None,
         track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
         **hyperparameters: Any,
     ) -> None:
         self._rules: dict[str, Rule] = {}
@@ -146,6 +152,8 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
         without_defaults(defaults)
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
+        self._taps = Taps.of(stats, track_changes)
+        self.attached = () if self._taps is None else self._taps.attached
         self._tables: Tables | None = None
         self._masters: Masters | None = None
         self._graphs, self.memory = Graphs(), StateHome()
@@ -249,6 +257,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         with unchanged_on_error(self):
             group = dict(param_group)
+            require_no_taps(group)
             rule = group.get("rule", self._rule)
             if isinstance(group.get("max_grad_norm"), AdaGC):
                 rule = group["max_grad_norm"].on(find_rule(rule, self._rules))
@@ -311,6 +320,8 @@ class Optimizer(torch.optim.Optimizer):
             self._tables = build_tables(self, ahead=ahead)
         self.placement.take_part(self._tables)
         self._tables.masters.carry(self._masters)
+        if self._taps is not None:
+            self._taps.attach(self._tables, self.param_groups)
         self._masters = self._tables.masters
         self.control.carry_to(self._tables.engines)
         return self._tables
@@ -432,6 +443,68 @@ class Optimizer(torch.optim.Optimizer):
         return current_value(self.param_groups[group], self.state, name)
 
     @property
+    def stats(self) -> StepStats:
+        """The statistics of the last step that measured, a table on the device, not waited for; see `tilestep.Stats`.
+
+        Raises:
+            RuntimeError: if the optimizer was made without `stats`, and before a step has measured.
+        """
+        if self._taps is None:
+            raise RuntimeError("stats: make the optimizer with stats=tilestep.Stats(every=...)")
+        return self._taps.stats
+
+    def first_nonfinite(self) -> str | None:
+        """The name of the parameter whose gradient was the first that was not finite; None for none. The host waits.
+
+        Measured steps are looked at, skipped ones too; where they have seen none, the gradients that are there now.
+
+        Raises:
+            RuntimeError: if the optimizer was made without `stats`.
+        """
+        if self._taps is None:
+            raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
+        return self._taps.first_nonfinite(self.param_groups)
+
+    def changes(self, *, clear: bool = True, gather: bool = False) -> Iterator[Change]:
+        """The stored weights whose bits have changed since the beginning, or since the list was last cleared.
+
+        A weight that a step has changed and a later one has changed back is listed; one that no step has changed is
+        not. Skipped steps change nothing. A parameter that other code has written to, as far as its version counter
+        tells, is listed wholly. The host waits once for the device.
+
+        Args:
+            clear: begin anew after it.
+            gather: on DTensors: all ranks' changes on every rank, which all must call; else those of this rank's parts.
+
+        Returns:
+            For each parameter that has some: its name, as given with named parameters, else `"group.index"`; flat
+            indices into the logical tensor, int32 (int64 beyond 2**31 elements), in ascending order unless the
+            parameter is a DTensor cut along another dimension than the first; and the new values.
+
+        Raises:
+            RuntimeError: if the optimizer was made without `track_changes=True`.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(4))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, track_changes=True)
+            >>> weight.grad = torch.tensor([0.0, 1.0, 0.0, 2.0])
+            >>> optimizer.step()
+            >>> for name, indices, values in optimizer.changes(clear=True):
+            ...     print(name, indices.tolist(), values.tolist())
+            weight [1, 3] [0.5, 0.0]
+            >>> list(optimizer.changes())
+            []
+        """
+        if self._taps is None or self._taps.changes is None:
+            raise RuntimeError("changes: make the optimizer with track_changes=True")
+        self._finish_updates()
+        return self._taps.changes.list(clear=clear, gather=gather)
+
+    def _finish_updates(self) -> None:
+        """Let what comes next see all updates; here they are launched when `step` returns."""
+
+    @property
     def agreement(self) -> Agreement | None:
         """The ranks that decide together: of DTensors all ranks of their meshes."""
         return self._tables.ranks if self._tables is not None else None
@@ -494,7 +567,7 @@ class Optimizer(torch.optim.Optimizer):
                 the parameters since; their versions are not counted then.
         """
         tables = self._tables
-        if known and tables is not None and tables.repeats(self):
+        if known and self._taps is None and tables is not None and tables.repeats(self):
             self.control.decide(self, tables)
             tables.run([[] for _ in tables.engines], range(len(tables.engines)), counts_versions=False)
             return
@@ -518,7 +591,9 @@ class Optimizer(torch.optim.Optimizer):
                 tables.follow_parameters()
             if inputs is not None or not tables.decided_plainly:
                 self.control.decide(self, tables, inputs)
-            if scan is not None:
+            taps = self._taps
+            looks = taps is not None and taps.begin(tables.engines)
+            if scan is not None and not looks:
                 tables.run_scanned(marked=not ordinary)
             else:
                 tables.run(gradients, range(len(tables.engines)), counts_versions=True)
@@ -526,6 +601,8 @@ class Optimizer(torch.optim.Optimizer):
                 tables.run_further_rounds(gradients)
             if tables.follows:
                 tables.note_versions()
+            if taps is not None:
+                taps.finish()
         finally:
             if scan is not None:
                 scan.release()
@@ -669,6 +746,7 @@ class Optimizer(torch.optim.Optimizer):
             "_rules": self._rules,
             "_given": self._given,
             "control": self.control,
+            "_taps": self._taps.again() if self._taps is not None else None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -680,6 +758,8 @@ class Optimizer(torch.optim.Optimizer):
             kept = {name: vars(self).pop(own) for name, own in names.items() if own in state}
             self.control = StepControl(kept["policy"])
             vars(self.control).update(kept)
+        vars(self).setdefault("_taps", None)
+        self.attached = () if self._taps is None else self._taps.attached
         if "_rule" in state:
             self._ready = True
             self._tables = self._masters = None

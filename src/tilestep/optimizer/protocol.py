@@ -48,6 +48,7 @@ class Optimizer(Protocol):
     _optimizer_load_state_dict_post_hooks: Any
     _optimizer_load_state_dict_pre_hooks: Any
     _tables: Any
+    _taps: Any
 
     @property
     def agreement(self) -> Agreement | None:

@@ -310,6 +310,9 @@ class Tables:
             for engine in self.engines:
                 self.home.finish(engine)
         scan.mark_written()
+        for engine in self.engines:
+            if engine.wrote is not None:
+                engine.note_written()
 
     def calls_of(self, places: tuple[int, ...]) -> list[Callable[[], object]]:
         """What the passes of some engines are, one call after the other; made once."""

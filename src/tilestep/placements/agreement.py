@@ -44,6 +44,26 @@ class Agreement:
         self._group: Any = None
         self._shares: dict[Any, float] = {}
 
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """The place of this one among them."""
+        return self.ranks.index(dist.get_rank())
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank has; of one shape on all ranks, and a dtype that collectives take."""
+        if self.size == 1:
+            return [values]
+        if self._group is None:
+            self._group = group_of(self.ranks, self.meshes)
+        found = [torch.empty_like(values) for _ in self.ranks]
+        dist.all_gather(found, values, self._group)
+        return found
+
     def share(self, tensor: Any, over: tuple[int, int] | None = None) -> float:
         """What a rank's sums over its part of a tensor count: 1 over the number of ranks that hold the same part.
 

@@ -142,14 +142,14 @@ def _without(shape: torch.Size, over: Over) -> torch.Size:
 
 def _placements(like: Any, over: Over | None) -> tuple[Any, ...]:
     """The placements of a parameter, replicated where they cut it along a dimension that slices have not."""
-    if over is None:
-        return tuple(like.placements)
+    return _placements_of(tuple(like.placements), like.dim(), over or (0, 0))
+
+
+def _placements_of(placements: tuple[Any, ...], dims: int, over: Over) -> tuple[Any, ...]:
     from torch.distributed.tensor import Replicate
 
     gone = range(*over)
-    return tuple(
-        Replicate() if not each.is_replicate() and each.dim % like.dim() in gone else each for each in like.placements
-    )
+    return tuple(Replicate() if not each.is_replicate() and each.dim % dims in gone else each for each in placements)
 
 
 def slices_here(like: Any, over: Over) -> torch.Tensor:
@@ -162,6 +162,20 @@ def slices_here(like: Any, over: Over) -> torch.Tensor:
     shape = _without(like.shape, over)
     numbers = _replicated(torch.arange(shape.numel(), device="cpu").view(shape), like.device_mesh)
     return local_part(numbers.redistribute(placements=_placements(like, over))).reshape(-1)
+
+
+def logical_coordinates(like: Any) -> list[torch.Tensor]:
+    """For each dimension of a DTensor the coordinates that its local part has along it, int64."""
+    found = []
+    for dim, size in enumerate(like.shape):
+        shape = [size if each == dim else 1 for each in range(like.dim())]
+        numbers = _replicated(torch.arange(size, device="cpu").view(shape), like.device_mesh)
+        others = (0, dim), (dim + 1, like.dim())
+        placements: Any = like.placements
+        for over in others:
+            placements = _placements_of(placements, like.dim(), over)
+        found.append(local_part(numbers.redistribute(placements=placements)).reshape(-1))
+    return found
 
 
 def local_state(

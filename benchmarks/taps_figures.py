@@ -1,0 +1,139 @@
+"""What statistics and lists of changed weights cost, beside the other ways to the same numbers.
+
+    python benchmarks/taps_figures.py --out benchmarks/results/h200/taps.json
+
+Contenders run by turns in one process over the same parameters and gradients, ten steps a turn; the figure to quote is
+the ratio to the plain steps of the same round. Peers:
+
+hooks: what `wandb.watch` and its kin do, a norm of each gradient and parameter read by the host one by one.
+foreach: `torch._foreach_norm` over gradients, parameters, states and updates (from a copy made before), read at once.
+snapshot: a copy of all parameters before the step, compared with them after it, and the indices of what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import tilestep
+from tilestep.bench.environment import environment
+from tilestep.bench.workloads import Workload, gpu_workloads
+
+STEPS = 10
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _norms_by_hooks(params: list[torch.Tensor], step: Callable[[], Any]) -> None:
+    for param in params:
+        assert param.grad is not None
+        float(param.grad.norm())
+        float(param.detach().norm())
+    step()
+
+
+def _norms_by_foreach(optimizer: Any, params: list[torch.Tensor]) -> None:
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    grads = [param.grad for param in params]
+    states = [optimizer.state[param][name] for name in ("exp_avg", "exp_avg_sq") for param in params]
+    updates = torch._foreach_sub([param.detach() for param in params], before)
+    kinds = [grads, [param.detach() for param in params], updates, states]
+    torch.stack(
+        [norm for kind in kinds for order in (2, float("inf")) for norm in torch._foreach_norm(kind, order)]
+    ).cpu()
+
+
+def _changes_by_snapshot(optimizer: Any, params: list[torch.Tensor]) -> int:
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    return sum(len((param.detach() != old).view(-1).nonzero()) for param, old in zip(params, before))
+
+
+def _contenders(params: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    def adamw(**options: Any) -> Any:
+        return tilestep.AdamW(params, lr=1e-6, max_grad_norm=1.0, **options)
+
+    plain, always = adamw(), adamw(stats=tilestep.Stats(every=1))
+    tenth, tracking = adamw(stats=tilestep.Stats(every=STEPS)), adamw(track_changes=True)
+    listing = tracking
+
+    def listed() -> None:
+        listing.step()
+        for _ in listing.changes(clear=True):
+            pass
+
+    return {
+        "plain": plain.step,
+        "stats, every step": always.step,
+        "stats, every 10 steps": tenth.step,
+        "track_changes": tracking.step,
+        "track_changes and list": listed,
+        "hooks, every step": lambda: _norms_by_hooks(params, plain.step),
+        "foreach, every step": lambda: _norms_by_foreach(plain, params),
+        "snapshot and compare": lambda: _changes_by_snapshot(plain, params),
+    }
+
+
+def _turn(run: Callable[[], Any], device: torch.device, steps: int) -> tuple[float, float]:
+    """Seconds a step takes, and those of them that the host is busy."""
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        run()
+    host = time.perf_counter() - start
+    _wait(device)
+    return (time.perf_counter() - start) / steps, host / steps
+
+
+def _measured(workload: Workload, device: torch.device, rounds: int) -> dict[str, Any]:
+    params: list[torch.Tensor] = []
+    for shape in workload.shapes:
+        param = torch.nn.Parameter(torch.randn(shape, device=device, dtype=workload.dtype) * 0.02)
+        param.grad = torch.randn_like(param) * 1e-3
+        params.append(param)
+    contenders = _contenders(params)
+    for run in contenders.values():
+        _turn(run, device, STEPS)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(_turn(run, device, STEPS if not name.startswith(("hooks", "foreach", "snap")) else 2))
+    rows = {}
+    for name, taken in times.items():
+        ratios = [each[0] / plain[0] for each, plain in zip(taken, times["plain"])]
+        rows[name] = {
+            "ms": statistics.median(each[0] for each in taken) * 1e3,
+            "host_ms": statistics.median(each[1] for each in taken) * 1e3,
+            "of_plain": statistics.median(ratios),
+        }
+        print(f"{workload.title:60} {name:26} {rows[name]['ms']:9.3f} ms  {rows[name]['of_plain']:7.3f} of plain")
+    return {"workload": workload.title, "steps_a_turn": STEPS, "rounds": rounds, "contenders": rows}
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
+    rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 7,
+    quick: Annotated[bool, typer.Option(help="Small workloads, to see that it runs.")] = False,
+) -> None:
+    """Measure, print, and write the figures."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    large, many = gpu_workloads(quick)[1], gpu_workloads(quick)[0]
+    found = [_measured(workload, device, rounds) for workload in (large, many)]
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"environment": environment(device), "figures": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

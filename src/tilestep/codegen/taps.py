@@ -1,0 +1,195 @@
+"""What a tile pass puts out beside the update: sums and extremes of each tensor, and a bit for each changed weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..graph import SCALAR_LEVELS, Builder, TilePass, Value
+from .spec import KernelSpec
+
+NEAR, FAR = 2.0**40, 2.0**-11
+"""What small and large magnitudes of states are multiplied by before they are squared: float32 then holds the sums of
+squares of second moments too, from 1e-31 to 1e+22."""
+
+SPLIT = 2.0**-10
+"""The magnitude from which one is large."""
+
+
+class TapColumns:
+    """The columns of the table that statistics come out in, as kernels leave them: sums, counts and extremes.
+
+    Squares of states are in two columns, of small ones and of large ones; see `NEAR`.
+    """
+
+    def __init__(self, states: Sequence[str]) -> None:
+        self.states = tuple(states)
+        self.names = ["grad_squares", "grad_max", "grad_zeros", "param_squares", "param_max", "update_squares"]
+        self.names += ["update_max", "lost"]
+        self.names += [f"{state}_{what}" for state in states for what in ("near", "far", "max")]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def slot(self, name: str) -> int:
+        """The place of a column."""
+        return self.names.index(name)
+
+    def is_extreme(self, slot: int) -> bool:
+        """Whether tiles are combined by the larger, and not added."""
+        return self.names[slot].endswith("_max")
+
+
+def tap_columns(spec: KernelSpec) -> TapColumns:
+    """The columns of a spec's statistics: states with an element for each of the parameter have some."""
+    graph = spec.program.graph
+    apart = {*graph.scalar_states, *graph.slice_states, *graph.matrix_states}
+    return TapColumns([name for name in graph.states if name not in apart and name in spec.storages])
+
+
+@dataclass(frozen=True)
+class PassTaps:
+    """What one tile pass puts out.
+
+    spec, tile: the pass. grad: whether its statistics have the gradient's columns. buffers: the parameter and states
+    that it writes.
+    """
+
+    spec: KernelSpec
+    tile: TilePass
+    grad: bool
+    buffers: tuple[str, ...]
+
+    @cached_property
+    def columns(self) -> TapColumns:
+        """The columns of all passes together."""
+        return tap_columns(self.spec)
+
+    @property
+    def stats(self) -> bool:
+        """Whether it has statistics."""
+        return self.spec.taps.stats and bool(self.grad or self.buffers)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it marks changed weights."""
+        return self.spec.taps.changes and "param" in self.buffers
+
+    @property
+    def slots(self) -> list[int]:
+        """The columns that it fills."""
+        first = [f"grad_{what}" for what in ("squares", "max", "zeros")] if self.grad else []
+        if "param" in self.buffers:
+            first += ["param_squares", "param_max", "update_squares", "update_max", "lost"]
+        first += [f"{name}_{what}" for name in self.states for what in ("near", "far", "max")]
+        return [self.columns.slot(name) for name in first]
+
+    @property
+    def states(self) -> list[str]:
+        """The states that it writes."""
+        return [name for name in self.columns.states if name in self.buffers]
+
+    @property
+    def compared(self) -> list[int]:
+        """Places of the parameter's arrays whose elements are compared with what they were."""
+        arrays = self.spec.storages["param"].arrays("param")
+        return list(range(len(arrays) if self.stats else 1)) if "param" in self.buffers else []
+
+    @cached_property
+    def moves(self) -> Value | None:
+        """A number that is 0 where the rule adds nothing to the parameter; None where that is not to be seen.
+
+        No product of the rule is used in it: a compiler that finds one used beside a sum does not fuse the two, and
+        steps that measure would round otherwise than those that do not.
+        """
+        new = self.tile.stores.get("param")
+        if not self.stats or new is None or new.operation == "load":
+            return None
+        return _moves(Builder(), new, self.tile)
+
+    @property
+    def move_values(self) -> list[Value]:
+        """What `moves` is computed from beside values of the pass, in order."""
+        if self.moves is None:
+            return []
+        order: list[Value] = []
+        seen = {id(value) for value in self.tile.values()}
+
+        def visit(value: Value) -> None:
+            if id(value) not in seen:
+                seen.add(id(value))
+                for arg in value.args:
+                    visit(arg)
+                order.append(value)
+
+        visit(self.moves)
+        return order
+
+
+def _moves(build: Builder, value: Value, tile: TilePass) -> Value | None:
+    """A number that is 0 where a sum that begins with the parameter has no other terms but 0."""
+    if value.operation == "load" and value.attribute == "param" and id(value) not in tile.loads:
+        return build.constant(0.0)
+    if tile.leaves(value):
+        return None
+    if value.operation in ("add", "sub"):
+        for kept, other in (value.args, value.args[::-1]) if value.operation == "add" else (value.args,):
+            before = _moves(build, kept, tile)
+            if before is not None:
+                return _either(build, before, _is_something(build, other, tile))
+    if value.operation == "mul":
+        for kept, factor in (value.args, value.args[::-1]):
+            if kept.operation == "load" and _moves(build, kept, tile) is not None:
+                return _both(build, kept, build.apply("sub", factor, build.constant(1.0)))
+    return None
+
+
+def _is_something(build: Builder, value: Value, tile: TilePass) -> Value:
+    """A number that is 0 where a term is: of a product, where a factor is, but for what is too small for the type."""
+    if not tile.leaves(value):
+        if value.operation == "mul":
+            return _both(build, *(_is_something(build, arg, tile) for arg in value.args))
+        if value.operation in ("div", "neg"):
+            return _is_something(build, value.args[0], tile)
+    return value
+
+
+def _either(build: Builder, left: Value, right: Value) -> Value:
+    if left.operation == "constant":
+        return right
+    return build.apply("where", build.apply("ne", left, build.constant(0.0)), left, right)
+
+
+def _both(build: Builder, left: Value, right: Value) -> Value:
+    condition, kept = (right, left) if left.level in SCALAR_LEVELS else (left, right)
+    zero = build.constant(0.0)
+    return build.apply("where", build.apply("ne", condition, zero), kept, zero)
+
+
+def taps_of(spec: KernelSpec, tile: TilePass) -> PassTaps | None:
+    """What a pass puts out; None where that is nothing."""
+    if not (spec.taps.stats or spec.taps.changes) or spec.has_blocks:
+        return None
+    columns = tap_columns(spec)
+    grad = spec.taps.stats and spec.program.unscales(tile)
+    buffers = tuple(name for name in ("param", *columns.states) if name in tile.stores)
+    taps = PassTaps(spec, tile, grad, buffers)
+    return taps if taps.stats or taps.changes else None
+
+
+def kept_states(spec: KernelSpec) -> list[str]:
+    """The states with an element for each of the parameter that no pass writes."""
+    stored = {name for tile in spec.program.tile_passes() for name in tile.stores}
+    return [name for name in tap_columns(spec).states if name not in stored]
+
+
+def taps_fit(spec: KernelSpec) -> bool:
+    """Whether kernels can do it: no pass that has something to put out walks rows and columns, or blocks of them."""
+    if spec.has_blocks:
+        return False
+    passes = spec.program.tile_passes()
+    columns = tap_columns(spec)
+    put_out = {"param", *columns.states}
+    tapped = [here for here in passes if put_out.intersection(here.stores) or spec.program.unscales(here)]
+    return bool(tapped) and all(here.view is None for here in tapped)

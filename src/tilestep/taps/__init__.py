@@ -1,0 +1,10 @@
+"""What optimizers give out beside updates: statistics of every parameter, and which weights have changed."""
+
+from __future__ import annotations
+
+from .changes import Change, Changes
+from .plot import StatsPlot
+from .stats import Stats, StepStats
+from .taps import Taps, names_of, require_no_taps
+
+__all__ = ["Change", "Changes", "Stats", "StatsPlot", "StepStats", "Taps", "names_of", "require_no_taps"]

@@ -1,0 +1,165 @@
+"""Statistics and changed weights on a GPU: exact, without a wait of the host, in CUDA graphs too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "taps"))
+
+from synchronization import no_synchronization
+from test_changes import parameters, train
+from test_stats import check, give_gradients
+
+import tilestep
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_gpu(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    shapes = ((300, 257), (64, 32, 3, 3), (7,), (1,), (1000, 1001))
+    torch.manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64).to(dtype).cuda()) for shape in shapes]
+
+
+def fill(params: list[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        param.grad.normal_(generator=generator)
+        param.grad.view(-1)[::3] = 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rule", ["AdamW", "SGD", "LAMB", "Adafactor", "Prodigy"])
+def test_numbers_and_equal_steps(rule: str, dtype: torch.dtype) -> None:
+    params, plain = on_gpu(dtype), on_gpu(dtype)
+    kind = getattr(tilestep, rule)
+    optimizer, twin = kind(params, lr=0.05, stats=tilestep.Stats(every=2)), kind(plain, lr=0.05)
+    for step in range(1, 5):
+        before = [param.detach().clone() for param in params]
+        fill(params, step)
+        fill(plain, step)
+        optimizer.step()
+        twin.step()
+        assert all(map(torch.equal, params, plain)), step
+        if step % 2 == 0:
+            check(optimizer, params, before, 1e-5 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("masters", [False, True, "remainder", "kahan", "int8"])
+def test_lists_are_exact(masters: bool | str) -> None:
+    for dtype in (torch.bfloat16,) if masters else (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        train_on_gpu(dtype, masters)
+
+
+def train_on_gpu(dtype: torch.dtype, masters: bool | str) -> None:
+    params = [torch.nn.Parameter(param.detach().cuda()) for param in parameters(dtype)]
+    params[2] = torch.nn.Parameter(torch.randn(9, 40, device="cuda").to(dtype)[:, ::2])
+    params.append(torch.nn.Parameter(torch.randn(300, 257, device="cuda").to(dtype)))
+    optimizer = tilestep.SGD(params, lr=1e-3, master_weights=masters, track_changes=True)
+    assert train(optimizer, params) > 0
+
+
+def test_a_measured_step_waits_for_nothing() -> None:
+    params = on_gpu(torch.bfloat16)
+    optimizer = tilestep.AdamW(
+        params, lr=0.01, max_grad_norm=1.0, stats=tilestep.Stats(every=2), track_changes=True, skip_nonfinite=True
+    )
+    fill(params, 0)
+    for _ in range(4):
+        optimizer.step()
+    with no_synchronization():
+        for _ in range(4):
+            optimizer.step()
+            table = optimizer.stats.table
+    assert bool(table[:, 0].isfinite().all())
+    assert optimizer.stats.read()["0.0"]["grad_norm"] == pytest.approx(params[0].grad.float().norm().item(), rel=1e-3)
+
+
+def test_a_list_waits_once() -> None:
+    params = on_gpu(torch.bfloat16)
+    optimizer = tilestep.AdamW(params, lr=0.01, track_changes=True)
+    fill(params, 0)
+    optimizer.step()
+    list(optimizer.changes())
+    optimizer.step()
+    waits = 0
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        nonlocal waits
+        waits += tensor.is_cuda
+        torch.cuda.set_sync_debug_mode("default")
+        found = tolist(tensor)
+        torch.cuda.set_sync_debug_mode("error")
+        return found
+
+    torch.Tensor.tolist = counted  # type: ignore[method-assign]
+    try:
+        with no_synchronization():
+            found = list(optimizer.changes())
+    finally:
+        torch.Tensor.tolist = tolist  # type: ignore[method-assign]
+    assert waits == 1 and len(found) == len(params)
+
+
+def test_skipped_steps() -> None:
+    params = on_gpu(torch.float32)
+    optimizer = tilestep.AdamW(params, lr=0.1, skip_nonfinite=True, stats=tilestep.Stats(), track_changes=True)
+    fill(params, 0)
+    optimizer.step()
+    kept = optimizer.stats.read()
+    list(optimizer.changes())
+    params[3].grad.fill_(torch.inf)
+    optimizer.step()
+    assert list(optimizer.changes()) == [] and optimizer.first_nonfinite() == "0.3"
+    row = optimizer.stats.read()
+    for name in row:
+        assert row[name]["update_norm"] == 0 and row[name]["exp_avg_norm"] == kept[name]["exp_avg_norm"]
+
+
+def test_statistics_and_changes_in_a_graph() -> None:
+    params, plain = on_gpu(torch.float32), on_gpu(torch.float32)
+    optimizer = tilestep.AdamW(params, lr=0.05, stats=tilestep.Stats(), track_changes=True)
+    twin = tilestep.AdamW(plain, lr=0.05)
+    for each in (params, plain):
+        fill(each, 0)
+    optimizer.step()
+    twin.step()
+    list(optimizer.changes())
+    optimizer.prepare_capture()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for seed in (1, 2):
+        before = [param.detach().clone() for param in params]
+        fill(params, seed)
+        fill(plain, seed)
+        graph.replay()
+        twin.step()
+        assert all(map(torch.equal, params, plain))
+        check(optimizer, params, before, 1e-5)
+        found = {name: indices for name, indices, _ in optimizer.changes()}
+        for place, (param, old) in enumerate(zip(params, before)):
+            wanted = (param.detach() != old).view(-1).nonzero().view(-1)
+            assert torch.equal(found[f"0.{place}"].long(), wanted)
+
+
+def test_gradients_of_parameters_on_gpu_by_the_cpu_tests_own_seeds() -> None:
+    params = on_gpu(torch.float32)[:1]
+    host = [torch.nn.Parameter(params[0].detach().cpu())]
+    give_gradients(host, 1)
+    params[0].grad = host[0].grad.cuda()
+    tables = []
+    for each in (params, host):
+        optimizer = tilestep.AdamW(each, lr=0.1, stats=tilestep.Stats())
+        optimizer.step()
+        tables.append(optimizer.stats.read()["0.0"])
+    for column in tables[0]:
+        assert tables[0][column] == pytest.approx(tables[1][column], rel=1e-5), column

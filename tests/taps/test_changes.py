@@ -1,0 +1,202 @@
+"""Lists of changed weights beside comparisons of all bits, over any number of steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tilestep
+from tilestep.engine import backends
+from tilestep.engine.eager import EagerSegment
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(_BITS[tensor.dtype.itemsize]).reshape(-1)
+
+
+class Mirror:
+    """A copy of parameters that is kept by lists alone, and what has really changed step by step."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self.params = params
+        self.copies = [param.detach().clone().contiguous() for param in params]
+        self.changed = [torch.zeros(param.numel(), dtype=torch.bool) for param in params]
+        self.last = [bits(param).clone() for param in params]
+
+    def note_step(self) -> None:
+        for place, param in enumerate(self.params):
+            now = bits(param).clone()
+            self.changed[place] |= now != self.last[place]
+            self.last[place] = now
+
+    def take(self, optimizer: Any) -> int:
+        seen = 0
+        found = {name: (indices, values) for name, indices, values in optimizer.changes(clear=True)}
+        for place, param in enumerate(self.params):
+            wanted = self.changed[place].nonzero().reshape(-1)
+            indices, values = found.pop(
+                f"0.{place}", (torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=param.dtype))
+            )
+            assert indices.dtype is torch.int32 and values.dtype is param.dtype
+            assert torch.equal(indices.long(), wanted), place
+            self.copies[place].view(-1)[indices.long()] = values
+            assert torch.equal(bits(self.copies[place]), bits(param)), place
+            self.changed[place].zero_()
+            seen += len(wanted)
+        assert not found
+        return seen
+
+
+def train(optimizer: Any, params: list[torch.nn.Parameter], steps: int = 5, every: int = 2) -> int:
+    mirror = Mirror(params)
+    generator = torch.Generator().manual_seed(3)
+    seen = 0
+    for step in range(1, steps + 1):
+        for param in params:
+            gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
+            gradient[torch.rand(param.shape, generator=generator) < 0.4] = 0
+            param.grad = (
+                gradient if step % 3 or param.dim() < 2 else gradient.transpose(0, 1).contiguous().transpose(0, 1)
+            )
+        optimizer.step()
+        mirror.note_step()
+        if step % every == 0:
+            seen += mirror.take(optimizer)
+    seen += mirror.take(optimizer)
+    assert list(optimizer.changes()) == []
+    return seen
+
+
+def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    torch.manual_seed(5)
+    tensors = [
+        torch.randn(130, 67),
+        torch.randn(4, 6, 5, 5).to(memory_format=torch.channels_last),
+        torch.randn(9, 20),
+        torch.randn(33, 5).t(),
+        torch.randn(32),
+        torch.randn(()),
+        torch.randn(0, 3),
+    ]
+    tensors[2] = torch.randn(9, 40).to(dtype)[:, ::2]
+    return [torch.nn.Parameter(tensor.to(dtype)) for tensor in tensors]
+
+
+def test_every_list_is_exact() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        params = parameters(dtype)
+        assert params[2].stride() != params[2].contiguous().stride()
+        assert train(tilestep.SGD(params, lr=1e-3, track_changes=True), params) > 0
+
+
+@pytest.mark.parametrize("masters", [True, "remainder", "kahan", "int8"])
+def test_stored_weights_beside_masters(masters: bool | str) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = tilestep.AdamW(params, lr=1e-4, master_weights=masters, track_changes=True)
+    seen = train(optimizer, params)
+    assert 0 < seen < 4 * sum(param.numel() for param in params)
+
+
+@pytest.mark.parametrize("rule", ["Adafactor", "LAMB"])
+def test_other_rules(rule: str) -> None:
+    params = parameters(torch.bfloat16)
+    train(getattr(tilestep, rule)(params, lr=1e-3, track_changes=True), params)
+
+
+def test_matrices_and_their_orthogonal_updates() -> None:
+    params = [torch.nn.Parameter(torch.randn(24, 40)), torch.nn.Parameter(torch.randn(40, 24))]
+    train(tilestep.Muon(params, lr=1e-3, track_changes=True), params)
+
+
+def test_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+    params = parameters(torch.float32)
+    train(tilestep.SGD(params, lr=1e-3, track_changes=True), params)
+
+
+def test_statistics_and_changes_of_the_same_steps() -> None:
+    params = parameters(torch.bfloat16)
+    train(tilestep.SGD(params, lr=1e-3, track_changes=True, stats=tilestep.Stats(every=2)), params)
+
+
+def test_skipped_steps_change_nothing() -> None:
+    params = parameters(torch.float32)
+    optimizer = tilestep.SGD(params, lr=0.1, track_changes=True, skip_nonfinite=True, stats=tilestep.Stats())
+    for param in params:
+        param.grad = torch.full_like(param, math.inf)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1 and list(optimizer.changes()) == []
+
+
+def test_lists_that_are_not_cleared_grow() -> None:
+    param = torch.nn.Parameter(torch.zeros(100))
+    optimizer = tilestep.SGD([("weight", param)], lr=1.0, track_changes=True)
+    for place in (70, 3):
+        param.grad = torch.zeros(100)
+        param.grad[place] = -1.0
+        optimizer.step()
+        listed = list(optimizer.changes(clear=False))
+    ((name, indices, values),) = listed
+    assert (name, indices.tolist(), values.tolist()) == ("weight", [3, 70], [1.0, 1.0])
+
+
+def test_writes_from_outside_list_the_whole_tensor_once() -> None:
+    params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(2)]
+    optimizer = tilestep.SGD(params, lr=1.0, track_changes=True)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.zeros(50)
+            param.grad[7] = 1.0
+        optimizer.step()
+    with torch.no_grad():
+        params[1].add_(1.0)
+    found = {name: indices.tolist() for name, indices, _ in optimizer.changes()}
+    assert found == {"0.0": [7], "0.1": list(range(50))}
+    for param in params:
+        param.grad = torch.zeros(50)
+        param.grad[9] = 1.0
+    optimizer.step()
+    assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"0.0": [9], "0.1": [9]}
+
+
+def test_parameters_without_gradients_in_some_steps() -> None:
+    params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(3)]
+    optimizer = tilestep.SGD(params, lr=1.0, track_changes=True)
+    for step in range(4):
+        for place, param in enumerate(params):
+            param.grad = torch.ones(50) if place != step % 3 else None
+        optimizer.step()
+    optimizer.changes()
+    for param in params[:2]:
+        param.grad = None
+    params[2].grad = torch.zeros(50)
+    params[2].grad[1] = 1
+    optimizer.step()
+    assert [(name, indices.tolist()) for name, indices, _ in optimizer.changes()] == [("0.2", [1])]
+
+
+def test_bits_outlive_new_tables() -> None:
+    params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(2)]
+    optimizer = tilestep.SGD(params[:1], lr=1.0, track_changes=True)
+    params[0].grad = torch.zeros(50)
+    params[0].grad[11] = 1.0
+    optimizer.step()
+    optimizer.add_param_group({"params": params[1:]})
+    params[1].grad = torch.ones(50)
+    params[0].grad.zero_()[12] = 1.0
+    optimizer.step()
+    found = {name: indices.tolist() for name, indices, _ in optimizer.changes()}
+    assert found == {"0.0": [11, 12], "1.0": list(range(50))}
+
+
+def test_optimizers_without_tracking() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="track_changes=True"):
+        tilestep.SGD([param], lr=0.1).changes()
+    with pytest.raises(TypeError, match="Invalid track_changes"):
+        tilestep.SGD([param], lr=0.1, track_changes=2)

@@ -1,0 +1,278 @@
+"""Statistics beside float64 sums over what a step has read and written."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tilestep
+from tilestep.engine import backends
+from tilestep.engine.eager import EagerSegment
+
+SHAPES = ((40, 67), (3, 4, 5, 5), (7,), (1,))
+
+
+def parameters(dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.nn.Parameter]:
+    torch.manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+        param.grad.view(-1)[::3] = 0
+
+
+def expected(param: torch.nn.Parameter, before: torch.Tensor, state: dict[str, Any]) -> dict[str, float]:
+    grad, now = param.grad.double(), param.detach().double()
+    update = now - before.double()
+    numbers = {
+        "grad_norm": grad.norm(),
+        "grad_max": grad.abs().max(),
+        "param_norm": now.norm(),
+        "param_max": now.abs().max(),
+        "update_norm": update.norm(),
+        "update_max": update.abs().max(),
+        "update_ratio": update.norm() / now.norm(),
+        "zero_fraction": (grad == 0).double().mean(),
+    }
+    for name, value in state.items():
+        if name != "step" and isinstance(value, torch.Tensor):
+            numbers[f"{name}_norm"], numbers[f"{name}_max"] = value.double().norm(), value.double().abs().max()
+    return {name: float(number) for name, number in numbers.items()}
+
+
+def check(optimizer: Any, params: list[torch.nn.Parameter], before: list[torch.Tensor], bound: float) -> None:
+    measured = optimizer.stats.read()
+    for place, (param, old) in enumerate(zip(params, before)):
+        row = measured[f"0.{place}"]
+        for name, number in expected(param, old, optimizer.state[param]).items():
+            assert row[name] == pytest.approx(number, rel=bound, abs=1e-30), (place, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rule", ["AdamW", "SGD", "Lion", "LAMB", "Adafactor", "Prodigy"])
+def test_numbers_are_those_of_float64_and_steps_are_the_same(rule: str, dtype: torch.dtype) -> None:
+    params, plain = parameters(dtype), parameters(dtype)
+    kind = getattr(tilestep, rule)
+    optimizer, twin = kind(params, lr=0.05, stats=tilestep.Stats(every=2)), kind(plain, lr=0.05)
+    for step in range(1, 5):
+        before = [param.detach().clone() for param in params]
+        give_gradients(params, step)
+        give_gradients(plain, step)
+        optimizer.step()
+        twin.step()
+        assert all(map(torch.equal, params, plain)), step
+        assert (optimizer.stats.step if step > 1 else 2) == step // 2 * 2 or step == 1
+        if step % 2 == 0:
+            check(optimizer, params, before, 3e-6 if dtype is torch.float32 else 1e-12)
+
+
+def test_matrices_and_momenta_of_muon() -> None:
+    params = parameters(torch.float32, [(24, 40), (40, 24)])
+    optimizer = tilestep.Muon(params, lr=0.05, stats=tilestep.Stats())
+    before = [param.detach().clone() for param in params]
+    give_gradients(params, 1)
+    optimizer.step()
+    check(optimizer, params, before, 3e-6)
+
+
+def test_eager_steps_measure_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+    params = parameters(torch.float32)
+    optimizer = tilestep.AdamW(params, lr=0.05, stats=tilestep.Stats())
+    before = [param.detach().clone() for param in params]
+    give_gradients(params, 1)
+    optimizer.step()
+    check(optimizer, params, before, 1e-6)
+
+
+def test_gradients_and_parameters_that_lie_otherwise() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 6, 5, 5).to(memory_format=torch.channels_last))
+    wide = torch.nn.Parameter(torch.randn(9, 20)[:, ::2])
+    optimizer = tilestep.AdamW([weight, wide], lr=0.05, stats=tilestep.Stats())
+    for _ in range(2):
+        before = [param.detach().clone() for param in (weight, wide)]
+        weight.grad, wide.grad = torch.randn(4, 6, 5, 5), torch.randn(10, 9).t()
+        optimizer.step()
+        check(optimizer, [weight, wide], before, 3e-6)
+
+
+@pytest.mark.parametrize("masters", [False, True, "remainder", "kahan", "int8"])
+def test_updates_lost_to_rounding(masters: bool | str) -> None:
+    param = torch.nn.Parameter(torch.linspace(0.5, 1, 4096).to(torch.bfloat16))
+    optimizer = tilestep.SGD([param], lr=1e-5, master_weights=masters, stats=tilestep.Stats())
+    param.grad = torch.ones(4096, dtype=torch.bfloat16)
+    param.grad[:1024] = 0
+    optimizer.step()
+    row = optimizer.stats.read()["0.0"]
+    assert row["lost_fraction"] == (0.75 if masters is False else 0.0)
+    assert row["update_norm"] == pytest.approx(1e-5 * math.sqrt(3072), rel=2e-2)
+
+
+def test_float32_sums_that_lose_what_is_added_are_lost_updates() -> None:
+    param = torch.nn.Parameter(torch.ones(100))
+    optimizer = tilestep.SGD([param], lr=1e-9, stats=tilestep.Stats())
+    param.grad = torch.ones(100)
+    param.grad[:25] = 0
+    optimizer.step()
+    assert optimizer.stats.read()["0.0"]["lost_fraction"] == 0.75
+
+
+def test_second_moments_of_small_gradients_have_norms() -> None:
+    params = [torch.nn.Parameter(torch.ones(2000)) for _ in range(2)]
+    optimizer = tilestep.AdamW(params, lr=0.1, stats=tilestep.Stats())
+    for param, size in zip(params, (1e-12, 1e9)):
+        param.grad = torch.full((2000,), size)
+    optimizer.step()
+    measured = optimizer.stats.read()
+    for place, param in enumerate(params):
+        exact = optimizer.state[param]["exp_avg_sq"].double().norm()
+        assert measured[f"0.{place}"]["exp_avg_sq_norm"] == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_a_skipped_step_tells_of_gradients_and_updates_nothing() -> None:
+    params = parameters(torch.float32)
+    optimizer = tilestep.AdamW(
+        [(f"layer{place}", param) for place, param in enumerate(params)],
+        lr=0.1,
+        skip_nonfinite=True,
+        stats=tilestep.Stats(),
+    )
+    give_gradients(params, 0)
+    optimizer.step()
+    assert optimizer.first_nonfinite() is None
+    kept = optimizer.stats.read()
+    give_gradients(params, 1)
+    params[2].grad[3], params[1].grad[0, 0, 0, 0] = math.inf, math.nan
+    optimizer.step()
+    row = optimizer.stats.read()
+    assert optimizer.skipped_steps == 1
+    assert row["layer2"]["grad_max"] == math.inf and math.isnan(row["layer1"]["grad_norm"])
+    assert row["layer0"]["grad_norm"] == pytest.approx(params[0].grad.norm().item(), rel=1e-6)
+    for name in row:
+        assert row[name]["update_norm"] == row[name]["update_max"] == row[name]["lost_fraction"] == 0
+        for column in ("param_norm", "exp_avg_norm", "exp_avg_sq_max"):
+            assert row[name][column] == kept[name][column]
+    give_gradients(params, 2)
+    optimizer.step()
+    assert optimizer.first_nonfinite() == "layer1"
+
+
+def test_first_nonfinite_between_measured_steps_looks_at_gradients() -> None:
+    params = parameters(torch.float32)
+    optimizer = tilestep.SGD(params, lr=0.1, stats=tilestep.Stats(every=100))
+    give_gradients(params, 0)
+    optimizer.step()
+    assert optimizer.first_nonfinite() is None
+    params[3].grad[0] = math.nan
+    assert optimizer.first_nonfinite() == "0.3"
+
+
+@pytest.mark.parametrize("scaler", [tilestep.GradScaler, torch.amp.GradScaler])
+def test_gradients_are_those_without_the_loss_scale(scaler: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = tilestep.SGD([param], lr=0.1, stats=tilestep.Stats(), max_grad_norm=1.0)
+    scale = scaler("cpu", init_scale=1024.0)
+    scale.scale((param * torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0])).sum()).backward()
+    scale.step(optimizer)
+    row = optimizer.stats.read()["0.0"]
+    assert row["grad_norm"] == pytest.approx(5.0) and row["grad_max"] == pytest.approx(4.0)
+    assert row["update_norm"] == pytest.approx(0.1, rel=1e-4)
+
+
+def test_names_groups_and_absent_gradients() -> None:
+    params = parameters(torch.float32)
+    groups = [{"params": params[:2]}, {"params": params[2:], "rule": "SGD", "lr": 0.1}]
+    optimizer = tilestep.AdamW(groups, stats=tilestep.Stats())
+    give_gradients(params, 0)
+    params[1].grad = None
+    optimizer.step()
+    stats = optimizer.stats
+    assert stats.names == ("0.0", "0.1", "1.0", "1.1") == tuple(stats)
+    assert stats.table.shape == (4, len(stats.columns)) and stats.table.dtype is torch.float64
+    read = stats.read()
+    assert math.isnan(read["0.1"]["grad_norm"]) and math.isnan(read["1.0"]["exp_avg_norm"])
+    assert float(stats["1.0"]["grad_norm"]) == read["1.0"]["grad_norm"] > 0
+    with pytest.raises(KeyError, match="no parameter is called"):
+        stats["other"]
+
+
+def test_steps_before_the_first_measured_one_and_optimizers_without() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = tilestep.SGD([param], lr=0.1, stats=tilestep.Stats(every=3))
+    param.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no step has measured yet; with every=3"):
+        _ = optimizer.stats
+    with pytest.raises(RuntimeError, match=r"stats=tilestep\.Stats"):
+        _ = tilestep.SGD([param], lr=0.1).stats
+    with pytest.raises(RuntimeError, match=r"stats=tilestep\.Stats"):
+        tilestep.SGD([param], lr=0.1).first_nonfinite()
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2", None])
+def test_bad_intervals(every: Any) -> None:
+    with pytest.raises(ValueError, match="Invalid every"):
+        tilestep.Stats(every=every)
+
+
+def test_options_of_a_group_and_of_other_kinds_are_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match="Invalid stats"):
+        tilestep.SGD([param], lr=0.1, stats=10)
+    with pytest.raises(ValueError, match="stats is an option of the optimizer"):
+        tilestep.SGD([{"params": [param], "stats": tilestep.Stats()}], lr=0.1)
+    with pytest.raises(ValueError, match="track_changes is an option of the optimizer"):
+        tilestep.SGD([{"params": [param], "track_changes": True}], lr=0.1)
+
+
+def test_copies_measure_for_themselves_and_checkpoints_are_torchs() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = tilestep.SGD([param], lr=0.1, stats=tilestep.Stats(), track_changes=True)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert not {"stats", "track_changes"} & set(optimizer.state_dict()["param_groups"][0])
+    twin = copy.deepcopy(optimizer)
+    with pytest.raises(RuntimeError, match="no step has measured yet"):
+        _ = twin.stats
+    own = twin.param_groups[0]["params"][0]
+    own.grad = torch.full((3,), 2.0)
+    twin.step()
+    assert twin.stats.read()["0.0"]["grad_max"] == 2 and optimizer.stats.read()["0.0"]["grad_max"] == 1
+
+
+def test_plots_and_their_errors(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    params = parameters(torch.float32)
+    optimizer = tilestep.AdamW(params, lr=0.1, stats=tilestep.Stats(every=2))
+    plot = tilestep.StatsPlot("update_ratio")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot.draw()
+    for step in range(1, 7):
+        give_gradients(params, step)
+        optimizer.step()
+        if step > 1:
+            plot.add(optimizer.stats)
+    assert plot.steps == [2, 4, 6] and len(plot.rows["0.1"]) == 3
+    plot.save(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    with pytest.raises(KeyError, match="no column is called"):
+        tilestep.StatsPlot("loss").add(optimizer.stats)
+
+
+@pytest.mark.parametrize("asked", [{"stats": tilestep.Stats()}, {"track_changes": True}], ids=str)
+def test_schedules_that_look_elsewhere_are_refused(asked: dict[str, Any]) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = tilestep.SGD(model.parameters(), lr=0.1, **asked)
+    for attach in (tilestep.offload, lambda made: tilestep.overlap(made, model)):
+        with pytest.raises((ValueError, tilestep.OffloadError), match=f"made with {next(iter(asked))}="):
+            attach(optimizer)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
