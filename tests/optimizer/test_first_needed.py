@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import weakref
@@ -15,7 +16,7 @@ import tilestep
 from optimizer.twins import make_params, set_gradients, train, twins
 from tilestep.rules.compose import ema, lookahead
 
-# Not Adagrad, whose sums torch makes at once: of parameters that are replaced later they would stay.
+# Not Adagrad, whose sums torch makes at once: here they are made for checkpoints, and when a step needs them.
 NAMES = ["Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 RULES: dict[str, Callable[[list[Any]], Any]] = {
@@ -79,6 +80,59 @@ def test_before_a_step_there_is_what_torch_has_then(name: str) -> None:
     assert ours.skipped_steps == 0 and not ours.state
     again = pickle.loads(pickle.dumps(ours))
     assert not again.state
+
+
+TORCHS = [*NAMES, "Adagrad", "Adafactor", "Muon"]
+
+
+def shapes(optimizer: Any, uncounted: bool) -> dict[int, dict[str, Any]]:
+    """What a checkpoint has of each parameter; not the step counts that torch's optimizers of these names do without."""
+    states = {
+        key: {name: (value.shape, value.dtype) for name, value in state.items() if not (uncounted and name == "step")}
+        for key, state in optimizer.state_dict()["state"].items()
+    }
+    return {key: state for key, state in states.items() if state}
+
+
+@pytest.mark.parametrize("which", [None, [], [1], [0, 1, 2]], ids=["no step", "no gradients", "one", "all"])
+@pytest.mark.parametrize("name", TORCHS)
+def test_states_are_there_for_the_parameters_that_have_them_in_torch(name: str, which: list[int] | None) -> None:
+    kwargs = {"momentum": 0.9} if name == "SGD" else {}
+    mine, theirs = make_params([(3, 2)] * 3), make_params([(3, 2)] * 3)
+    ours, torchs = getattr(tilestep, name)(mine, **kwargs), getattr(torch.optim, name)(theirs, **kwargs)
+    for optimizer, params in ((ours, mine), (torchs, theirs)):
+        if which is None:
+            continue
+        for _ in range(2):
+            set_gradients([params[place] for place in which])
+            optimizer.step()
+    uncounted = name in ("SGD", "Muon")
+    assert shapes(ours, uncounted) == shapes(torchs, uncounted)
+    # And they go both ways, with gradients for all from then on.
+    others = twins(theirs), twins(mine)
+    resumed = getattr(tilestep, name)(others[0], **kwargs), getattr(torch.optim, name)(others[1], **kwargs)
+    resumed[0].load_state_dict(torchs.state_dict())
+    # torch's keeps the tensors that it is given.
+    resumed[1].load_state_dict(copy.deepcopy(ours.state_dict()))
+    assert shapes(resumed[0], uncounted) == shapes(torchs, uncounted)
+    pairs = [(torchs, theirs), (ours, mine), *zip(resumed, others)]
+    train(pairs, range(5, 8))
+    for params in (mine, *others):
+        torch.testing.assert_close(params, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_without_a_gradient_is_in_no_graph_that_would_leave_it_out() -> None:
+    params = make_params([(3,), (4,)])
+    optimizer = tilestep.AdamW(params)
+    set_gradients(params[:1])
+    optimizer.step()
+    assert set(optimizer.state) == {params[0]}
+    assert optimizer._fitting_tables(ahead=True).engines[0].params == params
+    assert optimizer.state_dict()["state"].keys() == {0, 1}
+    params[1].data.fill_(7.0)
+    set_gradients(params)
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 1]
 
 
 def test_a_parameter_that_gets_its_first_gradient_late_begins_then() -> None:

@@ -47,7 +47,7 @@ from .watched_state import ParameterState, WatchedState
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
-__all__ = ["build_tables", "check_params", "loaded_states", "require_no_real"]
+__all__ = ["begin_at_once", "begins_together", "build_tables", "check_params", "loaded_states", "require_no_real"]
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def check_params(optimizer: Optimizer) -> None:
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     at_home = optimizer.memory.is_beside
     for label, group_index, group, param in listed_once(optimizer):
-        if not _begins(param, optimizer.state):
+        if not _begins(param, optimizer.state, all_that_train=True):
             continue
         if not at_home:
             optimizer.memory.check(label, param)
@@ -162,8 +162,8 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
 
     Args:
         optimizer: the optimizer.
-        ahead: whether no step needs them yet. Then the new state begins once more, with the values of its first step;
-            so does that of parameters without gradient.
+        ahead: whether no step needs them yet. Then the new state begins once more, with the values of its first step,
+            and parameters that train have state without a gradient too.
 
     Raises:
         GradientError: for parameters that cannot be updated in place.
@@ -176,10 +176,11 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     _forget_replaced(state, params)
     home = optimizer.memory
-    together = optimizer.schedule.begins_together or not home.is_beside
-    home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state)])
+    together = begins_together(optimizer)
+    every = ahead or together
+    home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state, all_that_train=every)])
     later: Later = {}
-    planned, dormant = _plan(optimizer, later)
+    planned, dormant = _plan(optimizer, later, every)
     begin_missing(later, home)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in later.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
@@ -223,6 +224,26 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
     return tables
 
 
+@_without_collection()
+def begin_at_once(optimizer: Optimizer) -> None:
+    """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before their first step."""
+    if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
+        return
+    plans, later = _Plans(optimizer), Later()
+    planned = [
+        _planned(optimizer, plans, one, {}, later)
+        for one in listed_once(optimizer)
+        if optimizer.rule_of(one[2]).at_once
+        and not optimizer.state.get(one[3])
+        and not one[3].is_meta
+        and _begins(one[3], {}, all_that_train=True)
+    ]
+    begin_missing(later, optimizer.memory)
+    state = _watched(optimizer)
+    for one in planned:
+        state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=True)
+
+
 def _complex_members(tables: Tables) -> list[ComplexMembers]:
     """For each engine its complex parameters; nothing where there are none."""
     if not any(param.is_complex() for params in tables.members for param in params):
@@ -248,14 +269,20 @@ def _forget_replaced(state: WatchedState, params: Sequence[torch.Tensor]) -> Non
             del state[param]
 
 
-def _plan(optimizer: Optimizer, later: Later) -> tuple[list[_Planned], list[torch.Tensor]]:
-    """Every parameter with its kernels and state, of which `later` is still to be filled; and those without any."""
+def _plan(optimizer: Optimizer, later: Later, every: bool) -> tuple[list[_Planned], list[torch.Tensor]]:
+    """Every parameter with its kernels and state, of which `later` is still to be filled; and those without any.
+
+    Args:
+        optimizer: the optimizer.
+        later: as for `initial_state`.
+        every: as `all_that_train` of `_begins`.
+    """
     plans, exchanges = _Plans(optimizer), Exchanges()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
     for label, group_index, group, param in listed_once(optimizer):
         known = optimizer.state.get(param, {})
-        if not _begins(param, optimizer.state):
+        if not _begins(param, optimizer.state, all_that_train=every):
             dormant.append(param)
             continue
         one = _planned(optimizer, plans, (label, group_index, group, param), known, later)
@@ -314,13 +341,18 @@ def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Ten
     return whole
 
 
+def _begins_too(param: torch.Tensor, together: bool) -> bool:
+    """Whether a parameter begins with others, though it has neither gradient nor state."""
+    return param.requires_grad and (together or is_distributed(param)) and _begins(param, {}, all_that_train=True)
+
+
 @_without_collection()
 def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The states of parameters with a checkpoint's values, which are copied unless they are the optimizer's buffers.
 
-    Where the checkpoint has some state, the other parameters that train get theirs too.
+    Where all state begins together, and the checkpoint has some, the other parameters that train get theirs too.
 
     Args:
         optimizer: its groups are the checkpoint's.
@@ -330,16 +362,17 @@ def loaded_states(
         StateError: for values of another shape, and for a checkpoint that has only some of a parameter's states.
     """
     plans, later = _Plans(optimizer), Later()
-    every = listed_once(optimizer)
-    optimizer.memory.begin([(label, p) for label, _, _, p in every if p in saved or _begins(p, optimizer.state)])
-    chosen = [one for one in every if saved and (one[3] in saved or _begins(one[3], {})) and not one[3].is_meta]
+    together = begins_together(optimizer)
+    begun = [one for one in listed_once(optimizer) if one[3] in saved or _begins_too(one[3], together)]
+    optimizer.memory.begin([(label, param) for label, _, _, param in begun])
+    chosen = [one for one in begun if saved and not one[3].is_meta]
     planned = [
         _planned(optimizer, plans, one, saved.get(one[3], {}), later, optimizer.state.get(one[3], {})) for one in chosen
     ]
-    begun = {id(one.state): one for one in planned if has_begun(saved.get(one.param, {}))}
+    known = {id(one.state): one for one in planned if has_begun(saved.get(one.param, {}))}
     for name, missing in later.items():
         for each in missing:
-            one = begun.get(id(each.state))
+            one = known.get(id(each.state))
             if one is not None and each.source is None and name not in MASTER_KEYS:
                 raise StateError(
                     f"the checkpoint has no state {name!r} for {one.label}: it is of another optimizer, or of other "
@@ -435,14 +468,30 @@ def _makes_groups(rule: Rule, dim: int) -> str:
     return f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
 
 
-def _begins(param: torch.Tensor, state: Mapping[Any, Any]) -> bool:
-    """Whether a parameter takes part in steps: it trains, or has a gradient or state."""
+def begins_together(optimizer: Optimizer) -> bool:
+    """Whether all state begins with the first step, and not that of each parameter with its first gradient.
+
+    Where state lives elsewhere there is room for all of it; ranks that share a norm all work it out.
+    """
+    return optimizer._begins_together or type(optimizer._home) is not StateHome or optimizer._joint is not None
+
+
+def _begins(param: torch.Tensor, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:
+    """Whether a parameter takes part in steps.
+
+    Args:
+        param: the parameter.
+        state: the optimizer's.
+        all_that_train: whether it does if it only trains, and not only with a gradient or state. DTensors always do: a
+            rank that has no gradient still meets the others.
+    """
     # A lazy module's parameter has no shape before the first forward.
     if is_lazy(param):
         return False
     if param.grad is not None:
         return True
-    return not param.is_meta and (param.requires_grad or bool(state.get(param)))
+    trains = param.requires_grad and (all_that_train or is_distributed(param))
+    return not param.is_meta and (trains or bool(state.get(param)))
 
 
 def is_unreal(tensor: Any) -> bool:

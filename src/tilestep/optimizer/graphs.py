@@ -166,7 +166,7 @@ def step_in_capture(optimizer: Optimizer) -> None:
         GradientError: for a gradient that cannot be used.
     """
     tables = optimizer._tables
-    if tables is None or not tables.fit(optimizer):
+    if tables is None or not tables.fit(optimizer) or tables.leaves_out_training:
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
         require(any(segment_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")

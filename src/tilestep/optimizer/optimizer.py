@@ -19,7 +19,7 @@ from ..placements import LOCAL, Agreement, Placement
 from ..rules import Rule
 from ..rules.adaptive_clip import AdaGC
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
-from .build import build_tables, check_params, require_no_real
+from .build import begin_at_once, begins_together, build_tables, check_params, require_no_real
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .decide import (
     SkipPolicy,
@@ -338,12 +338,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin_home(self) -> None:
         """Where state lives elsewhere, see that all of it has room; gradients may be taken there before any step."""
-        if self.schedule.makes_tables and (self.schedule.begins_together or not self.memory.is_beside):
+        if self.schedule.makes_tables and begins_together(self):
             self._rebuild(ahead=True)
 
     def _fitting_tables(self, *, ahead: bool = False) -> Tables:
         """The tables, built anew if groups, parameters or states are others; see `build_tables`."""
-        return self._tables if self._tables is not None and self._tables.fit(self) else self._rebuild(ahead=ahead)
+        fits = self._tables is not None and self._tables.fit(self) and not (ahead and self._tables.leaves_out_training)
+        return self._tables if fits and self._tables is not None else self._rebuild(ahead=ahead)
 
     def _rebuild(self, *, ahead: bool = False) -> Tables:
         with unchanged_on_error(self), keeping_squares(self):
@@ -397,8 +398,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
         """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
+        if not self.schedule.had_gradients(self):
+            return {}
         engines = self._current()
-        if not (engines and self.schedule.had_gradients(self)):
+        if not engines:
             return {}
         return {engines[0].device: engines[0].overflow}
 
@@ -584,7 +587,7 @@ class Optimizer(torch.optim.Optimizer):
         inputs = self.control.inputs(self)
         tables, gradients = self._prepared(inputs)
         if tables.ahead:
-            tables.begin_states(self, all_of_them=self.schedule.begins_together or not self.memory.is_beside)
+            tables.begin_states(self, all_of_them=begins_together(self))
         scan = tables.scan
         try:
             if tables.follows:
@@ -716,6 +719,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def plain_state_dict(self) -> dict[str, Any]:
         """What `state_dict` gives, whatever the schedule."""
+        if not self.attached:
+            begin_at_once(self)
         with states_of_groups(self):
             state_dict = plain_states(super().state_dict())
         save_numbers(self, state_dict["param_groups"])

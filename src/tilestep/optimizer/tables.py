@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
@@ -34,7 +35,7 @@ class Tables:
     Args:
         engines: one for each device, or for each of the parts that are stepped by themselves there.
         members: for each engine its parameters, in the order of its entries.
-        dormant: parameters without gradient that need none so far: frozen ones, and those still on the meta device.
+        dormant: parameters without gradient that have had none so far, frozen ones, and those still on the meta device.
             They have no state, as in torch.
         unreal: fake parameters, and those on the meta device with a gradient: they have state of their kind and nothing
             to update.
@@ -209,6 +210,11 @@ class Tables:
             and (self.agreement is None or self._same_parts())
             and all(members.lie_as_before() for members in self.complex_members)
         )
+
+    @property
+    def leaves_out_training(self) -> bool:
+        """Whether a parameter that trains is left out until it has a gradient; a graph would leave it out for ever."""
+        return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
 
     def _same_others(self) -> bool:
         """Whether what is not updated needs no update still."""

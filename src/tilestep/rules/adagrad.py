@@ -20,6 +20,7 @@ from .protocol import State, at_least, rule
     keyword_only=("maximize",),
     positional=("foreach",),
     states={"sum": State(init="initial_accumulator_value")},
+    at_once=True,
 )
 def adagrad(
     param: Any,

@@ -104,6 +104,7 @@ class Rule:
         evaluation: Callable[..., Any] | None = None,
         fallback: str | None = None,
         uncounted: bool = False,
+        at_once: bool = False,
         composition: tuple[Any, ...] | None = None,
     ) -> None:
         self.function = function
@@ -119,6 +120,7 @@ class Rule:
         self.evaluation = evaluation
         self.fallback = fallback
         self.uncounted = uncounted
+        self.at_once = at_once
         self.composition = composition
         self._bound: Callable[..., Any] | None = None
         self._read_signature()
@@ -375,6 +377,7 @@ def rule(
     evaluation: Callable[..., Any] | None = None,
     fallback: str | None = None,
     uncounted: bool = False,
+    at_once: bool = False,
     by_position: tuple[str, ...] = (),
     others: str | None = None,
 ) -> Any:
@@ -395,6 +398,7 @@ def rule(
         fallback: of a rule for matrices alone, the name of the rule that a model's other parameters go to.
         uncounted: whether torch's optimizer of this name keeps no step count: a checkpoint without one is taken for one
             of a training that has begun, though the rule reads `step`.
+        at_once: whether torch's optimizer of this name has state before any step: checkpoints have it then.
         by_position: the earlier name of `positional`.
         others: the earlier name of `fallback`.
 
@@ -422,6 +426,7 @@ def rule(
             evaluation=evaluation,
             fallback=fallback or others,
             uncounted=uncounted,
+            at_once=at_once,
         )
         if name is not None:
             registry[name] = made

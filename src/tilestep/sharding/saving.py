@@ -60,10 +60,14 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         known = self.state_dict if metadata is None else metadata.state_dict_metadata
         _check_masters([str(key) for key in self.state_dict], known)
         counts = any(str(key).endswith(".step") for key in known)
+        places = {str(key).rpartition(".")[0] for key in known}
 
         def is_here_alone(key: str) -> bool:
             place, _, name = key.rpartition(".")
-            return ("param_groups." in f"{place}." and name in OWN_KEYS) or (name == "step" and not counts)
+            if name == "step":
+                # A plain SGD has nothing else, and torch's not even that.
+                return not counts or place not in places
+            return "param_groups." in f"{place}." and name in OWN_KEYS
 
         self.state_dict = {
             key: value for key, value in self.state_dict.items() if key in known or not is_here_alone(str(key))
