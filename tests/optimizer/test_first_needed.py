@@ -86,7 +86,7 @@ TORCHS = [*NAMES, "Adagrad", "Adafactor", "Muon"]
 
 
 def shapes(optimizer: Any, uncounted: bool) -> dict[int, dict[str, Any]]:
-    """What a checkpoint has of each parameter; not the step counts that torch's optimizers of these names do without."""
+    """What a checkpoint has of each parameter, without step counts that torch's optimizer does not keep."""
     states = {
         key: {name: (value.shape, value.dtype) for name, value in state.items() if not (uncounted and name == "step")}
         for key, state in optimizer.state_dict()["state"].items()

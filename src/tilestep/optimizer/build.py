@@ -226,7 +226,7 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
 
 @_without_collection()
 def begin_at_once(optimizer: Optimizer) -> None:
-    """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before their first step."""
+    """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before any step."""
     if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
         return
     plans, later = _Plans(optimizer), Later()
@@ -473,7 +473,8 @@ def begins_together(optimizer: Optimizer) -> bool:
 
     Where state lives elsewhere there is room for all of it; ranks that share a norm all work it out.
     """
-    return optimizer._begins_together or type(optimizer._home) is not StateHome or optimizer._joint is not None
+    elsewhere = type(optimizer._home) is not StateHome
+    return optimizer._begins_together or elsewhere or optimizer.control.joint is not None
 
 
 def _begins(param: torch.Tensor, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:
