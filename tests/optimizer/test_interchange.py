@@ -208,3 +208,26 @@ def test_distributed_checkpoint_s_functions_for_one_process(flatten: bool) -> No
     assert float(other.state[second[0].weight]["step"]) == 3.0 and other.param_groups[0]["lr"] == 1e-3
     train([(ours, list(first.parameters())), (other, list(second.parameters()))], range(3, 5))
     assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_asgd_computes_its_rate_in_float64_where_torchs_foreach_version_rounds_it() -> None:
+    """On GPUs torch takes the foreach version, whose rate is computed from a float32 count in float32 arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1000, generator=generator, dtype=torch.float64)
+    ours, loop, foreach = (torch.nn.Parameter(start.clone()) for _ in range(3))
+    optimizers = [
+        tilestep.ASGD([ours], lr=0.02),
+        torch.optim.ASGD([loop], lr=0.02, foreach=False),
+        torch.optim.ASGD([foreach], lr=0.02, foreach=True),
+    ]
+    exact, eta = start.clone(), torch.tensor(0.02).double()
+    for step in range(1, 201):
+        gradient = torch.randn(1000, generator=generator, dtype=torch.float64)
+        for param, optimizer in zip((ours, loop, foreach), optimizers):
+            param.grad = gradient.clone()
+            optimizer.step()
+        exact = exact - eta * (gradient + 1e-4 * exact)
+        # As torch documents it, kept in float32 between steps.
+        eta = torch.tensor(0.02 / (1 + 1e-4 * 0.02 * step) ** 0.75).float().double()
+    assert (ours - exact).abs().max() < 1e-14 and (loop - exact).abs().max() < 1e-13
+    assert (foreach - exact).abs().max() > 1e-8

@@ -65,6 +65,7 @@ def test_a_master_trains_as_float32_does(rule: str, dtype: torch.dtype) -> None:
 def test_parameters_of_higher_precision_have_no_master() -> None:
     params = [*make_params([(3,)]), *make_params([(3,)], torch.bfloat16)]
     optimizer = tilestep.AdamW(params, master_weights=True)
+    set_gradients(params)
     optimizer.step()
     assert ["master_param" in optimizer.state[param] for param in params] == [False, True]
 

@@ -91,7 +91,13 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
     before = twins(params)
     optimizer = tilestep.AdamW(params, max_grad_norm=1.0)
     optimizer.step()
-    assert all(map(torch.equal, params, before)) and float(optimizer.state[params[0]]["step"]) == 0
+    assert all(map(torch.equal, params, before)) and not optimizer.state
+    set_gradients(params)
+    optimizer.step()
+    before = twins(params)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, params, before)) and float(optimizer.state[params[0]]["step"]) == 1
 
 
 def test_frozen_parameters_cost_nothing_until_they_wake() -> None:
