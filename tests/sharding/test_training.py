@@ -190,12 +190,25 @@ def parameters_that_travel_in_a_narrower_type() -> None:
     pair.optimizer.wait()
     for mine, theirs in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
         assert torch.equal(mine, theirs.bfloat16().float())
-    for mine in pair.model.parameters():
-        mine.data.fill_(3.0)
-        torch.autograd.graph.increment_version(mine)
-    pair.optimizer.step()
-    with torch.no_grad():
-        assert all(bool((mine == 3.0).all()) for mine in pair.model.parameters())
+    for value in (3.0, 3.1, torch.inf, -7.0):
+        for mine in pair.model.parameters():
+            mine.data.fill_(value)
+            if value == 3.0:
+                torch.autograd.graph.increment_version(mine)
+            mine.grad = None
+        pair.optimizer.step()
+        pair.optimizer.wait()
+        sent = torch.tensor(value).bfloat16().float()
+        with torch.no_grad():
+            assert all(bool((mine == sent).all()) or bool((mine == value).all()) for mine in pair.model.parameters())
+    # One that nobody has written to keeps what only its owner knows.
+    for mine, theirs, gradient in zip(pair.model.parameters(), pair.twin.parameters(), grads):
+        theirs.data.fill_(-7.0)
+        mine.grad, theirs.grad = gradient.clone(), gradient.clone()
+    pair.step()
+    pair.optimizer.wait()
+    for mine, theirs in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs.bfloat16().float())
 
 
 def clipping() -> None:

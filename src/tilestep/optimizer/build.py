@@ -473,8 +473,8 @@ def begins_together(optimizer: Optimizer) -> bool:
 
     Where state lives elsewhere there is room for all of it; ranks that share a norm all work it out.
     """
-    elsewhere = type(optimizer._home) is not StateHome
-    return optimizer._begins_together or elsewhere or optimizer.control.joint is not None
+    schedule, control = optimizer.schedule, optimizer.control
+    return schedule.begins_together or not optimizer.memory.is_beside or control.joint is not None
 
 
 def _begins(param: torch.Tensor, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:

@@ -14,6 +14,7 @@ from ..engine import DeviceEngine, Stale, StepInputs
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..engine.limits import Sigma, ZClip
+from ..errors import GradientError
 from ..matrices import keeping_to, workspace
 from ..placements import LOCAL, Agreement, Placement
 from ..rules import Rule
@@ -33,6 +34,7 @@ from .graphs import Graphs, step_in_capture
 from .homes import StateHome
 from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import Masters, MasterWeights
+from .parameters import LISTED_TWICE
 from .schedules import AT_STEP, Schedule
 from .squares import keeping_squares
 from .state_formats import StateDtype
@@ -338,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin_home(self) -> None:
         """Where state lives elsewhere, see that all of it has room; gradients may be taken there before any step."""
-        if self.schedule.makes_tables and begins_together(self):
+        if self.schedule.makes_tables and (self.schedule.begins_together or not self.memory.is_beside):
             self._rebuild(ahead=True)
 
     def _fitting_tables(self, *, ahead: bool = False) -> Tables:
@@ -586,6 +588,8 @@ class Optimizer(torch.optim.Optimizer):
             self.memory.note_gradients([param for group in self.param_groups for param in group["params"]])
         inputs = self.control.inputs(self)
         tables, gradients = self._prepared(inputs)
+        if tables.further_rounds and getattr(self, "grad_scale", None) is not None:
+            raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
         if tables.ahead:
             tables.begin_states(self, all_of_them=begins_together(self))
         scan = tables.scan

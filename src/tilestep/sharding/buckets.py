@@ -113,6 +113,16 @@ class Bucket:
         if self.sync_dtype.is_floating_point and torch.promote_types(self.dtype, self.sync_dtype) != self.sync_dtype:
             self.exact = self.section_of(memory).clone()
 
+    def follow_writes(self) -> None:
+        """Take over what other code has written to this rank's section, where that is not what the optimizer keeps."""
+        if self.exact is None:
+            return
+        here = self._section
+        sent = self.exact.to(self.sync_dtype).to(self.dtype)
+        # A NaN is what was sent of a NaN.
+        same = (sent == here) | ((sent != sent) & (here != here))
+        self.exact.copy_(torch.where(same, self.exact, here))
+
     def section_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's section of flat memory of the bucket."""
         return flat[self.own.start : self.own.stop]

@@ -309,17 +309,15 @@ class ParameterSync:
             versions: how often parameters have been written to, if that is known.
         """
         self.take_back()
+        for bucket in self._buckets:
+            # No version counts what is written through `param.data`.
+            bucket.follow_writes()
         versions = sum_of_versions(self.params) if versions is None else versions
         if versions == self._versions:
             return []
         moved = self._versions == -1
         before = self._others
         self._note_writes()
-        for bucket in self._buckets:
-            if bucket.exact is not None:
-                here = bucket.section_of(bucket.flat)
-                sent = bucket.exact.to(bucket.sync_dtype).to(bucket.dtype)
-                bucket.exact.copy_(torch.where(sent == here, bucket.exact, here))
         counts = zip(self.params, before, self._others)
         return self.params if moved else [param for param, old, new in counts if old != new]
 
