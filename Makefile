@@ -70,7 +70,7 @@ types: $(READY)
 docs: $(READY)-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(ARGS)
 
-EXAMPLES := language_model own_rule finetune_offloaded overlap capture
+EXAMPLES := language_model own_rule finetune_offloaded overlap capture delta_weights
 examples: $(READY)
 	for name in $(EXAMPLES); do \
 		$(VENV)/bin/python examples/$$name.py --picture docs/images/$$name.png $(ARGS) || exit 1; done
