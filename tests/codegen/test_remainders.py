@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -47,18 +43,6 @@ def test_kernels_keep_every_pattern_as_torch_does() -> None:
     high, low, wide = kept_by_kernels(values)
     check_halves(values, high, low)
     check_joined(values, wide)
-
-
-def test_triton_kernels_in_the_interpreter() -> None:
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    script = Path(__file__).with_name("interpreted_remainders.py")
-    helpers = str(Path(__file__).parent.parent / "helpers")
-    path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("all equal")
 
 
 @pytest.mark.parametrize("backend", ["cpp", "triton"])
