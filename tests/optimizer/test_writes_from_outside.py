@@ -10,6 +10,8 @@ import torch
 from twins import make_params, train
 
 import tilestep
+from tilestep.offloading.checksums import checksums
+from tilestep.offloading.host_update import HostState
 from tilestep.offloading.optimizer import move_state
 from tilestep.offloading.streaming import StreamedState
 from tilestep.storage import MASTER_FORMATS
@@ -120,3 +122,42 @@ def test_with_state_in_host_memory_too(choice: Any, dtype: torch.dtype) -> None:
     standing(params, optimizer)
     for param in params:
         assert torch.equal(param, torch.full_like(param, 5.0))
+
+
+@pytest.mark.parametrize("write", [*WRITES, "sign"])
+@pytest.mark.parametrize("choice", [False, True, "remainder"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["gradients there", "gradients kept"])
+def test_with_the_update_on_the_host_too(choice: Any, write: str, keeps: bool) -> None:
+    dtype = torch.bfloat16 if choice else torch.float32
+    params = make_params(SHAPES, dtype)
+    optimizer: Any = tilestep.AdamW(params, lr=3e-3, weight_decay=0.0, master_weights=choice)
+    home = HostState(torch.device("cpu"), 1, keeps_gradients=keeps)
+    optimizer = move_state(optimizer, home, "cpu", "for a test")
+    train([(optimizer, params)], range(3))
+    for turn in range(2):
+        for param in params[turn:]:
+            if param.numel():
+                WRITES.get(write, torch.neg_)(param.data)
+        written = [param.detach().clone() for param in params]
+        standing(params, optimizer)
+        for param, before in zip(params, written):
+            torch.testing.assert_close(param.detach(), before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_checksums_tell_every_change_of_one_element_and_every_exchange_of_two() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
+        tensors = [torch.randn(5000, generator=generator, dtype=dtype), torch.zeros((), dtype=dtype), torch.ones(0)]
+        tensors.append(torch.randn(30, 70, generator=generator, dtype=dtype).t())
+        before = checksums(tensors)
+        assert torch.equal(checksums(tensors), before)
+        for place in (0, 1, 1023, 1024, 4999):
+            kept = tensors[0][place].clone()
+            tensors[0][place] = -kept
+            assert not torch.equal(checksums(tensors), before)
+            tensors[0][place] = kept
+            for other in (2, 2047, 3000):
+                tensors[0][[place, other]] = tensors[0][[other, place]]
+                assert not torch.equal(checksums(tensors), before)
+                tensors[0][[place, other]] = tensors[0][[other, place]]
+        assert torch.equal(checksums(tensors), before)

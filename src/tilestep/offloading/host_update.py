@@ -19,6 +19,7 @@ from ..engine.windows import Window
 from ..errors import OffloadError
 from ..optimizer.overlap import check_not_shared
 from ..optimizer.parameters import check_parameter
+from .checksums import checksums
 from .chunks import sizes_of_chunks
 from .kept import KeptGradients
 from .lanes import Lane
@@ -52,6 +53,7 @@ class HostState(OffloadedState):
         self.arrivals = Arrivals(self.outward, self.compute, chunk_bytes)
         self.mirror_of: dict[int, Mirror] = {}
         self._versions = -1
+        self._sums: torch.Tensor | None = None
         self.kept = KeptGradients(self.mirrors, self.arrivals) if keeps_gradients else None
         self._entries: list[Entry] = []
         self._norm: DeviceNorm | None = None
@@ -68,7 +70,7 @@ class HostState(OffloadedState):
         check_not_shared([(label, part_of(param)) for label, param in params])
         self.wait()
         if self.mirrors.follow([param for _, param in params]):
-            self._versions = -1
+            self._versions, self._sums = -1, None
         if self.kept is not None:
             self.kept.follow([param for _, param in params])
         self.follow_parameters()
@@ -132,14 +134,23 @@ class HostState(OffloadedState):
         return [self._norm.launch([self.mirror_of[id(entry.param)].sent for entry in self._norm.entries])]
 
     def follow_parameters(self) -> None:
-        """Copy parameters that somebody has written to."""
-        if self.mirrors.versions() != self._versions:
-            for mirror in self.mirrors.values():
-                mirror.host.copy_(mirror.part.detach())
+        """Copy parameters that other code has written to; through `param.data` their sums tell of it, not versions."""
+        if self.mirrors.versions() == self._versions and self._holds_sums():
+            return
+        for mirror in self.mirrors.values():
+            mirror.host.copy_(mirror.part.detach())
 
     def note_parameters(self) -> None:
-        """Remember that parameters and copies agree."""
+        """Remember that parameters and copies agree; what sums the parameters is launched, not waited for."""
         self._versions = self.mirrors.versions()
+        self._sums = self._checksums()
+
+    def _holds_sums(self) -> bool:
+        """Whether the parameters' bits sum up to what they did after the last step; the host waits for backward."""
+        return self._sums is None or torch.equal(self._sums, self._checksums())
+
+    def _checksums(self) -> torch.Tensor:
+        return checksums([mirror.part for mirror in self.mirrors.values()])
 
     def finish(self, engine: DeviceEngine) -> None:
         """Let the device wait for its parameters; its gradients lose the loss scale that they carried."""
