@@ -68,26 +68,23 @@ class GradientHooks:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[torch.Tensor, Any, Any, Any, Any]] = {}
-        """For each parameter itself, the method (which must not be kept alive), what it is told, and the handle."""
+        self.made: dict[int, tuple[torch.Tensor, Any, Any, Any, Any]] = {}
+        """For each parameter, by `id`: itself, the method (not kept alive), what it is told, and the handle."""
         self._count = 0
         self._params: list[torch.Tensor] = []
-
-    def __contains__(self, param: torch.Tensor) -> bool:
-        return id(param) in self._made
 
     def add(self, param: torch.Tensor, announce: Any, *told: Any, through: Any = None) -> None:
         """Have a method called; arguments as for `announce_gradients`."""
         handle = announce_gradients(param, announce, *told, through=through)
-        self._made[id(param)] = param, weakref.WeakMethod(announce), told, through, handle
+        self.made[id(param)] = param, weakref.WeakMethod(announce), told, through, handle
         self._params.append(param)
         self._count += count_gradient_hooks([param])
 
     def remove(self, params: Iterable[int] | None = None) -> None:
         """End the calls for some parameters, by `id`, or for all."""
-        for key in list(self._made) if params is None else params:
-            if key in self._made:
-                self._made.pop(key)[-1].remove()
+        for key in list(self.made) if params is None else params:
+            if key in self.made:
+                self.made.pop(key)[-1].remove()
         self._recount()
 
     def move_last(self) -> Set[int]:
@@ -97,14 +94,14 @@ class GradientHooks:
         """
         if count_gradient_hooks(self._params) == self._count:
             return _NONE
-        moved = {key for key, (param, *_, handle) in self._made.items() if not is_last_gradient_hook(param, handle)}
+        moved = {key for key, (param, *_, handle) in self.made.items() if not is_last_gradient_hook(param, handle)}
         for key in moved:
-            param, announce, told, through, handle = self._made.pop(key)
+            param, announce, told, through, handle = self.made.pop(key)
             handle.remove()
             self.add(param, announce(), *told, through=through)
         self._recount()
         return moved
 
     def _recount(self) -> None:
-        self._params = [param for param, *_ in self._made.values()]
+        self._params = [param for param, *_ in self.made.values()]
         self._count = count_gradient_hooks(self._params)

@@ -108,7 +108,7 @@ def fully_sharded_updates_before_gathering() -> None:
     waiting: list[set[str]] = []
 
     def look(*_: Any) -> None:
-        waiting.append({update.group.name for update in pair.optimizer.schedule.pending._updates.values()})
+        waiting.append({update.group.name for update in pair.optimizer.schedule.pending.updates.values()})
 
     for block in pair.overlapped.blocks:  # type: ignore[union-attr]
         block.register_forward_hook(look)
@@ -280,7 +280,7 @@ def comm_hooks() -> None:
         else:
             raise AssertionError(words)
         own = adamw(model.parameters())
-        assert type(tilestep.overlap(own, model, "forward")).__name__ == "OverlappedAdamW"
+        assert isinstance(tilestep.overlap(own, model, "forward"), tilestep.OverlappedOptimizer)
 
 
 def gradients_that_are_summed_by_hand() -> None:

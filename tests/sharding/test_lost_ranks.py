@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tilestep
-from tilestep.sharding import roll_call
+from tilestep.sharding import rank_monitor
 from tilestep.sharding.parameters import ParameterSync
-from tilestep.sharding.roll_call import RollCall
+from tilestep.sharding.rank_monitor import RankMonitor
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=15)
@@ -103,7 +103,7 @@ def before_a_checkpoint_is_finished(training: Training, folder: str) -> None:
 
 def work(rank: int, folder: str, scenario: Callable[[Training, str], None]) -> None:
     torch.set_num_threads(1)
-    roll_call.PATIENCE = PATIENCE
+    rank_monitor.PATIENCE = PATIENCE
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     training = Training()
     training.step()
@@ -175,16 +175,16 @@ def test_the_others_say_who_is_gone(scenario: Callable[[Training, str], None], t
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Three roll calls in this process, that share a store."""
-    monkeypatch.setattr(roll_call, "PATIENCE", 2.0)
-    monkeypatch.setattr(RollCall, "is_current", True)
+    monkeypatch.setattr(rank_monitor, "PATIENCE", 2.0)
+    monkeypatch.setattr(RankMonitor, "is_current", True)
     store = dist.HashStore()
-    made = [RollCall(store, rank, 3) for rank in range(3)]
+    made = [RankMonitor(store, rank, 3) for rank in range(3)]
     yield made
     for each in made:
         each.close()
 
 
-def test_a_finding_is_kept_for_those_who_ask_later(three: list[RollCall]) -> None:
+def test_a_finding_is_kept_for_those_who_ask_later(three: list[RankMonitor]) -> None:
     assert three[0].missing() == []
     three[2].close()
     assert three[1].missing() == [2]
@@ -192,7 +192,7 @@ def test_a_finding_is_kept_for_those_who_ask_later(three: list[RollCall]) -> Non
     assert three[0].missing() == [2]
 
 
-def test_errors_are_explained(three: list[RollCall]) -> None:
+def test_errors_are_explained(three: list[RankMonitor]) -> None:
     with pytest.raises(tilestep.RankError, match=r"all ranks answer.*late"), three[0]:
         raise RuntimeError("timed out")
     three[1].close()
@@ -205,7 +205,7 @@ def test_errors_are_explained(three: list[RollCall]) -> None:
 
 
 def test_without_a_store_errors_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^timed out$"), RollCall(None, 0, 3):
+    with pytest.raises(RuntimeError, match=r"^timed out$"), RankMonitor(None, 0, 3):
         raise RuntimeError("timed out")
 
 
@@ -229,20 +229,20 @@ def test_a_store_that_cannot_be_cloned_is_used_as_it_is(monkeypatch: pytest.Monk
         def check(self, keys: Any) -> bool:
             return self.known.check(keys)
 
-    monkeypatch.setattr(roll_call, "PATIENCE", 1.0)
-    monkeypatch.setattr(RollCall, "is_current", True)
-    call = RollCall(Written(dist.HashStore()), 0, 2)
+    monkeypatch.setattr(rank_monitor, "PATIENCE", 1.0)
+    monkeypatch.setattr(RankMonitor, "is_current", True)
+    call = RankMonitor(Written(dist.HashStore()), 0, 2)
     assert call.missing() == [1]
     call.close()
 
 
 def test_a_rank_that_gives_no_sign_of_life_is_logged(
-    three: list[RollCall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    three: list[RankMonitor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that was killed: its thread has stopped without saying that it ended."""
-    monkeypatch.setattr(roll_call, "PATIENCE", 0.5)
+    monkeypatch.setattr(rank_monitor, "PATIENCE", 0.5)
     store = dist.HashStore()
-    others = [RollCall(store, rank, 3) for rank in (0, 2)]
+    others = [RankMonitor(store, rank, 3) for rank in (0, 2)]
     dist.PrefixStore("tilestep/roll_call", store).set("signs_of_life/1", "once")
     for _ in range(600):
         if "rank 1 is gone" in caplog.text:

@@ -255,7 +255,7 @@ def compiled_blocks() -> None:
             else:
                 block.compile(backend="eager", fullgraph=True)
         pair = Pair(model, sgd, bucket_cap_mb=TINY)
-        sync = pair.optimizer._sharding.parameters
+        sync = pair.optimizer.schedule.sharding.parameters
         late = []
         for _ in range(4):
             data = inputs(3, 4)

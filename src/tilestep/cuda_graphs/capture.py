@@ -154,7 +154,8 @@ class CapturedStep:
             with marked(REPLAY) if self._is_alone else nullcontext():
                 tables.begin_states(updating, all_of_them=True)
                 if not self._choices.suffices():
-                    optimizer.schedule.step(optimizer.update)
+                    with torch.no_grad():
+                        optimizer.schedule.step(optimizer.update)
                     return self.output
                 if tables.masters:
                     tables.follow_parameters()

@@ -66,7 +66,8 @@ class Pending:
     def __init__(self, model: nn.Module, grouping: Callable[[], Grouping], lane: Lane) -> None:
         self._grouping = grouping
         self._lane = lane
-        self._updates: dict[int, _Update] = {}
+        self.updates: dict[int, _Update] = {}
+        """Updates that may still have to be run or waited for, by group."""
         self._made: dict[int, torch.cuda.Event] = {}
         """Events of updates that backward has made, which its step waits for."""
         self._needed: list[int] = []
@@ -86,7 +87,7 @@ class Pending:
     @property
     def is_pending(self) -> bool:
         """Whether an update may still have to be waited for."""
-        return bool(self._updates or self._made)
+        return bool(self.updates or self._made)
 
     def knows(self, param: Any) -> bool:
         """Whether something is a parameter that gets updates."""
@@ -122,12 +123,12 @@ class Pending:
         Args:
             works: groups in the order in which they are needed, and what updates each.
         """
-        self._updates = {group.index: _Update(group, work) for group, work in works}
+        self.updates = {group.index: _Update(group, work) for group, work in works}
         self._needed = []
         if self._lane.stream is not None:
-            for update in self._updates.values():
+            for update in self.updates.values():
                 update.launch(self._lane)
-        if self._updates and self._forwards is None and self._watches:
+        if self.updates and self._forwards is None and self._watches:
             living = weakref.WeakMethod(self._before_forward)
             self._forwards = watch_all_forwards(lambda module, given: _called(living, module, given))
 
@@ -136,10 +137,10 @@ class Pending:
         if self.compiled:
             self.complete()
             # Whatever compiled code does comes after that on this stream.
-            self._updates.clear()
+            self.updates.clear()
             self._end_watch()
             return
-        for update in list(self._updates.values()):
+        for update in list(self.updates.values()):
             if not update.group.is_guarded:
                 self._wait(update.group)
 
@@ -152,7 +153,7 @@ class Pending:
         group = self._grouping().of.get(id(param))
         if group is None:
             return
-        if group.index in self._updates:
+        if group.index in self.updates:
             self._wait(group)
         event, current = self._made.get(group.index), self._lane.current()
         if event is not None and current is not None:
@@ -160,15 +161,15 @@ class Pending:
 
     def complete(self) -> None:
         """Wait for all of them."""
-        for update in list(self._updates.values()):
+        for update in list(self.updates.values()):
             self._wait(update.group)
 
     def _gather(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> None:
-        if group.index in self._updates:
+        if group.index in self.updates:
             self._wait(group, streams)
 
     def _wait(self, group: Group, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
-        update = self._updates[group.index]
+        update = self.updates[group.index]
         if group.index not in self._needed:
             self._needed.append(group.index)
         update.launch(self._lane)
@@ -176,11 +177,11 @@ class Pending:
         if streams is None:
             streams = [] if current is None else [current]
         if update.wait(streams):
-            self._updates.pop(group.index, None)
+            self.updates.pop(group.index, None)
             self._end_watch()
 
     def _end_watch(self) -> None:
-        if not self._updates and self._forwards is not None:
+        if not self.updates and self._forwards is not None:
             self._forwards.remove()
             self._forwards = None
 

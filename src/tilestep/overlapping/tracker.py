@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -123,18 +124,22 @@ class BackwardTracker(Accumulating):
         Args:
             elsewhere: parameters whose complete gradients somebody else announces, by `id`.
         """
+        made = self._hooks.made
         for param in self._schedule.params:
-            if param.requires_grad and param not in self._hooks and id(param) not in elsewhere:
+            if param.requires_grad and id(param) not in made and id(param) not in elsewhere:
                 self._hooks.add(param, self.arrived)
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""
-        self._schedule.pending.complete()
-        if self.syncing and self._updates:
-            moved = self._note_pass()
-            # A hook of its own that is still to come changes it, or a reduction: the step takes what they leave.
-            if id(param) not in moved:
-                self._arrived(param)
+        if self._schedule.pending.updates:
+            self._schedule.pending.complete()
+        if not (self.syncing and self._updates):
+            return
+        current = backward_pass()
+        moved = _NONE if self.is_open and current in self._running else self._note_pass(current)
+        # A hook of its own that is still to come changes it, or a reduction: the step takes what they leave.
+        if id(param) not in moved and (self.applies or self._sums):
+            self._arrived(param)
 
     def holds(self, param: Any) -> bool:
         """Whether a parameter is updated here."""
@@ -196,7 +201,7 @@ class BackwardTracker(Accumulating):
         self._schedule.pending.complete()
         if not self.syncing or not self._updates:
             return
-        self._note_pass()
+        self._note_pass(backward_pass())
         if self.applies:
             self._announced.update(map(id, params))
 
@@ -211,10 +216,9 @@ class BackwardTracker(Accumulating):
         while self._awaited and (self._lane.stream is not None or self._awaited[0][0].done()):
             self._awaited.popleft()[1]()
 
-    def _note_pass(self) -> Set[int]:
+    def _note_pass(self, current: int | None) -> Set[int]:
         """Begin a round if there is none; the parameters whose hooks have only now become the last ones, by `id`."""
         moved = _NONE if self.is_open else self._open()
-        current = backward_pass()
         if current is None or current in self._running:
             return moved
         if after_backward(lambda: self._running.discard(current)):
@@ -230,7 +234,8 @@ class BackwardTracker(Accumulating):
         else:
             moved = self._hooks.move_last()
         tables = optimizer._fitting_tables()
-        tables.begin_states(optimizer, all_of_them=True)
+        if tables.ahead:
+            tables.begin_states(optimizer, all_of_them=True)
         self.applies = not (self._schedule.is_scaled or optimizer.control.needs_norm(optimizer.param_groups))
         if self.applies and count_scaled_losses() != self._scaled_losses:
             self.applies, self.meets_a_scaler = False, True
@@ -243,10 +248,14 @@ class BackwardTracker(Accumulating):
         }
         if not self.applies:
             return moved
-        with self._lane.after():
-            optimizer.control.decide(optimizer, tables)
-            tables.follow_parameters()
-            tables.note_versions()
+        decides = optimizer.control.decides(optimizer) or not tables.decided_plainly
+        if decides or tables.follows:
+            with self._lane.after():
+                if decides:
+                    optimizer.control.decide(optimizer, tables)
+                if tables.follows:
+                    tables.follow_parameters()
+                    tables.note_versions()
         return moved
 
     def _arrived(self, param: torch.Tensor) -> None:
@@ -259,7 +268,7 @@ class BackwardTracker(Accumulating):
                 "all but the last backward before a step inside optimizer.no_sync(); after a backward that was broken "
                 'off call zero_grad() first; for parameters that reentrant checkpoints share use during="forward"'
             )
-        number = self._lane.current_number()
+        number = None if self._lane.stream is None else self._lane.current_number()
         if number is not None:
             streams = self._streams.setdefault(group.index, {})
             if number not in streams and (stream := self._lane.current()) is not None:
@@ -280,6 +289,11 @@ class BackwardTracker(Accumulating):
     def _update(self, group: Group) -> None:
         """Update a group from the gradients that it has, and let these go."""
         lane = self._lane
+        if lane.stream is None:
+            _await_copies(group)
+            self._run(group)
+            self._note_updated(group)
+            return
         current = lane.current()
         streams = list(self._streams.pop(group.index, {}).values()) or ([] if current is None else [current])
         _await_copies(group)
@@ -287,14 +301,7 @@ class BackwardTracker(Accumulating):
             self._run(group)
             event = lane.mark()
         self._schedule.pending.note(group, event)
-        own = [param for param in group.params if id(param) not in self._reduced] if self._reduced else group.params
-        gradients = [param.grad for param in own if param.grad is not None]
-        self.applied.append(group)
-        self._updated.update([id(param) for param in own if param.grad is not None])
-        if self._reduced:
-            self._updated.update(key for key in map(id, group.params) if key in self._reduced)
-        for param in own:
-            param.grad = None
+        gradients = self._note_updated(group)
         if self._on_two_streams(group, streams):
             lane.keep(list(map(ready, local_parts(gradients))))
             gradients = []
@@ -306,6 +313,18 @@ class BackwardTracker(Accumulating):
         if at_once:
             self._let_go()
 
+    def _note_updated(self, group: Group) -> list[torch.Tensor]:
+        """Take the gradients of a group that is updated from its parameters; they are still to be kept on a GPU."""
+        own = [param for param in group.params if id(param) not in self._reduced] if self._reduced else group.params
+        gradients = [param.grad for param in own if param.grad is not None]
+        self.applied.append(group)
+        self._updated.update([id(param) for param in own if param.grad is not None])
+        if self._reduced:
+            self._updated.update(key for key in map(id, group.params) if key in self._reduced)
+        for param in own:
+            param.grad = None
+        return gradients
+
     @gradientless
     def _run(self, group: Group) -> None:
         optimizer = self._optimizer
@@ -316,8 +335,9 @@ class BackwardTracker(Accumulating):
         except Stale:
             tables = optimizer._rebuild()
             gradients = self._prepared(tables, group)
-        with tables.own_writes(group.params):
-            tables.run(gradients, tables.places.get(group.index, []), counts_versions=True)
+        places = tables.places.get(group.index, [])
+        with tables.own_writes(group.params) if tables.masters else nullcontext():
+            tables.run(gradients, places, counts_versions=True)
 
     def _prepared(self, tables: Tables, group: Group) -> list[list[torch.Tensor | None]]:
         """Bring the engines of a group up to date; the gradients of their entries, and none for other engines."""

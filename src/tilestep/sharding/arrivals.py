@@ -68,12 +68,9 @@ class Arrivals:
 
     def __init__(self, tensors: int, *, by_stream: bool) -> None:
         self._module = native.module(tensors)
-        self._pass = None if self._module is None else self._module.new_pass(by_stream)
-
-    @property
-    def is_native(self) -> bool:
+        self.is_native = self._module is not None
         """Whether they are counted in C++."""
-        return self._module is not None
+        self._pass = None if self._module is None else self._module.new_pass(by_stream)
 
     def awaited(self) -> AwaitedGradients:
         """For one bucket what it waits for; nothing so far."""

@@ -236,13 +236,14 @@ class Sharding:
         return [(member.name, member.piece) for member in members if member.piece is not None]
 
     @gradientless
-    def follow_parameters(self, versions: int | None = None) -> None:
-        """Have every parameter here, and take over what somebody else has written to them.
+    def follow_parameters(self) -> None:
+        """Have every parameter here, and take over what other code has written to them."""
+        self._follow_parameters(None)
 
-        Args:
-            versions: how often they have been written to, if that is known.
-        """
-        self.parameters.wait_all()
+    def _follow_parameters(self, versions: int | None) -> None:
+        """As `follow_parameters`, without gradients; `versions` is how often they have been written to, if known."""
+        if self.parameters.is_pending:
+            self.parameters.wait_all()
         written = [self.member_of[param].piece for param in self.parameters.written(versions)]
         if written:
             self.look_again()
@@ -255,15 +256,19 @@ class Sharding:
     @gradientless
     def ready(self) -> None:
         """Have every piece hold its summed gradient, and the pieces be what the parameters are."""
+        self._ready(is_capturing())
+
+    def _ready(self, captures: bool) -> None:
+        """As `ready`, without gradients."""
         seen = survey(self.gradients.params)
         self.gradients.finish(seen)
-        if not is_capturing():
+        if not captures:
             try:
                 self.alike.check()
             except ValueError:
                 self.gradients.ask_again()
                 raise
-        self.follow_parameters(seen.versions)
+        self._follow_parameters(seen.versions)
         now = _Known([sums.section for sums in self.gradients.sums], self.gradients.has_gradient(), seen.trains)
         if not now.same(self._known):
             self._give_gradients(now)
@@ -287,8 +292,8 @@ class Sharding:
         if captures:
             require(self.ranks.can_be_captured, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
             require(not self.parameters.is_pending, f"parameters are still on their way; {PREPARE}")
-        self.ready()
-        if not self.has_gradients:
+        self._ready(captures)
+        if self._known is None or not any(self._known.has_gradient):
             refuse_replaced(self.model, self.member_of)
         if captures:
             require(
@@ -308,7 +313,8 @@ class Sharding:
         self._stepped = None
         self.inner.update(known=known)
         self._stepped = self._known
-        self._note_begun()
+        if self._known is not self._begun:
+            self._note_begun()
         updates = self.gradients.updates()
         if not captures or self.gradients.summed_in_graph:
             self.gradients.forget()

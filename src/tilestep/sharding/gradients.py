@@ -165,6 +165,10 @@ class GradientSync(Accumulating):
 
     def _arrived(self, number: int, place: int, param: torch.Tensor) -> None:
         # Called for every parameter in every backward, unless C++ has counted it.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._arrived(number, place, param)
+            return
         sums = self.sums[number]
         current = backward_pass()
         moved: Set[int] = _NONE
@@ -177,18 +181,17 @@ class GradientSync(Accumulating):
         if id(param) not in moved and sums.awaited.come(place):
             self._completed(sums)
 
-    @gradientless
     def _completed(self, sums: Sums) -> None:
-        if sums.section is not None:
+        again = sums.section is not None
+        if again:
             self._begin_another_round()
-        if self._following() is not sums:
+        is_next = self._reducing and self._next < len(self.sums) and self.sums[self._next] is sums
+        if not is_next:
             sums.collect()
-        while (following := self._following()) is not None and following.awaited.is_done:
+        elif not again:
             self._reduce_next()
-
-    def _following(self) -> Sums | None:
-        """The bucket that backward is going to reduce next, if any."""
-        return self.sums[self._next] if self._reducing and self._next < len(self.sums) else None
+        while self._reducing and self._next < len(self.sums) and self.sums[self._next].awaited.is_done:
+            self._reduce_next()
 
     def _note_pass(self, current: int | None) -> Set[int]:
         """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass.
@@ -218,7 +221,7 @@ class GradientSync(Accumulating):
             for sums in self.sums:
                 sums.note_trains()
         for sums in self.sums:
-            sums.await_all()
+            sums.awaited.begin(sums.which_train)
         self._passes = {current}
         self._follow(current)
         ends = after_backward(partial(self._end_of_pass, within=within))
@@ -228,7 +231,8 @@ class GradientSync(Accumulating):
     def _follow(self, current: int | None) -> None:
         """Take the gradients that come for those of this pass; None where each has to be looked at."""
         self._pass = current
-        self._arrivals.follow(current)
+        if self._arrivals.is_native:
+            self._arrivals.follow(current)
 
     @gradientless
     def _end_of_pass(self, *, within: bool) -> None:
@@ -240,7 +244,6 @@ class GradientSync(Accumulating):
                 if not sums.accumulates_in_place:
                     sums.collect()
 
-    @gradientless
     def _begin_round(self) -> None:
         self._await_all()
         for sums in self.sums:
@@ -253,7 +256,7 @@ class GradientSync(Accumulating):
         self._end_round()
         self._begin_round()
         for sums in self.sums:
-            sums.await_all()
+            sums.awaited.begin(sums.which_train)
         self._passes, self._reducing = passes, True
         self._follow(current)
         # The stream of the gradient that is in the new round already.
@@ -265,14 +268,16 @@ class GradientSync(Accumulating):
         if not sums.bucket.trains:
             return
         flat = sums.complete()
-        section = sums.section = sums.place_of_section()
+        section = sums.section = sums.own_section if sums.keeps_memory else sums.new_section()
+        assert section is not None
         sums.was_summed = True
         given_back = () if sums.keeps_memory else (flat, section)
         with self.channel.after_compute(*given_back, sums.carried):
             sums.work = self.ranks.reduce_scatter(section, flat, mean=sums.comes_averaged)
-            if self.channel.in_order:
+            if self._in_order:
                 self._finish(sums)
-        sums.let_go()
+        if not sums.keeps_memory:
+            sums.let_go()
 
     def _finish(self, sums: Sums) -> None:
         """What remains once the sums over the ranks that split the state, which are on their way, are there."""
@@ -288,7 +293,6 @@ class GradientSync(Accumulating):
             section.add_(sums.carried)
             sums.carried = None
 
-    @gradientless
     def _end_round(self) -> None:
         while self._next < len(self.sums):
             self._reduce_next()
@@ -299,7 +303,8 @@ class GradientSync(Accumulating):
                 for place, is_there in zip(places, sums.filled):
                     self._used_here[place] |= is_there
         self._used_is_due = True
-        self.channel.forget_writers()
+        if self._in_order:
+            self.channel.forget_writers()
         self._open, self._reducing, self._passes = False, False, set()
         self._follow(None)
         self._rounds += 1
@@ -322,7 +327,7 @@ class GradientSync(Accumulating):
                 self.alike.write(self._used_sent[-Alike.PARTS :])
             self.used.copy_(self._used_sent)
             self._used_work = self.ranks.begin_to_add(self.used)
-            if self.channel.in_order:
+            if self._in_order:
                 self._finish_used()
 
     def ask_again(self) -> None:
@@ -331,30 +336,31 @@ class GradientSync(Accumulating):
 
     def _finish_used(self) -> None:
         """What remains once the numbers of the ranks that split the state are added up."""
-        if self._used_work is not None:
-            self._used_work.wait()
-            self._used_work = None
-            if self.ranks.copies > 1:
-                self.ranks.add_in(self.ranks.replicate, self.used)
-            if not is_capturing():
-                self.alike.hear(self.used[-Alike.PARTS :])
+        self._used_work.wait()
+        self._used_work = None
+        if self.ranks.copies > 1:
+            self.ranks.add_in(self.ranks.replicate, self.used)
+        if not is_capturing():
+            self.alike.hear(self.used[-Alike.PARTS :])
 
     def _await_all(self) -> None:
         # In this order on every rank: copies exchange sections here.
         for sums in self.sums:
             if sums.work is not None:
                 self._finish(sums)
-        self._finish_used()
-        self.channel.await_communication()
+        if self._used_work is not None:
+            self._finish_used()
+        if self._in_order:
+            self.channel.await_communication()
 
-    @gradientless
     def finish(self, seen: Survey | None = None) -> None:
-        """Have the summed gradients of every bucket; those of one that does not train are None.
+        """Have the summed gradients of every bucket; those of one that does not train are None. Without gradients.
 
         Args:
             seen: what a look at all parameters has told, if there was one already.
         """
-        if not self._open and (not self._rounds or self._was_given(seen)):
+        given = seen is None or seen.any_gradient
+        if not self._open and (not self._rounds or (given and self._was_given(seen))):
             self._begin_round()
         if self._open:
             self._end_round()
@@ -414,7 +420,8 @@ class GradientSync(Accumulating):
             sums.forget()
         self._used_here[:] = self._none_used
         self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
-        self._follow(None)
+        if self._pass is not None:
+            self._follow(None)
         self.summed_in_graph = False
         if not self._arrivals.is_native:
             self._count_faster()

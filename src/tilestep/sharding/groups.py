@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..compat import gather_together
-from .roll_call import RollCall, roll_call
+from .rank_monitor import RankMonitor, rank_monitor
 
 __all__ = ["Deciders", "Ranks", "ranks_of"]
 
@@ -21,28 +21,34 @@ _AVERAGED = (torch.bfloat16, torch.float32, torch.float64)
 """Not float16: a small gradient that is divided before it is added up loses bits, or becomes zero."""
 
 
-def _operation(mean: bool) -> Any:
-    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+_OPERATIONS: tuple[Any, Any] = (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if dist.is_available() else (None, None)
+"""Those of sums and of means."""
 
 
-class Awaited:
+class Awaited(NamedTuple):
     """Communication that has begun.
 
     Args:
-        works: what to wait for; None for what runs in the order of the current stream.
-        roll_call: asked if it fails.
+        works: what to wait for.
+        monitor: asked if it fails; None for what cannot.
     """
 
-    def __init__(self, works: Sequence[Any], roll_call: RollCall) -> None:
-        self._works, self._roll_call = [work for work in works if work is not None], roll_call
+    works: Sequence[Any]
+    monitor: RankMonitor | None
 
     def wait(self) -> None:
         """Let the host, or the current stream of a GPU, wait for it."""
-        if not self._works:
-            return
-        with self._roll_call:
-            for work in self._works:
+        try:
+            for work in self.works:
                 work.wait()
+        except RuntimeError as error:
+            if self.monitor is not None:
+                self.monitor.explain(error)
+            raise
+
+
+_HERE = Awaited((), None)
+"""What runs in the order of the current stream: there is nothing to wait for."""
 
 
 class Ranks:
@@ -61,16 +67,13 @@ class Ranks:
         self.rank = dist.get_rank(shard)
         self.size = dist.get_world_size(shard)
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
-        self.roll_call = roll_call()
+        self.count = self.size * self.copies
+        """All ranks, those that hold copies too."""
+        self.monitor = rank_monitor()
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         # Who copies what ranks have together does not make other ranks; process groups cannot be copied.
         return self
-
-    @property
-    def count(self) -> int:
-        """All ranks, those that hold copies too."""
-        return self.size * self.copies
 
     def apart(self) -> Ranks:
         """The same ranks over groups of their own, in which no other messages come between; all of them call it."""
@@ -111,17 +114,23 @@ class Ranks:
 
     def add_in(self, group: Any, values: torch.Tensor, *, mean: bool = False) -> None:
         """Replace numbers by their sums over a group of ranks; by their means where it `can_average` them."""
-        with self.roll_call:
-            dist.all_reduce(values, _operation(mean), group)
+        try:
+            dist.all_reduce(values, _OPERATIONS[mean], group)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
 
     def begin_to_add(self, values: torch.Tensor) -> Any:
         """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for.
 
         On a GPU it runs in the current stream.
         """
-        with self.roll_call:
+        try:
             work = dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda)
-        return Awaited([work], self.roll_call)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        return _HERE if work is None else Awaited((work,), self.monitor)
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over these ranks; NaN on one gives NaN on all.
@@ -131,7 +140,7 @@ class Ranks:
         """
         missing = values.isnan()
         both = torch.stack([torch.where(missing, -torch.inf, values), missing.to(values.dtype)])
-        with self.roll_call:
+        with self.monitor:
             dist.all_reduce(both, dist.ReduceOp.MAX, self.shard)
         values.copy_(torch.where(both[1] > 0, torch.nan, both[0]))
 
@@ -148,9 +157,12 @@ class Ranks:
         Returns:
             What to wait for.
         """
-        with self.roll_call:
-            work = _reduce_scatter(section, flat, _operation(mean), self.shard, async_op=not flat.is_cuda)
-        return Awaited([work], self.roll_call)
+        try:
+            work = _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        return _HERE if work is None else Awaited((work,), self.monitor)
 
     def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:
         """Begin to give all of these ranks every section; several tensors go in one message, where the backend can.
@@ -162,25 +174,29 @@ class Ranks:
         Returns:
             What to wait for.
         """
-        with self.roll_call:
+        try:
             began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
             if began:
-                return Awaited([work], self.roll_call)
+                return _HERE if work is None else Awaited((work,), self.monitor)
             works = [
                 _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
                 for flat, section in zip(flats, sections)
             ]
-        return Awaited(works, self.roll_call)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        works = [work for work in works if work is not None]
+        return Awaited(works, self.monitor) if works else _HERE
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has."""
-        with self.roll_call:
+        with self.monitor:
             for group in self.groups:
                 dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
     def send(self, tensor: torch.Tensor, source: int) -> None:
         """Give the ranks that split the state what one of them has."""
-        with self.roll_call:
+        with self.monitor:
             dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
 
     def everyone(self, value: Any) -> list[Any]:
@@ -196,7 +212,7 @@ class Ranks:
 
     def _each_of(self, group: Any, value: Any) -> list[Any]:
         found: list[Any] = [None] * dist.get_world_size(group)
-        with self.roll_call:
+        with self.monitor:
             dist.all_gather_object(found, value, group)
         return found
 

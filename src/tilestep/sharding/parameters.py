@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..engine.capturing import is_capturing
-from ..gradientless import gradientless
 from ..guards import guard_model, guard_sharers
 from ..tensor_watch import TensorWatch, sum_of_versions
 from .buckets import Bucket, Options
@@ -55,7 +54,7 @@ class _Wave:
         self._work = self.buckets[0].ranks.all_gather(wholes, sections)
         if self._channel.in_order:
             self._arrive()
-        self.mark = self._channel.mark(self.mark)
+            self.mark = self._channel.mark(self.mark)
         self.is_pending = True
 
     def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -240,10 +239,9 @@ class ParameterSync:
         self.is_pending = False
 
     def _note_updated(self, which: bytes) -> None:
-        if which != self._which:
-            self._which = which
-            self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
-            self._updated_waves = [wave for wave in self._waves if wave.choose(self._updated)]
+        self._which = which
+        self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
+        self._updated_waves = [wave for wave in self._waves if wave.choose(self._updated)]
 
     def gather(self, which: bytes | None = None) -> None:
         """After a step: let every rank have the parameters that the others have updated.
@@ -251,7 +249,9 @@ class ParameterSync:
         Args:
             which: for each bucket a one if it was updated, else a zero; None for all of them.
         """
-        self._note_updated(b"\1" * len(self._buckets) if which is None else which)
+        which = b"\1" * len(self._buckets) if which is None else which
+        if which != self._which:
+            self._note_updated(which)
         self.is_pending = True
         with self._channel.after_compute():
             for wave in self._updated_waves:
@@ -301,9 +301,10 @@ class ParameterSync:
         self._versions = sum_of_versions(self.params)
         self._others = self._written_by_others()
 
-    @gradientless
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
-        """The parameters that somebody else has written to since the last call; their values are taken over.
+        """The parameters that other code has written to since the last call; their values are taken over.
+
+        Call it without gradients.
 
         Args:
             versions: how often parameters have been written to, if that is known.

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from ..errors import StateError
 from ..optimizer.hyperparameters import OWN_KEYS
 from ..optimizer.masters import MASTER_KEYS
-from .roll_call import roll_call
+from .rank_monitor import rank_monitor
 
 __all__ = ["LoadPlanner", "load_checkpoint", "save_checkpoint"]
 
@@ -192,7 +192,7 @@ class _Named:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if dist.is_initialized() and isinstance(error, (RuntimeError, dcp.CheckpointException)):
-            explained = roll_call().explained(error)
+            explained = rank_monitor().explained(error)
             if explained.ranks:
                 raise explained from error
 

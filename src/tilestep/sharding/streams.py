@@ -13,6 +13,9 @@ from ..engine.capturing import is_capturing
 __all__ = ["Channel", "Mark"]
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class Mark(NamedTuple):
     """A place in a line of communication.
 
@@ -37,21 +40,21 @@ class Channel:
         device: where the tensors are.
     """
 
+    in_order = False
+    """Whether what is asked for here runs in that order by itself, without the host waiting."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # What it has to do is little and awaited: it goes before the next blocks of a large kernel.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        if self._stream is not None:
+            self.in_order = True
         self._index = 0 if self._stream is None else self._stream.device_index
         self._writers: dict[int, torch.cuda.Stream] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._marks = 0
         self._reached: dict[int, int] = {}
         """The last mark that each stream has waited for, by the stream's number: what came before it has come too."""
-
-    @property
-    def in_order(self) -> bool:
-        """Whether what is asked for here runs in that order by itself, without the host waiting."""
-        return self._stream is not None
 
     def note_writer(self) -> None:
         """Remember the current stream as one that writes what is going to be sent, until `forget_writers`."""
@@ -86,7 +89,7 @@ class Channel:
             tensors: what it works on and nobody keeps; their memory is kept until it has run.
         """
         if self._stream is None:
-            return nullcontext()
+            return _NOTHING
         number = current_stream_number(self._index)
         for stream in {**self._writers, number: self._current(number)}.values():
             self._stream.wait_stream(stream)

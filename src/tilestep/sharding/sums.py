@@ -30,6 +30,8 @@ class Sums:
         self.bucket = bucket
         self.awaited = awaited
         self._memory = memory
+        self.keeps_memory = memory is not None
+        """Whether its memory is always there."""
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         # Of fixed size, and so are their values: what is allocated after a backward has the allocator tidy up what that
@@ -37,7 +39,8 @@ class Sums:
         self.filled = bytearray(len(bucket.params))
         """A one for each parameter whose gradient of this rank is in the bucket, else a zero."""
         self._none, self._all = bytearray(len(self.filled)), bytearray(b"\1" * len(self.filled))
-        self._trains = b""
+        self.which_train = b""
+        """For each parameter a one if it did train when that was last noted, else a zero."""
         self.section: torch.Tensor | None = None
         """This rank's section of the summed gradients, once they are there."""
         self.was_summed = False
@@ -47,7 +50,8 @@ class Sums:
         self.work: Any = None
         self.comes_averaged = False
         """Whether what comes from the other ranks is divided by their number already."""
-        self._own_section: torch.Tensor | None = None
+        self.own_section = None if memory is None else bucket.section_of(memory)
+        """Where this rank's section of the sums goes, if the bucket's memory is always there: into it."""
         self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
         """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
         if memory is not None:
@@ -70,11 +74,7 @@ class Sums:
 
     def note_trains(self) -> None:
         """Note which parameters train, of which gradients are awaited."""
-        self._trains = which_train(self.bucket.params)
-
-    def await_all(self) -> None:
-        """Begin to wait for the gradients of a backward pass."""
-        self.awaited.begin(self._trains)
+        self.which_train = which_train(self.bucket.params)
 
     def collect(self, *, ends: bool = False) -> None:
         """Bring gradients into the bucket; backward adds further ones to them there.
@@ -93,7 +93,7 @@ class Sums:
         gradients: list[Any] = [param.grad for param in params]
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
-        views = self._memory_views()
+        views = self.views or self._memory_views()
         copy_all(views, gradients)
         if self.accumulates_in_place and not ends:
             for param, view in zip(params, views):
@@ -141,25 +141,16 @@ class Sums:
     def complete(self) -> torch.Tensor:
         """The bucket with the gradient of every parameter in it, zero for those that have none."""
         self.collect(ends=True)
-        views = self._memory_views()
         if 0 in self.filled:
+            views = self._memory_views()
             zero_all([view for view, is_there in zip(views, self.filled) if not is_there])
         assert self.flat is not None
         return self.flat
 
-    def place_of_section(self) -> torch.Tensor:
-        """Where this rank's section of the sums goes: into the bucket itself, unless its memory is given back."""
+    def new_section(self) -> torch.Tensor:
+        """Where this rank's section of the sums goes, if the memory of the bucket is given back."""
         assert self.flat is not None
-        if self._memory is None:
-            return self.flat.new_empty(self.bucket.layout.section)
-        if self._own_section is None:
-            self._own_section = self.bucket.section_of(self.flat)
-        return self._own_section
-
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether its memory is always there."""
-        return self._memory is not None
+        return self.flat.new_empty(self.bucket.layout.section)
 
     def let_go(self) -> None:
         """Give back memory that is only taken for a round."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..compat import default_store
 from ..errors import RankError
 
-__all__ = ["PATIENCE", "RollCall", "roll_call"]
+__all__ = ["PATIENCE", "RankMonitor", "rank_monitor"]
 
 PATIENCE = 10.0
 """Seconds that a process has to answer."""
@@ -34,7 +34,7 @@ _LOG = logging.getLogger("tilestep")
 _SIGNS = "signs_of_life"
 
 
-class RollCall:
+class RankMonitor:
     """Finds out which ranks of the default process group are gone; also a block in which communication may fail.
 
     Used as a context manager it raises `RankError` in the place of an error of communication.
@@ -131,8 +131,12 @@ class RollCall:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        own = isinstance(error, (RankError, torch.OutOfMemoryError))
-        if isinstance(error, RuntimeError) and not own and self._store is not None:
+        if isinstance(error, RuntimeError):
+            self.explain(error)
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise what is known about an error of communication, in its place; nothing for other errors."""
+        if not isinstance(error, (RankError, torch.OutOfMemoryError)) and self._store is not None:
             raise self.explained(error) from error
 
     def explained(self, error: BaseException) -> RankError:
@@ -177,11 +181,11 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-_current: list[RollCall] = []
+_current: list[RankMonitor] = []
 
 
-def roll_call() -> RollCall:
-    """The roll call of the default process group; it begins to answer when it is first asked for."""
+def rank_monitor() -> RankMonitor:
+    """The monitor of the default process group; it begins to answer when it is first asked for."""
     if not _current or not _current[0].is_current:
-        _current[:] = [RollCall(default_store(), dist.get_rank(), dist.get_world_size())]
+        _current[:] = [RankMonitor(default_store(), dist.get_rank(), dist.get_world_size())]
     return _current[0]
