@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
 from tilestep import combinations
+from tilestep.offloading.optimizer import _refuse_wrappers, move_state
+from tilestep.offloading.streaming import StreamedState
 
 STEPS = 2
 REDUCES = ("ddp", "fsdp2", "shard")
@@ -96,6 +98,30 @@ def put_offload(training: Training) -> None:
     tilestep.offload(training.make())
 
 
+def put_offload_streamed(training: Training) -> None:
+    optimizer = training.make()
+    _require("offload", optimizer)
+    move_state(optimizer, StreamedState(torch.device("cpu"), 1, 2), "gpu", "for a test")
+
+
+def put_offload_gradients(training: Training) -> None:
+    optimizer = training.make()
+    _require("offload of gradients", optimizer)
+    _refuse_wrappers(optimizer)
+    move_state(optimizer, StreamedState(torch.device("cpu"), 1, 2, keeps_gradients=True), "gpu", "for a test")
+
+
+def _require(added: str, optimizer: Any) -> None:
+    for name in ("offload", added):
+        reason = combinations.refusal(name, optimizer.attached)
+        if reason:
+            raise tilestep.OffloadError(reason)
+
+
+def put_joint_norm(training: Training) -> None:
+    tilestep.joint_norm([training.make(), tilestep.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)])  # type: ignore[attr-defined]
+
+
 def put_ddp(training: Training) -> None:
     training.model = DistributedDataParallel(training.model)
 
@@ -126,6 +152,9 @@ PUT: dict[str, Callable[[Training], None]] = {
     "overlap in forward": put_overlap("forward"),
     "overlap as is best": put_overlap("auto"),
     "offload": put_offload,
+    "offload streamed": put_offload_streamed,
+    "offload of gradients": put_offload_gradients,
+    "joint norm": put_joint_norm,
     "ddp": put_ddp,
     "fsdp1": put_fsdp1,
     "fsdp2": put_fsdp2,
@@ -135,33 +164,44 @@ PUT: dict[str, Callable[[Training], None]] = {
 }
 
 OVERLAPS = [name for name in PUT if name.startswith("overlap")]
+OFFLOADS = [name for name in PUT if name.startswith("offload")]
 REFUSED: dict[tuple[str, str], str] = {
     ("shard", "shard"): "sharded already",
-    ("offload", "offload"): "offloaded already",
+    **{pair: "offloaded already" for pair in itertools.product(OFFLOADS, repeat=2)},
+    **{pair: "joint norm" for name in ["shard", *OVERLAPS] for pair in ((name, "joint norm"), ("joint norm", name))},
+    ("joint norm", "joint norm"): "shares a norm already",
+    ("shard", "offload of gradients"): "keeps this rank's part of them",
+    ("ddp", "offload of gradients"): "DistributedDataParallel, which reduces gradients after",
+    ("offload of gradients", "ddp"): "DistributedDataParallel, which reduces gradients after",
+    **{("offload of gradients", name): "gradients of this optimizer go to the host" for name in OVERLAPS},
+    **{(name, "shard"): "shard it first" for name in OFFLOADS if name != "offload"},
+    ("joint norm", "capture"): "joint norm",
     **{pair: "overlapped already" for pair in itertools.product(OVERLAPS, repeat=2)},
     **{("shard", name): "shard.. overlaps communication by itself" for name in OVERLAPS},
     **{(name, "shard"): "overlapped already, and shard" for name in OVERLAPS},
-    **{(name, "offload"): "offload it first" for name in OVERLAPS},
+    **{(name, each): "offload it first" for name in OVERLAPS for each in OFFLOADS},
     **{(name, "capture"): "overlaps other work" for name in OVERLAPS},
     **{("fsdp1", name): "FullyShardedDataParallel" for name in [*OVERLAPS, "shard"]},
     **{(name, "fsdp1"): "FullyShardedDataParallel" for name in [*OVERLAPS, "shard"]},
     ("ddp", "shard"): "DistributedDataParallel, which sums",
     ("shard", "ddp"): "DistributedDataParallel, which sums",
     ("fsdp2", "shard"): "FSDPModule, which sums",
-    **{(name, "capture"): "CPU, which has" for name in PUT if not name.startswith("overlap")},
+    **{(name, "capture"): "CPU, which has" for name in PUT if name not in [*OVERLAPS, *OFFLOADS, "joint norm"]},
+    ("offload", "capture"): "CPU, which has",
+    **{(name, "capture"): "lives in host memory" for name in OFFLOADS if name != "offload"},
 }
 """What is there, what is added, and the refusal."""
 
 REFUSED_AT_THE_STEP = {("overlap in backward", "scaler"): r"overlap\(optimizer, model, scaler=scaler\)"}
 """Nothing is updated before."""
 
-ORDER_OF_TORCH = [(name, "fsdp2") for name in ("shard", "offload", *OVERLAPS)]
+ORDER_OF_TORCH = [(name, "fsdp2") for name in ("shard", "joint norm", *OFFLOADS, *OVERLAPS)]
 """fully_shard replaces parameters: as with torch's optimizers, one that is made before has none that train."""
 
 OF_TORCH = {
     *itertools.product(("ddp", "fsdp1", "fsdp2"), repeat=2),
-    *itertools.product(("fsdp1",), ("compile", "scaler", "offload")),
-    *itertools.product(("compile", "scaler", "offload"), ("fsdp1",)),
+    *itertools.product(("fsdp1",), ("compile", "scaler", "joint norm", *OFFLOADS)),
+    *itertools.product(("compile", "scaler", "joint norm", *OFFLOADS), ("fsdp1",)),
     ("compile", "fsdp2"),
     ("compile", "compile"),
     ("capture", "capture"),
@@ -183,7 +223,7 @@ def _walk(first: str) -> None:
         elif (first, second) in ORDER_OF_TORCH:
             PUT[second](training)
             training.put.append(second)
-            if first != "offload":
+            if first in ["shard", *OVERLAPS]:
                 with pytest.raises(RuntimeError, match="none of the optimizer's parameters is one of the model's"):
                     training.step(0)
             continue
@@ -224,6 +264,18 @@ def offload_and() -> None:
     _walk("offload")
 
 
+def offload_streamed_and() -> None:
+    _walk("offload streamed")
+
+
+def offload_of_gradients_and() -> None:
+    _walk("offload of gradients")
+
+
+def joint_norm_and() -> None:
+    _walk("joint norm")
+
+
 def ddp_and() -> None:
     _walk("ddp")
 
@@ -250,6 +302,9 @@ WALKS = [
     overlap_in_forward_and,
     overlap_as_is_best_and,
     offload_and,
+    offload_streamed_and,
+    offload_of_gradients_and,
+    joint_norm_and,
     ddp_and,
     fsdp1_and,
     fsdp2_and,

@@ -123,4 +123,4 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
     joint = JointGradNorm(given, group)
     for optimizer in given:
         optimizer.control.joint = joint
-        optimizer.attached += ("joint norm",)
+        optimizer.attach(("joint norm",))

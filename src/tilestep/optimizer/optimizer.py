@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..combinations import refusal
 from ..compat import fake_mode_is_active, opaque, step_is_ordinary, step_is_watched
 from ..engine import DeviceEngine, Stale, StepInputs
 from ..engine.capturing import is_capturing
@@ -174,7 +175,14 @@ class Optimizer(torch.optim.Optimizer):
             names: what `combinations.REFUSED` calls it.
             schedule: when updates run from now on.
             offers: functions that the optimizer has besides, by their names.
+
+        Raises:
+            ValueError: if it does not go together with what is attached already, see `combinations`.
         """
+        for name in names:
+            reason = refusal(name, self.attached)
+            if reason:
+                raise ValueError(reason)
         self.attached += tuple(names)
         if schedule is not None:
             self.schedule = schedule
@@ -503,11 +511,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._taps is None or self._taps.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
-        self._finish_updates()
+        self.schedule.settle()
         return self._taps.changes.list(clear=clear, gather=gather)
-
-    def _finish_updates(self) -> None:
-        """Let what comes next see all updates; here they are launched when `step` returns."""
 
     @property
     def agreement(self) -> Agreement | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,9 @@ class Optimizer(Protocol):
 
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         """Take a step."""
+
+    def attach(self, names: Sequence[str]) -> None:
+        """Have something attached."""
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
         """The sum of squares of its gradients."""

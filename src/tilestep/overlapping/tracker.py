@@ -248,11 +248,12 @@ class BackwardTracker(Accumulating):
         }
         if not self.applies:
             return moved
-        decides = optimizer.control.decides(optimizer) or not tables.decided_plainly
+        inputs = optimizer.control.inputs(optimizer)
+        decides = inputs is not None or not tables.decided_plainly
         if decides or tables.follows:
             with self._lane.after():
                 if decides:
-                    optimizer.control.decide(optimizer, tables)
+                    optimizer.control.decide(optimizer, tables, inputs)
                 if tables.follows:
                     tables.follow_parameters()
                     tables.note_versions()
