@@ -28,7 +28,7 @@ LAYERS = (
     ("optimizer",),
     ("amp", "cuda_graphs", "overlapping", "offloading", "sharding"),
     ("describe", "planning", "tracing", "checking"),
-    ("bench", "demo", "cli"),
+    ("bench", "demo", "cli", "integrations"),
 )
 """From the ground up. A module imports from its own layer and from those before it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -56,6 +57,7 @@ def _class_for(rule: Rule) -> type[Optimizer]:
     return type(rule.name, (Optimizer,), body)
 
 
+@functools.cache
 def named_optimizers() -> dict[str, type[Optimizer]]:
-    """Class name to class, for every rule in the registry."""
+    """Class name to class, for every rule in the registry when it is first called; the same classes each time."""
     return {name: _class_for(rule) for name, rule in registry.items()}

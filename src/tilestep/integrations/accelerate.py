@@ -1,0 +1,202 @@
+"""accelerate: accumulation, `shard`, checkpoints, norms and skipped steps through `Accelerator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from . import plain_optimizer, require
+
+require("accelerate")
+
+import accelerate  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+from ..amp import GradScaler  # noqa: E402
+
+__all__ = ["Accelerator", "PreparedOptimizer"]
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """accelerate's wrapper of an optimizer, through which the optimizer's own attributes are seen, `grad_norm` for one.
+
+    Args:
+        optimizer: the optimizer, one of tilestep's.
+        device_placement: as accelerate's.
+        scaler: what scales losses, or None.
+    """
+
+    _is_accelerate_prepared = True
+    """accelerate does not wrap what is marked so again."""
+
+    def __init__(self, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
+        self._is_sharded = "shard" in optimizer.attached
+        self._is_gathered = False
+        self._skipped: tuple[Any, Any] = 0, 0
+        # Pieces lie on their device already.
+        super().__init__(optimizer, device_placement and not self._is_sharded, scaler)
+
+    def __getattr__(self, name: str) -> Any:
+        """What accelerate's wrapper does not have is the optimizer's."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The global 2-norm of the last step's gradients, a scalar on the device, not yet read."""
+        return self.optimizer.grad_norm
+
+    @property
+    def skipped_steps(self) -> torch.Tensor:
+        """Steps that were skipped so far, a scalar on the device, not yet read."""
+        return self.optimizer.skipped_steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, with a scaler; waits for the device then. Schedulers ask for it."""
+        before, after = self._skipped
+        return self.scaler is not None and int(after) > int(before)
+
+    def step(self, closure: Any = None) -> None:
+        """As accelerate's; steps that a scaler runs are noted as skipped or not, without a wait."""
+        if self.scaler is None or not self.gradient_state.sync_gradients:
+            super().step(closure)
+            return
+        before = self.optimizer.skipped_steps
+        super().step(closure)
+        self._skipped = before, self.optimizer.skipped_steps
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A block in which rank 0's `state_dict` has the state of all ranks. All ranks of a sharded one enter it."""
+        if self._is_sharded:
+            self.optimizer.consolidate_state_dict()
+        self._is_gathered = True
+        try:
+            yield
+        finally:
+            self._is_gathered = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's; of a sharded one all ranks call it, as accelerate does, and rank 0 gets all of it."""
+        if self._is_gathered or not self._is_sharded:
+            return self.optimizer.state_dict()
+        with self.gathered():
+            return self.optimizer.state_dict()
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` that knows tilestep's optimizers; it takes the same arguments.
+
+    - Backwards that only accumulate, as `GradientState.sync_gradients` tells, run inside the optimizer's `no_sync`:
+      `overlap(during="backward")` and `shard` accumulate as every other optimizer.
+    - A model whose optimizer is sharded is not wrapped in DistributedDataParallel when both are prepared together;
+      `clip_grad_norm_` clips what `shard` has summed, `save_state` and `load_state` work.
+    - Prepared optimizers are `PreparedOptimizer`s, with `grad_norm`, `skipped_steps` and a true `step_was_skipped`.
+    - float16 losses are scaled by `tilestep.GradScaler`, which needs no pass of its own.
+
+    Args:
+        args: as accelerate's.
+        kwargs: as accelerate's.
+
+    Example:
+        >>> import tilestep
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = tilestep.SGD(model.parameters(), lr=0.5, max_grad_norm=1.0)
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> accelerator.backward(model(torch.tensor([[2.0, 2.0]])).sum())
+        >>> optimizer.step()
+        >>> optimizer.grad_norm
+        tensor(3.)
+    """
+
+    _leaves_sums = False
+    """Whether the models that are being prepared are sharded: their optimizers sum gradients over ranks."""
+
+    scaler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scaler: Any = self.scaler
+        if type(scaler) is torch.amp.GradScaler and scaler.is_enabled():
+            self.scaler = GradScaler(
+                self.device.type,
+                scaler.get_scale(),
+                scaler.get_growth_factor(),
+                scaler.get_backoff_factor(),
+                scaler.get_growth_interval(),
+            )
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; give a sharded optimizer and its model together."""
+        optimizers = map(plain_optimizer, args)
+        self._leaves_sums = any(each is not None and "shard" in each.attached for each in optimizers)
+        try:
+            return super().prepare(*args, **kwargs)
+        finally:
+            self._leaves_sums = False
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        """As accelerate's, without DistributedDataParallel around the model of a sharded optimizer."""
+        return super().prepare_model(model, device_placement, evaluation_mode or self._leaves_sums)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As accelerate's, in a `PreparedOptimizer`."""
+        if plain_optimizer(optimizer) is optimizer:
+            placed = self.device_placement if device_placement is None else device_placement
+            optimizer = PreparedOptimizer(optimizer, placed, self.scaler)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As accelerate's, inside the optimizers' `no_sync` while gradients are only accumulated."""
+        with ExitStack() as stack:
+            for optimizer in () if self.sync_gradients else self._optimizers:
+                if hasattr(plain_optimizer(optimizer), "no_sync"):
+                    stack.enter_context(optimizer.optimizer.no_sync())
+            super().backward(loss, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """As accelerate's; parameters of a sharded optimizer, which share memory, as tensors of their own."""
+        with self._apart():
+            return super().get_state_dict(model, unwrap)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's."""
+        with self._apart():
+            super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """A block in which state_dicts of models hold no tensors that share memory, which safetensors refuses."""
+        own = [optimizer for optimizer in map(plain_optimizer, self._optimizers) if optimizer is not None]
+        models = self._models if any("shard" in optimizer.attached for optimizer in own) else []
+        handles = [model.register_state_dict_post_hook(_clone_entries) for model in models]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: float = 2) -> Any:
+        """As accelerate's; of a sharded optimizer's parameters the gradients that are summed up."""
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        trained = {id(param) for param in listed if param.requires_grad}
+        for optimizer in self._optimizers:
+            own: Any = plain_optimizer(optimizer)
+            if own is not None and "shard" in own.attached:
+                params = [param for group in own.param_groups for param in group["params"] if id(param) in trained]
+                if params and norm_type == 2 and len(params) == len(trained):
+                    self.unscale_gradients()
+                    return own.clip_grad_norm_(max_norm, params)
+        return super().clip_grad_norm_(listed, max_norm, norm_type)
+
+
+def _clone_entries(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, value in state_dict.items():
+        if torch.is_tensor(value):
+            state_dict[name] = value.clone()

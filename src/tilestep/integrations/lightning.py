@@ -1,0 +1,127 @@
+"""Lightning: a callback that clips inside the step, evaluates averages and logs norms; a strategy for `shard`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from . import plain_optimizer, require, set_max_grad_norm
+
+require("lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+from ..optimizer import Optimizer  # noqa: E402
+
+__all__ = ["ShardStrategy", "TilestepCallback"]
+
+
+class TilestepCallback(Callback):
+    """Give it to `Trainer(callbacks=[...])`; for trainings with tilestep's optimizers.
+
+    - `Trainer(gradient_clip_val=...)` clips inside the step, in mixed precision too: groups without a `max_grad_norm`
+      get it, and Lightning clips nothing. `gradient_clip_algorithm="value"` stays Lightning's.
+    - Rules with averages are evaluated with them: `eval()` before validation, `train()` after it.
+    - Backwards that only accumulate run inside the optimizer's `no_sync`, for `overlap(during="backward")` and `shard`.
+    - `grad_norm` and `skipped_steps` are logged where they are known, without a wait of the host.
+
+    Args:
+        log: whether to log.
+
+    Example:
+        >>> callback = TilestepCallback(log=False)
+    """
+
+    def __init__(self, log: bool = True) -> None:
+        self._log = log
+        self._clip_val: Any = None
+        self._accumulating = ExitStack()
+        self._only_accumulates = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the clip over."""
+        own = [optimizer for optimizer in map(plain_optimizer, trainer.optimizers) if optimizer is not None]
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        if trainer.gradient_clip_val and by_norm and len(own) == len(trainer.optimizers):
+            set_max_grad_norm(own, trainer.gradient_clip_val)
+            self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note whether a step follows this batch, as Lightning decides it."""
+        is_last = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
+        self._only_accumulates = (batch_idx + 1) % trainer.accumulate_grad_batches != 0 and not is_last
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log norms and skipped steps."""
+        for place, optimizer in enumerate(_own(trainer) if self._log else ()):
+            suffix = f"/{place}" if len(trainer.optimizers) > 1 else ""
+            try:
+                pl_module.log(f"grad_norm{suffix}", optimizer.grad_norm)
+            except RuntimeError:
+                continue  # nothing needs the norm, and nothing skips by it
+            pl_module.log(f"skipped_steps{suffix}", optimizer.skipped_steps.float())
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Only accumulate where no step follows."""
+        if pl_module.automatic_optimization and self._only_accumulates:
+            for optimizer in _own(trainer):
+                if hasattr(optimizer, "no_sync"):
+                    self._accumulating.enter_context(optimizer.no_sync())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The next backward may be the last before a step."""
+        self._accumulating.close()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let parameters hold the averages."""
+        for optimizer in _own(trainer):
+            optimizer.eval()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let parameters hold the weights that train."""
+        for optimizer in _own(trainer):
+            optimizer.train()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the clip back."""
+        if self._clip_val is not None:
+            trainer.gradient_clip_val, self._clip_val = self._clip_val, None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind."""
+        self._accumulating.close()
+        self.on_train_end(trainer, pl_module)
+
+
+class ShardStrategy(DDPStrategy):
+    """Lightning's DDP strategy for `tilestep.shard`, which sums gradients over the ranks: the module stays plain.
+
+    Make the optimizer in `configure_optimizers`: `tilestep.shard(tilestep.AdamW(self.parameters()), self)`.
+
+    Args:
+        args: as DDPStrategy's; what is for DistributedDataParallel has no effect.
+        kwargs: as DDPStrategy's.
+
+    Raises:
+        ValueError: in a fit with an optimizer that is not sharded.
+    """
+
+    def _setup_model(self, model: Any) -> Any:
+        return model
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """As DDPStrategy's."""
+        super().setup_optimizers(trainer)
+        for place, optimizer in enumerate(self.optimizers):
+            own = plain_optimizer(optimizer)
+            if own is None or "shard" not in own.attached:
+                raise ValueError(
+                    f"ShardStrategy: optimizer {place} is not sharded, and nothing would sum its gradients over the "
+                    "ranks: return tilestep.shard(optimizer, self) from configure_optimizers"
+                )
+
+
+def _own(trainer: Trainer) -> list[Optimizer]:
+    """tilestep's optimizers of a training."""
+    return [optimizer for optimizer in map(plain_optimizer, trainer.optimizers) if optimizer is not None]

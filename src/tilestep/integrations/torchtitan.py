@@ -1,0 +1,108 @@
+"""torchtitan: an `OptimizersContainer` with all of tilestep's rules, and one norm over all parts of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import require
+
+require("torchtitan")
+
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig  # noqa: E402
+
+from ..optimizer import joint_norm, named_optimizers  # noqa: E402
+
+__all__ = ["TilestepOptimizers", "tilestep_optimizer"]
+
+_NO_DECAY = r"bias$|norm"
+
+
+class TilestepOptimizers(OptimizersContainer):
+    """torchtitan's container of optimizers, made of tilestep's; `optimizer_name` is a class of tilestep's.
+
+    `fused` and `foreach` change nothing; `implementation="fused_opt_states_bf16"` is `state_dtype=torch.bfloat16`.
+
+    Args:
+        config: torchtitan's, with `max_norm`.
+        model_parts: the model's parts.
+
+    Raises:
+        NotImplementedError: for an optimizer that tilestep does not have.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """torchtitan's, and `max_norm`."""
+
+        max_norm: float | None = None
+        """Clip inside the steps by one norm over all optimizers of all parts; None leaves it to torchtitan, which
+        clips before the step. With this set `training.max_norm` to `float("inf")`."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        super().__init__(config, model_parts=model_parts)
+        if config.max_norm and len(self.optimizers) > 1:
+            joint_norm(self.optimizers)
+
+    @staticmethod
+    def _build_impl_kwargs(config: Config) -> dict[str, Any]:
+        kwargs: dict[str, Any] = OptimizersContainer._build_impl_kwargs(config)
+        if config.implementation == "fused_opt_states_bf16":
+            kwargs["state_dtype"] = torch.bfloat16
+        if config.max_norm:
+            kwargs["max_grad_norm"] = config.max_norm
+        return kwargs
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
+        kinds = named_optimizers()
+        if name not in kinds:
+            raise NotImplementedError(f"tilestep has no optimizer {name!r}; it has {', '.join(sorted(kinds))}")
+        return kinds[name]
+
+    def _register_bf16_optimizer_state_hook(self) -> None:
+        """Nothing: groups have a `state_dtype`."""
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of the last step's gradients, over all optimizers, a scalar on the device, not yet read."""
+        return self.optimizers[0].grad_norm
+
+
+def tilestep_optimizer(
+    name: str = "AdamW",
+    lr: float = 8e-4,
+    weight_decay: float = 0.1,
+    max_norm: float | None = None,
+    no_decay: str | None = _NO_DECAY,
+    **arguments: Any,
+) -> TilestepOptimizers.Config:
+    """The `optimizer` entry of a torchtitan config.
+
+    Args:
+        name: of the optimizer.
+        lr: the learning rate.
+        weight_decay: of all parameters but those of `no_decay`.
+        max_norm: clip inside the step, see `TilestepOptimizers.Config`.
+        no_decay: regular expression of the parameters that do not decay; None if all do. Some must match.
+        arguments: of the optimizer.
+
+    Example:
+        >>> config = tilestep_optimizer(lr=3e-4, max_norm=1.0, betas=(0.9, 0.95))
+        >>> optimizers = config.build(model_parts=[torch.nn.Linear(2, 2)])
+        >>> [group["weight_decay"] for group in optimizers.optimizers[0].param_groups]
+        [0.0, 0.1]
+    """
+    kwargs = {"lr": lr, **arguments}
+    decaying = ParamGroupConfig(
+        pattern=r".*", optimizer_name=name, optimizer_kwargs={**kwargs, "weight_decay": weight_decay}
+    )
+    plain = [
+        ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={**kwargs, "weight_decay": 0.0})
+        for pattern in ([no_decay] if no_decay else [])
+    ]
+    return TilestepOptimizers.Config(param_groups=[*plain, decaying], max_norm=max_norm)

@@ -1,0 +1,142 @@
+"""transformers: an optimizer from `TrainingArguments`, and a Trainer that leaves the clip and the norm to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from . import plain_optimizer, require, set_max_grad_norm
+
+require("transformers")
+require("accelerate")
+
+import transformers  # noqa: E402
+
+from ..optimizer import Optimizer, named_optimizers  # noqa: E402
+from ..rules import Rule, registry  # noqa: E402
+from .accelerate import Accelerator, PreparedOptimizer  # noqa: E402
+
+__all__ = ["TilestepTrainer", "TilestepTrainerMixin", "trainer_optimizer"]
+
+
+def trainer_optimizer(
+    args: transformers.TrainingArguments, optimizer: str | type[Optimizer] | Rule = "AdamW", **arguments: Any
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """What `TrainingArguments` say, as a class and its arguments: the Trainer's `optimizer_cls_and_kwargs`.
+
+    `learning_rate`, `weight_decay`, `adam_beta1` and `adam_beta2`, `adam_epsilon` go where the rule has such a
+    hyperparameter (betas and epsilon where it has a pair of betas), `max_grad_norm` into the step.
+
+    Args:
+        args: the arguments.
+        optimizer: the name of an optimizer, its class, or a rule.
+        arguments: of the optimizer, before those of `args`: `master_weights`, `state_dtype`, hyperparameters.
+
+    Returns:
+        The class, and its arguments but for the parameters.
+
+    Raises:
+        KeyError: for an optimizer that there is not.
+
+    Source: transformers.Trainer.get_optimizer_cls_and_kwargs.
+
+    Example:
+        >>> args = transformers.TrainingArguments(learning_rate=1e-3, adam_beta2=0.95, use_cpu=True)
+        >>> kind, arguments = trainer_optimizer(args, master_weights=True)
+        >>> kind.__name__, arguments["lr"], arguments["betas"], arguments["max_grad_norm"]
+        ('AdamW', 0.001, (0.9, 0.95), 1.0)
+    """
+    kinds = named_optimizers()
+    own: dict[str, Any] = {}
+    if isinstance(optimizer, str) and optimizer not in kinds:
+        raise KeyError(f"tilestep has no optimizer {optimizer!r}; it has {', '.join(sorted(kinds))}")
+    if isinstance(optimizer, str):
+        kind = kinds[optimizer]
+    elif isinstance(optimizer, Rule):
+        kind, own = Optimizer, {"rule": optimizer}
+    else:
+        kind = optimizer
+    has = (optimizer if isinstance(optimizer, Rule) else registry[kind.__name__]).hyperparameters
+    given = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    if len(has.get("betas", ())) == 2:
+        given |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    own |= {name: value for name, value in given.items() if name in has}
+    if args.max_grad_norm:
+        own["max_grad_norm"] = args.max_grad_norm
+    return kind, {**own, **arguments}
+
+
+class TilestepTrainerMixin:
+    """Before any `Trainer`, TRL's too: the optimizer clips inside its step, and its norm is the one that is logged.
+
+    Without an optimizer of the user's it is `tilestep.AdamW` with `trainer_optimizer(args)`. Groups that have no
+    `max_grad_norm` get that of the arguments; 0 there clips nothing, and no norm is worked out but by the optimizer
+    (`track_grad_norm=True`). The norm is read when it is logged, and not at each step. Gradients accumulate with
+    `overlap(during="backward")` and with `shard`, whose checkpoints are the Trainer's own: see `accelerate`.
+
+    Example:
+        >>> class Trainer(TilestepTrainerMixin, transformers.Trainer): ...
+    """
+
+    args: Any
+    accelerator: Any
+    control: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with tilestep's `Accelerator`."""
+        with _made_as(Accelerator):
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, with `tilestep.AdamW` if there is none; clips inside the step from then on."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = trainer_optimizer(self.args)
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if self._clips_inside():
+            set_max_grad_norm([plain_optimizer(self.optimizer)], self.args.max_grad_norm)  # type: ignore[list-item]
+        return optimizer
+
+    def _clips_inside(self) -> bool:
+        """Whether the step clips: not under FSDP1, where each rank has pieces of flat parameters."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        is_flat = plugin is not None and getattr(plugin, "fsdp_version", 1) == 1
+        return plain_optimizer(self.optimizer) is not None and not is_flat
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return None if self._clips_inside() else super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return grad_norm if self._clips_inside() else super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if grad_norm is None and self.control.should_log and self._clips_inside():
+            # A norm that nothing needs is not worked out, and not logged.
+            with suppress(RuntimeError):
+                grad_norm = self.optimizer.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if isinstance(self.optimizer, PreparedOptimizer):
+            # All ranks are here, and one of them writes.
+            with self.optimizer.gathered():
+                super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+class TilestepTrainer(TilestepTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with `TilestepTrainerMixin`."""
+
+
+@contextmanager
+def _made_as(accelerator: type) -> Iterator[None]:
+    """A block in which the Trainer makes this accelerator: it has no argument for it."""
+    module: Any = transformers.trainer
+    before, module.Accelerator = module.Accelerator, accelerator
+    try:
+        yield
+    finally:
+        module.Accelerator = before
