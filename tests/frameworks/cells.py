@@ -80,8 +80,9 @@ MAKES: dict[str, Make] = {
     "offload": lambda model: tilestep.offload(adamw(model)),
     "masters": lambda model: adamw(model, master_weights=True),
     "bfloat16 states": lambda model: adamw(model, state_dtype=torch.bfloat16),
+    "int8 states": lambda model: adamw(model, state_dtype="int8"),
 }
-ROUNDED = {"masters": 5e-3, "bfloat16 states": 5e-3}
+ROUNDED = {"masters": 5e-3, "bfloat16 states": 5e-3, "int8 states": 2e-2}
 """Relative tolerance where other numbers are rounded than with torch's optimizer; 1e-4 elsewhere."""
 
 
@@ -461,8 +462,8 @@ HEAD = """# What works where
 
 Every cell is a training of a small model on a CPU that a test runs (`tests/frameworks/test_matrix.py`); the test holds
 this page equal to what came of it, and `python tests/frameworks/cells.py` writes it. "works" means the losses of
-`torch.optim.AdamW` in the same framework (to a relative 1e-4; to 5e-3 for float32 masters of a bfloat16 model, and for
-bfloat16 states); for "resume", the same losses to the bit as the training that was not interrupted. "clip" is at a norm
+`torch.optim.AdamW` in the same framework (to a relative 1e-4; to 5e-3 for float32 masters of a bfloat16 model and for
+bfloat16 states, 2e-2 for int8 states); for "resume", the same losses to the bit as the training that was not interrupted. "clip" is at a norm
 of 0.05, which every gradient exceeds; "accumulation" is two backwards a step; "two ranks" clip as well, through
 DistributedDataParallel or, in torchtitan, FSDP2, and `shard` by itself."""
 

@@ -381,6 +381,35 @@ def test_a_scaler_takes_no_closure_by_any_spelling() -> None:
         scaler.step(optimizer, closure=lambda: 0.0)
 
 
+@pytest.mark.parametrize("during", ["forward", "backward", "shard"])
+def test_train_and_eval_end_no_updates_where_no_rule_keeps_averages(
+    during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers calls train() before every backward: updates would not overlap, parameters be gathered again."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = tilestep.AdamW(model.parameters())
+    if during == "shard":
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        tilestep.shard(optimizer, model)
+    else:
+        tilestep.overlap(optimizer, model, during=during)  # type: ignore[arg-type]
+    try:
+
+        def ended(*_: Any) -> None:
+            raise AssertionError("all updates were waited for")
+
+        monkeypatch.setattr(optimizer.schedule, "hold_weights", ended)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.train()
+        optimizer.eval()
+        with optimizer.averaged():
+            pass
+    finally:
+        if during == "shard":
+            torch.distributed.destroy_process_group()
+
+
 def test_train_and_eval_touch_nothing_where_no_rule_keeps_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilestep.optimizer import optimizer as module
 

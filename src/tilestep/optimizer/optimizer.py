@@ -683,7 +683,12 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight.item()
             1.0
         """
-        self.schedule.hold_weights(False, self._eval)
+        if self._has_averages():
+            self.schedule.hold_weights(False, self._eval)
+
+    def _has_averages(self) -> bool:
+        """Whether `eval` and `train` have anything to do: frameworks call them before every backward."""
+        return self.is_evaluating or keeps_averages(self)
 
     def _eval(self) -> None:
         if not keeps_averages(self):
@@ -700,7 +705,8 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             mode: False is `eval()`.
         """
-        self.schedule.hold_weights(mode, self._train if mode else self._eval)
+        if self._has_averages():
+            self.schedule.hold_weights(mode, self._train if mode else self._eval)
 
     def _train(self) -> None:
         if self.is_evaluating:
