@@ -463,7 +463,8 @@ HEAD = """# What works where
 Every cell is a training of a small model on a CPU that a test runs (`tests/frameworks/test_matrix.py`); the test holds
 this page equal to what came of it, and `python tests/frameworks/cells.py` writes it. "works" means the losses of
 `torch.optim.AdamW` in the same framework (to a relative 1e-4; to 5e-3 for float32 masters of a bfloat16 model and for
-bfloat16 states, 2e-2 for int8 states); for "resume", the same losses to the bit as the training that was not interrupted. "clip" is at a norm
+bfloat16 states, 2e-2 for int8 states);
+for "resume", the same losses to the bit as the training that was not interrupted. "clip" is at a norm
 of 0.05, which every gradient exceeds; "accumulation" is two backwards a step; "two ranks" clip as well, through
 DistributedDataParallel or, in torchtitan, FSDP2, and `shard` by itself."""
 
