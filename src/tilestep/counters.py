@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["compile_count", "count_build"]
-
 _lock = threading.Lock()
 _seen = 0
 

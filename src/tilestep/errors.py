@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "BuildError",
-    "CaptureError",
-    "GradientError",
-    "HostMemoryError",
-    "MatrixError",
-    "OffloadError",
-    "RankError",
-    "RuleError",
-    "StateError",
-    "TilestepError",
-]
-
 
 class TilestepError(Exception):
     """Base of every error that is tilestep's own."""

@@ -13,16 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "InverseSqrt",
-    "Piecewise",
-    "inverse_sqrt",
-    "one_cycle",
-    "warmup_cosine",
-    "warmup_linear",
-    "warmup_stable_decay",
-]
-
 _SHAPES = ("linear", "cosine")
 
 
@@ -30,17 +20,14 @@ _SHAPES = ("linear", "cosine")
 class Piecewise:
     """A curve through points; constant before the first and after the last.
 
-    Args:
-        points: (step, value, shape) in the order of their steps; the shape, "linear" or "cosine" (half a cosine, flat
-            at both ends), is how the curve comes to the point from the one before. The first point's is not used.
-
-    Raises:
-        ValueError: for steps out of order, or another shape.
-
     Example:
         >>> triangle = Piecewise(((1, 0.0, "linear"), (3, 1.0, "linear"), (5, 0.0, "linear")))
         >>> [float(triangle(step)) for step in (1, 2, 3, 4, 5, 6)]
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+
+    Args:
+        points: (step, value, shape) in the order of their steps; the shape, "linear" or "cosine" (half a cosine, flat
+            at both ends), is how the curve comes to the point from the one before. The first point's is not used.
     """
 
     points: tuple[tuple[float, float, str], ...]
@@ -54,11 +41,7 @@ class Piecewise:
                 raise ValueError(f"Invalid shape: {shape!r}; it is one of {', '.join(_SHAPES)}")
 
     def __call__(self, step: Any) -> Any:
-        """The value at a step, a 0-dim float64 tensor.
-
-        Args:
-            step: the count from 1: a number or a 0-dim tensor.
-        """
+        """The value at a step, a 0-dim float64 tensor."""
         step = torch.as_tensor(step, dtype=torch.float64, device=getattr(step, "device", "cpu"))
         value: Any = self.points[-1][1]
         for left, right in reversed(list(zip(self.points, self.points[1:]))):
@@ -82,11 +65,7 @@ class InverseSqrt:
     warmup: int
 
     def __call__(self, step: Any) -> Any:
-        """The value at a step, a 0-dim float64 tensor.
-
-        Args:
-            step: the count from 1: a number or a 0-dim tensor.
-        """
+        """The value at a step, a 0-dim float64 tensor."""
         step = torch.as_tensor(step, dtype=torch.float64, device=getattr(step, "device", "cpu"))
         rising = self.peak * step / self.warmup
         return torch.where(step < self.warmup, rising, self.peak * torch.sqrt(self.warmup / step))
@@ -107,15 +86,6 @@ def warmup_cosine(peak: float, warmup: int, total: int, final: float = 0.0) -> P
     Equal to torch's LinearLR(start_factor=1 / warmup, total_iters=warmup - 1) followed, from that milestone on, by
     CosineAnnealingLR(T_max=total - warmup, eta_min=final).
 
-    Args:
-        peak: the value at step `warmup`.
-        warmup: steps to get there; 0 begins at the peak.
-        total: the step at which `final` is reached.
-        final: the value from then on.
-
-    Raises:
-        ValueError: if the warm-up does not end before `total`.
-
     Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (ICLR 2017), one cycle of it.
 
     Example:
@@ -135,15 +105,6 @@ def warmup_cosine(peak: float, warmup: int, total: int, final: float = 0.0) -> P
 def warmup_linear(peak: float, warmup: int, total: int, final: float = 0.0) -> Piecewise:
     """Up in a straight line and down in another.
 
-    Args:
-        peak: the value at step `warmup`.
-        warmup: steps to get there; 0 begins at the peak.
-        total: the step at which `final` is reached.
-        final: the value from then on.
-
-    Raises:
-        ValueError: if the warm-up does not end before `total`.
-
     Source: torch's LinearLR up, and down from the milestone on.
 
     Example:
@@ -160,17 +121,6 @@ def warmup_stable_decay(
 ) -> Piecewise:
     """Up in a straight line, constant, and down in the last `decay` steps.
 
-    Args:
-        peak: the value between step `warmup` and step `total - decay`.
-        warmup: steps to get there; 0 begins at the peak.
-        decay: steps of the way down.
-        total: the step at which `final` is reached.
-        final: the value from then on.
-        shape: of the way down, "linear" or "cosine".
-
-    Raises:
-        ValueError: if the way up does not end before the way down begins.
-
     Source: Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models with Scalable Training Strategies"
     (2024).
 
@@ -185,13 +135,6 @@ def warmup_stable_decay(
 
 def inverse_sqrt(peak: float, warmup: int) -> InverseSqrt:
     """Up in a straight line, then down with the inverse square root of the step, without an end.
-
-    Args:
-        peak: the value at step `warmup`.
-        warmup: steps to get there, at least 1.
-
-    Raises:
-        ValueError: without a warm-up.
 
     Source: Vaswani et al., "Attention Is All You Need" (NeurIPS 2017), section 5.3.
 
@@ -209,16 +152,6 @@ def one_cycle(
     peak: float, total: int, pct_start: float = 0.3, div_factor: float = 25.0, final_div_factor: float = 1e4
 ) -> Piecewise:
     """Up along half a cosine and down along another, as torch's OneCycleLR with these arguments.
-
-    Args:
-        peak: the largest value.
-        total: steps of the cycle.
-        pct_start: the part of the cycle that goes up.
-        div_factor: peak / the first value.
-        final_div_factor: the first value / the last.
-
-    Raises:
-        ValueError: if the cycle is too short for both halves.
 
     Source: Smith and Topin, "Super-Convergence" (2018); torch.optim.lr_scheduler.OneCycleLR.
 

@@ -107,7 +107,7 @@ def check_kept(row: Row, few: bool = False) -> None:
     assert ((read - values).abs()[ordinary] <= values.abs()[ordinary] * row.relative).all()
 
 
-def check_training(row: Row, rule: str) -> None:
+def check_training(row: Row, rule: str, steps: int = 6) -> None:
     """Some steps are those with float32 masters, as far as the format is precise."""
     runs = []
     for choice in (row.master_weights, True):
@@ -115,10 +115,10 @@ def check_training(row: Row, rule: str) -> None:
         params = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES]
         params[2] = torch.nn.Parameter(params[2].detach().t())
         optimizer = tilestep.Optimizer(params, rule, master_weights=choice, skip_nonfinite=True, **RULES[rule])
-        for step in range(6):
+        for step in range(steps):
             for param in params:
                 param.grad = torch.randn(param.shape, generator=generator).bfloat16()
-            if step == 3:
+            if step == steps // 2:
                 params[1].grad[0] = torch.nan  # type: ignore[index]
             optimizer.step()
         assert int(optimizer.skipped_steps) == 1

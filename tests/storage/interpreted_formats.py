@@ -13,7 +13,7 @@ if __name__ == "__main__":
         for row in ROWS.values():
             check_kept(row, few=True)
             check_training(row, "AdamW")
-        check_training(ROWS["remainder"], "LAMB")
+        check_training(ROWS["remainder"], "LAMB", steps=2)  # sums over tensors are slow there
         for format in FORMATS:
             check_blocks(format, [*SHAPES[2:4], (640,)])
             check_blocks(format, [(4, 3, 96)], strided=True)

@@ -63,11 +63,7 @@ def compiler() -> tuple[str, ...] | None:
 
 @functools.lru_cache(maxsize=1)
 def compiler_version() -> str:
-    """What the compiler says that it is.
-
-    Raises:
-        BuildError: if it says nothing in time.
-    """
+    """What the compiler says that it is."""
     command = compiler()
     if command is None:
         return ""
@@ -107,17 +103,7 @@ def wide_vectors() -> tuple[str, ...]:
 
 
 def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Build C++ source, or take the built library from the cache, and load it.
-
-    Args:
-        title: a word for the file's name.
-        source: a whole C++ translation unit.
-        extra_flags: further compiler flags.
-
-    Raises:
-        BuildError: without a compiler and without a cached build, when the compiler fails (its output is the text), or
-            when the library cannot be loaded.
-    """
+    """Build C++ source, or take the built library from the cache, and load it."""
     key = content_key(source, " ".join((*FLAGS, *extra_flags)), platform.machine(), _cpu_features())
     command = compiler()
     if command is None:
@@ -212,18 +198,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def compile_source(command: Sequence[str], source: str, target: Path, libraries: Sequence[str], seconds: float) -> None:
-    """Run a compiler on a source that it reads from its standard input; nothing of it outlives this process.
-
-    Args:
-        command: the compiler with its flags.
-        source: what it reads.
-        target: what it writes, in a folder of its own, in which its temporary files are too.
-        libraries: flags that follow the target.
-        seconds: how long it may take.
-
-    Raises:
-        BuildError: if it fails or takes too long.
-    """
+    """Run a compiler on a source that it reads from its standard input; nothing of it outlives this process."""
     folder = target.parent
     (folder / "source").write_text(source, encoding="utf-8")
     whole = [*command, "-o", str(target), *libraries]

@@ -24,13 +24,6 @@ def load_module(title: str, source: str) -> ModuleType:
     """Make a module of Triton source, and write it to the cache for debuggers, profilers and people to read.
 
     What runs is the source itself, not what is found in the cache.
-
-    Args:
-        title: a word for the file's name.
-        source: a whole Python module that defines `triton.jit` functions.
-
-    Raises:
-        BuildError: if Triton is not installed.
     """
     if not available():
         raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")

@@ -194,11 +194,7 @@ def _finish(spec: KernelSpec, tile: TilePass) -> list[str]:
 
 
 def source(spec: KernelSpec) -> str:
-    """The whole translation unit of a spec.
-
-    Args:
-        spec: program, storages and compute type.
-    """
+    """The whole translation unit of a spec."""
     parts = [spec.header("//", "C++"), PRELUDE.strip(), GRADIENT_SCALE.strip()]
     parts += format_functions(spec.storages.values())
     if spec.program.slices.views:

@@ -39,9 +39,6 @@ measure are functions of storage formats; numbered ones are reductions'."""
 class CppNames(Names):
     """Hands out identifiers for a C++ function.
 
-    Args:
-        taken: further names that are not free.
-
     Example:
         >>> names = CppNames(["param_array"])
         >>> [names.fresh(wanted) for wanted in ("update", "update", "new", "M_PI", "param_array", "\u03b2")]

@@ -24,12 +24,7 @@ _OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Sma
 
 
 def slice_function(spec: KernelSpec, tile: TilePass) -> str:
-    """The function of a pass that reads, makes or is over slices.
-
-    Args:
-        spec: what the kernel is built from.
-        tile: the pass; it has a view.
-    """
+    """The function of a pass that reads, makes or is over slices."""
     return "\n".join(_SlicePass(spec, tile).lines())
 
 

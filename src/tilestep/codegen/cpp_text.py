@@ -117,13 +117,7 @@ def scalar_type(spec: KernelSpec) -> str:
 
 
 def writer_of(scalar: str, indent: str, names: Names) -> Writer:
-    """A writer of C++ statements.
-
-    Args:
-        scalar: the type of numbers.
-        indent: what a statement begins with.
-        names: where names come from.
-    """
+    """A writer of C++ statements."""
 
     def declare(name: str, expression: str, value: Value) -> str:
         from_row = expression.startswith("row[")
@@ -135,15 +129,7 @@ def writer_of(scalar: str, indent: str, names: Names) -> Writer:
 
 
 class TileBody:
-    """Writes the statements of one element of a tile, the loads and stores of its buffers among them.
-
-    Args:
-        spec: what the kernel is built from.
-        tile: the pass.
-        writer: gets the statements.
-        strided: whether the tensor is walked by coordinates.
-        indent: what a statement begins with.
-    """
+    """Writes the statements of one element of a tile, the loads and stores of its buffers among them."""
 
     def __init__(self, spec: KernelSpec, tile: TilePass, writer: Writer, strided: bool, indent: str) -> None:
         self.spec, self.tile, self.writer, self.indent, self.is_strided = spec, tile, writer, indent, strided

@@ -49,14 +49,7 @@ def _letter_name(letter: str) -> str:
 
 
 class Writer:
-    """Turns values into statements of one language.
-
-    Args:
-        spelling: operation to a template with `{0}`, `{1}`, ... for the arguments.
-        declare: makes the statement that gives a name to an expression, from name, expression and value.
-        constant: spells a number.
-        names: where names come from.
-    """
+    """Turns values into statements of one language."""
 
     def __init__(
         self,

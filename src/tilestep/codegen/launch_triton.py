@@ -45,12 +45,7 @@ class Launcher:
             _require_one_specialization(kernel, self._constants)
 
     def __call__(self, *arguments: torch.Tensor | float) -> None:
-        """Launch on the device's current stream.
-
-        Args:
-            arguments: the kernel's parameters before its constants, in order. Tensors (of the same dtype at every
-                call) and floats; whole numbers belong in a tensor or in the constants.
-        """
+        """Launch on the device's current stream."""
         device = self._device
         if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
             self._launch(arguments)
@@ -127,10 +122,6 @@ def build_together(launches: Sequence[Launch], device: torch.device) -> None:
 
     Each launcher finds its kernel in Triton's caches afterwards. Where `build_threads` is 1, Triton cannot do that or a
     compilation fails, nothing is done here: launchers build at their first call, one after the other.
-
-    Args:
-        launches: of one step.
-        device: where they will run.
     """
     waiting = [(launcher, arguments) for launcher, arguments in launches if not launcher.is_built]
     if len(waiting) < 2:
@@ -144,9 +135,6 @@ def build_together(launches: Sequence[Launch], device: torch.device) -> None:
 
 def build_threads() -> int:
     """How many kernels of a first step are compiled at a time: TILESTEP_BUILD_THREADS, or 8; no more than processors.
-
-    Raises:
-        ValueError: if the variable is no whole number from 1 on.
 
     Example:
         >>> 1 <= build_threads() <= 8
@@ -176,18 +164,6 @@ def prepare(
     The kernel is compiled at the first call (or by `build`), launched on the stream and under the capture that are
     current at each call. In Triton's interpreter, and where a compiled kernel cannot be called directly, it goes
     through `kernel[grid](...)`.
-
-    Args:
-        kernel: the kernel. Its `tl.constexpr` parameters stand last. Every pointer parameter is listed in
-            `do_not_specialize_on_alignment` (or `do_not_specialize`), since one build serves all calls.
-        grid: number of programs; 0 launches nothing.
-        device: where the arguments live.
-        constants: every `tl.constexpr` parameter by name, in the kernel's order.
-        num_warps: warps of a program.
-        options: further Triton options (`num_stages`, ...).
-
-    Raises:
-        TypeError: if the kernel could be specialized differently for later arguments.
     """
     return Launcher(kernel, grid, device, constants or {}, {"num_warps": num_warps, **options})
 

@@ -28,21 +28,13 @@ class Taps:
 
 @dataclass
 class KernelSpec:
-    """A program with its storages.
+    """A program with its storages."""
 
-    Args:
-        program: the rule's passes.
-        storages: storage format of each element buffer, by name, gradient included.
-        compute: float32, or float64 for float64 parameters.
-        hypers: names of the columns of the hyperparameter table.
-        taps: what kernels put out beside the update.
-    """
-
-    program: Program
-    storages: dict[str, Storage]
-    compute: torch.dtype
-    hypers: tuple[str, ...]
-    taps: Taps = field(default_factory=Taps)
+    program: Program  # the rule's passes
+    storages: dict[str, Storage]  # storage format of each element buffer, by name, gradient included
+    compute: torch.dtype  # float32, or float64 for float64 parameters
+    hypers: tuple[str, ...]  # names of the columns of the hyperparameter table
+    taps: Taps = field(default_factory=Taps)  # what kernels put out beside the update
 
     @cached_property
     def measuring(self) -> KernelSpec:
@@ -80,11 +72,7 @@ class KernelSpec:
         return (2, 1, *sorted(asked), *((0,) if "numel" in hypers else ()))
 
     def scalar_dtype(self, name: str) -> torch.dtype:
-        """What a state of one number for each tensor is kept in: what is computed in, unless the rule says otherwise.
-
-        Args:
-            name: the state's.
-        """
+        """What a state of one number a tensor is kept in: what is computed in, unless the rule says otherwise."""
         return self.program.graph.state_dtypes.get(name, self.compute)
 
     @property
@@ -103,12 +91,7 @@ class KernelSpec:
         return len(self.program.across)
 
     def header(self, mark: str, backend: str) -> str:
-        """Comment lines that say rule, storage and version.
-
-        Args:
-            mark: the language's comment mark.
-            backend: the backend's name.
-        """
+        """Comment lines that say rule, storage and version."""
         storage = ", ".join(f"{name} {storage}" for name, storage in self.storages.items())
         lines = [
             f"tilestep {__version__}: rule {self.program.graph.title}, {backend} backend",

@@ -9,11 +9,7 @@ _LONGEST = 40
 
 
 def describe(value: Value) -> str:
-    """A name from what the value is made of: `1 - lr * weight_decay` is one_minus_lr_times_weight_decay.
-
-    Args:
-        value: an unnamed value.
-    """
+    """A name from what the value is made of: `1 - lr * weight_decay` is one_minus_lr_times_weight_decay."""
     if value.operation == "constant":
         return "one" if value.attribute == 1.0 else "constant"
     if value.name:

@@ -284,11 +284,7 @@ class _Kernel(TileMath):
 
 
 def source(spec: KernelSpec) -> str:
-    """The whole module of a spec.
-
-    Args:
-        spec: program, storages and compute type.
-    """
+    """The whole module of a spec."""
     parts = format_functions(spec.storages.values())
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         parts.append(scalar_kernel(spec, index, scalar_pass))

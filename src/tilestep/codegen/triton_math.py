@@ -11,13 +11,7 @@ from .triton_text import REDUCTIONS, TileBody, decorator, is_16_bits, writer_of
 
 
 class TileMath:
-    """One tile pass: its math as a function, and what it takes and gives.
-
-    Args:
-        spec: what the kernel is built from.
-        tile: the pass.
-        name: the function's name.
-    """
+    """One tile pass: its math as a function, and what it takes and gives."""
 
     def __init__(self, spec: KernelSpec, tile: TilePass, name: str) -> None:
         self.spec, self.tile, self.name = spec, tile, f"{spec.name}_{name}"
@@ -112,16 +106,7 @@ class TileMath:
 def finish_kernel(
     spec: KernelSpec, tile: TilePass, title: str, pointers: list[str], constants: str, stop: str
 ) -> list[str]:
-    """The kernel that combines what tiles have left of each tensor, in tile order.
-
-    Args:
-        spec: what the kernel is built from.
-        tile: the pass whose reductions these are.
-        title: the kernel's name.
-        pointers: its pointer parameters.
-        constants: its constants.
-        stop: the expression of one past the tensor's last tile.
-    """
+    """The kernel that combines what tiles have left of each tensor, in tile order."""
     count = spec.reduction_count
     lines = decorator(pointers)
     lines.append(f"def {spec.name}_{title}({', '.join(pointers)}, {constants}):")

@@ -34,9 +34,6 @@ class TritonNames(Names):
     A kernel's own variable that takes a rule's name loses the rule's value, and one that a loop carries changes its
     type. A test reads the generated kernels and names what is missing from this list.
 
-    Args:
-        taken: further names that are not free.
-
     Example:
         >>> names = TritonNames(["param_array"])
         >>> [names.fresh(wanted) for wanted in ("update", "update", "size", "SPAN", "start_1", "param_array")]

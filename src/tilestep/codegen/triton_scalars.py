@@ -10,13 +10,7 @@ from .triton_text import POINTERS, decorator, writer_of
 
 
 def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list[str]:
-    """The kernel of a scalar pass.
-
-    Args:
-        spec: what the kernel is built from.
-        index: the pass.
-        scalar_pass: the same.
-    """
+    """The kernel of a scalar pass."""
     states = [f"{name}_state" for name in spec.program.graph.scalar_states]
     pointers = [*POINTERS["scalar"], *states]
     columns = max(len(spec.program.columns), 1)

@@ -43,12 +43,7 @@ _COLUMNS_INSIDE = "(matrix < matrices_left) & (column < columns_left)"
 
 
 def slice_pointers(spec: KernelSpec, tile: TilePass) -> list[str]:
-    """The arrays of slots and parts that a pass takes, as names of pointer parameters: `slot_<n>`, `parts_<n>`.
-
-    Args:
-        spec: what the kernel is built from.
-        tile: the pass.
-    """
+    """The arrays of slots and parts that a pass takes, as names of pointer parameters: `slot_<n>`, `parts_<n>`."""
     slots = spec.program.slices.slots
     read = [slots[id(value)] for value in tile.slices()]
     return [
@@ -58,12 +53,7 @@ def slice_pointers(spec: KernelSpec, tile: TilePass) -> list[str]:
 
 
 def slice_kernels(spec: KernelSpec, tile: TilePass) -> list[list[str]]:
-    """The functions of a pass that reads, makes or is over slices.
-
-    Args:
-        spec: what the kernels are built from.
-        tile: the pass; it has a view.
-    """
+    """The functions of a pass that reads, makes or is over slices."""
     kernel = _SliceKernel(spec, tile)
     parts = [kernel.math(), kernel.kernel()]
     if tile.over is None:

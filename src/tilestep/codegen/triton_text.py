@@ -193,14 +193,7 @@ class _QuickWriter(Writer):
 
 
 def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False) -> Writer:
-    """A writer of Triton statements.
-
-    Args:
-        spec_type: the dtype computed in.
-        indent: what a statement begins with.
-        names: where names come from.
-        quick: whether division and root may be two units in the last place of float32 off.
-    """
+    """A writer of Triton statements."""
 
     def declare(name: str, expression: str, value: Value) -> str:
         return f"{indent}{name} = {expression}"

@@ -13,16 +13,9 @@ from .control import StepInputs
 if TYPE_CHECKING:
     from .engine import DeviceEngine
 
-__all__ = ["are_built_ahead", "build_ahead"]
-
 
 def are_built_ahead(engines: Sequence[DeviceEngine], *, unscales: bool) -> bool:
-    """Whether `build_ahead` was called for steps whose gradients carry a loss scale, or for those that do not.
-
-    Args:
-        engines: those that step.
-        unscales: which steps.
-    """
+    """Whether `build_ahead` was called for steps whose gradients carry a loss scale, or for those that do not."""
     return all(unscales in segment.built_ahead for engine in engines for segment in engine.segments)
 
 
@@ -30,12 +23,6 @@ def build_ahead(engines: Sequence[DeviceEngine], decision: StepInputs, *, norm: 
     """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can.
 
     Without it, and for kernels that are not known here, each is built when it is launched.
-
-    Args:
-        engines: prepared engines.
-        decision: what is known of the step before its norm is.
-        norm: whether the norm of all gradients goes into the decision.
-        alone: whether no other rank has to decide the same.
     """
     unscales = decision.grad_scale is not None
     together = build_threads() > 1 and not is_capturing()

@@ -17,26 +17,11 @@ from .control import StepInputs, decide_on_host
 from .limits import StepLimit
 from .segment import Segment
 
-__all__ = [
-    "apply_limit",
-    "build_decider",
-    "build_segment",
-    "deciding_function",
-    "interpret_on_cpu",
-    "is_interpreting",
-    "load_ahead",
-    "segment_class",
-]
-
 _interpreting = False
 
 
 def interpret_on_cpu() -> None:
-    """Let the rest of this process run the GPU's code on CPU tensors; Triton must be in its interpreter.
-
-    Raises:
-        BuildError: if Triton is not installed, or was imported without TRITON_INTERPRET=1.
-    """
+    """Let the rest of this process run the GPU's code on CPU tensors; Triton must be in its interpreter."""
     global _interpreting
     if not compile_triton.available():
         raise BuildError("Triton is not installed")
@@ -97,12 +82,7 @@ def build_segment(device: torch.device, *args: object) -> Segment:
 
 
 def load_ahead(spec: KernelSpec, device: torch.device) -> None:
-    """Build or load what the first step on a CPU would wait for; a GPU's kernels are built beside each other later.
-
-    Args:
-        spec: what the kernels are built from.
-        device: where they run.
-    """
+    """Build or load what the first step on a CPU would wait for; a GPU's kernels are built beside each other later."""
     if segment_class(device).__name__ == "CpuSegment":
         from .cpu import load
 
@@ -132,11 +112,7 @@ def apply_limit(
 
     Args:
         control: float64[8], written by `decide`.
-        limit: the limit.
         memory: float64[limit.size], beside them.
-        loss: the step's loss there, or None.
-        known: kernels of earlier steps of the same engine.
-        build_only: build the kernel without launching it.
     """
     if control.is_cuda:
         from .cuda import limit_on_device

@@ -17,16 +17,9 @@ from ..matrices.batches import MatrixBatches, SkippedValues
 from .capturing import require
 from .segment import Segment
 
-__all__ = ["HostChoices", "nothing_left_out", "require_no_choices"]
-
 
 def require_no_choices(segments: Sequence[Segment], *, alone: bool) -> None:
-    """Raise `CaptureError` if the host has to decide what a step needs, or to wait in it, where a graph cannot let it.
-
-    Args:
-        segments: an engine's.
-        alone: whether nothing but the step is captured, so that some steps may run outside the graph.
-    """
+    """Raise `CaptureError` if the host has to decide what a step needs, or to wait in it, where no graph can let it."""
     for segment in segments:
         matrices, rule = segment.matrices, segment.spec.program.graph.title
         if matrices is None or not matrices.waits or matrices.skipped_values is not None:
@@ -43,11 +36,7 @@ def require_no_choices(segments: Sequence[Segment], *, alone: bool) -> None:
 
 @contextmanager
 def nothing_left_out(segments: Sequence[Segment]) -> Iterator[None]:
-    """A block in which the host decides nothing: steps do all that some steps need, unless `HostChoices` leaves it out.
-
-    Args:
-        segments: an engine's.
-    """
+    """A block in which the host decides nothing: steps do all that some need, unless `HostChoices` leaves it out."""
     undecided = [
         segment.matrices for segment in segments if segment.matrices and segment.matrices.skipped_values is None
     ]
@@ -71,11 +60,7 @@ class _Part:
 
 
 class HostChoices:
-    """What a captured step leaves out, of all segments of an engine.
-
-    Args:
-        segments: the engine's, as `require_no_choices` lets them pass.
-    """
+    """What a captured step leaves out, of all segments of an engine."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._parts: list[_Part] = []

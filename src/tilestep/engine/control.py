@@ -44,21 +44,6 @@ from ..control_numbers import (
 from ..errors import GradientError
 from .limits import StepHistory, StepLimit
 
-__all__ = [
-    "CLIP",
-    "CONTROL_SIZE",
-    "INVERSE_SCALE",
-    "MEAN",
-    "MEAN_COUNT",
-    "NORM",
-    "SKIP",
-    "SKIPPED",
-    "UNSCALE",
-    "StepInputs",
-    "decide_on_host",
-    "fresh_control",
-]
-
 
 @dataclass
 class StepInputs:
@@ -69,36 +54,24 @@ class StepInputs:
             norm pass. It is finite exactly if every gradient is.
         partials: in place of power_sum on a GPU: float64[tiles] whose sum it is, and int64[1], how many; the launch
             that decides adds them up.
-        grad_scale: loss scale the gradients still carry, one number on the device, or None.
-        found_inf: nonzero when some gradient overflowed, one number on the device, or None.
-        skip_nonfinite: whether gradients that are not finite skip the step.
-        check_overflow: whether gradients that are not finite are an overflow, as a scaler means it.
-        skip_above: unscaled norm above which the step is skipped.
-        mean_factor: multiple of the running mean of the norm above which the step is skipped.
-        mean_decay: what a norm keeps of its weight in the mean from step to step.
-        mean_warmup: norms that go into the mean before it is used.
         overflow: float32 scalar on the device that receives 1 for an overflow, else 0; or None.
-        limits: limits with a memory.
-        memory: what they remember.
-        loss: the step's loss for them, one float64 number on the device, or None.
-        needs_norm: whether anything asks for a norm pass.
     """
 
     power_sum: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-    skip_nonfinite: bool = False
-    check_overflow: bool = False
-    skip_above: float = math.inf
-    mean_factor: float = math.inf
-    mean_decay: float = 0.0
-    mean_warmup: float = math.inf
+    grad_scale: torch.Tensor | None = None  # loss scale the gradients still carry, one number on the device, or None
+    found_inf: torch.Tensor | None = None  # nonzero when some gradient overflowed, one number on the device, or None
+    skip_nonfinite: bool = False  # whether gradients that are not finite skip the step
+    check_overflow: bool = False  # whether gradients that are not finite are an overflow, as a scaler means it
+    skip_above: float = math.inf  # unscaled norm above which the step is skipped
+    mean_factor: float = math.inf  # multiple of the running mean of the norm above which the step is skipped
+    mean_decay: float = 0.0  # what a norm keeps of its weight in the mean from step to step
+    mean_warmup: float = math.inf  # norms that go into the mean before it is used
     overflow: torch.Tensor | None = None
     partials: tuple[torch.Tensor, torch.Tensor] | None = None
-    limits: tuple[StepLimit, ...] = ()
-    memory: StepHistory | None = None
-    loss: torch.Tensor | None = None
-    needs_norm: bool = False
+    limits: tuple[StepLimit, ...] = ()  # limits with a memory
+    memory: StepHistory | None = None  # what they remember
+    loss: torch.Tensor | None = None  # the step's loss for them, one float64 number on the device, or None
+    needs_norm: bool = False  # whether anything asks for a norm pass
 
     @property
     def is_trivial(self) -> bool:
@@ -133,10 +106,6 @@ def decide_on_host(control: torch.Tensor, decision: StepInputs) -> None:
 
     Args:
         control: float64[8] on the CPU.
-        decision: what is known of this step.
-
-    Raises:
-        GradientError: for a loss scale of 0, below it, inf or nan; nothing is changed then.
     """
     known = control.tolist()
     inverse = 1.0

@@ -22,8 +22,6 @@ from .cpu_slices import CpuSlices
 from .segment import Entry, Segment
 from .windows import Window
 
-__all__ = ["CpuSegment", "load"]
-
 _libraries: dict[int, ctypes.CDLL] = {}
 
 

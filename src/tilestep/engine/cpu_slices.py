@@ -12,8 +12,6 @@ from ..codegen.cpp_slices_support import SliceLaunch, ViewTables
 from ..codegen.spec import KernelSpec
 from .slices import Block, SliceTables
 
-__all__ = ["CpuSlices"]
-
 _MOST_COLUMNS = 2048
 _FEWEST_ROWS, _MOST_ROWS = 64, 256
 """Rows of a block: the sum of a column is taken in the type computed in inside a block, in float64 over blocks."""
@@ -23,11 +21,6 @@ _ELEMENTS = 1 << 16
 
 def block_of(matrices: int, rows: int, columns: int) -> Block:
     """The part of a tensor that one thread works on at a time: rows long enough for vectors, sums kept in the cache.
-
-    Args:
-        matrices: how many matrices the tensor is seen as.
-        rows: rows of each.
-        columns: columns of each.
 
     Example:
         >>> block_of(1, 4096, 4096), block_of(4096, 3, 3), block_of(1, 4099, 1)
@@ -40,12 +33,7 @@ def block_of(matrices: int, rows: int, columns: int) -> Block:
 
 
 class CpuSlices:
-    """The tables of a segment's slices, kept alive beside the record that points at them.
-
-    Args:
-        spec: what the functions are built from.
-        shapes: shapes of the tensors.
-    """
+    """The tables of a segment's slices, kept alive beside the record that points at them."""
 
     def __init__(self, spec: KernelSpec, shapes: Sequence[Sequence[int]]) -> None:
         slices, compute = spec.program.slices, np.dtype(np.float64 if spec.compute.itemsize == 8 else np.float32)

@@ -27,8 +27,6 @@ from .segment import Entry, Segment
 from .taps import chunks_of
 from .windows import Window
 
-__all__ = ["CudaSegment", "decide_on_device", "decision_launch", "limit_on_device"]
-
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
 _TAP_RUN = 256
@@ -364,12 +362,6 @@ def decide_on_device(
 
     Args:
         control: float64[8] on the GPU.
-        decision: what is known of this step.
-        known: launchers of earlier steps; they hold device memory, so they belong to an engine.
-        build_only: build the kernel without launching it.
-
-    Raises:
-        CaptureError: in a capture, if the kernel was not built before.
     """
     launcher, arguments = decision_launch(control, decision, {} if known is None else known)
     (launcher.build if build_only else launcher)(*arguments)

@@ -10,22 +10,11 @@ import torch
 from .segment import Segment
 from .windows import Window
 
-__all__ = ["window_tables"]
-
 
 def window_tables(
     segment: Segment, window: Window, tables: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """What launches over a window's tiles read and write.
-
-    Args:
-        segment: the window's segment.
-        window: the window.
-        tables: the segment's tables by name.
-
-    Returns:
-        The window's tables by name, and how many of its tiles are walked by coordinates.
-    """
+    """What launches over a window's tiles read and write."""
     begin, first = window.tiles.start, window.tensors.start
     tiles, tensors = slice(begin, window.tiles.stop), slice(first, window.tensors.stop)
     owner = segment.tiles.tile_tensor[tiles]

@@ -12,8 +12,6 @@ from .backends import apply_limit, build_decider, deciding_function
 from .control import UNSCALE, StepInputs, fresh_control
 from .segment import Entry
 
-__all__ = ["Decider", "JointNorm", "SharedNorm"]
-
 
 class NormedEngine(Protocol):
     """An engine, as far as the norm of its gradients is concerned."""
@@ -24,11 +22,7 @@ class NormedEngine(Protocol):
 
 
 class Decider:
-    """The control numbers of a device, and the kernels that write them.
-
-    Args:
-        device: where they are.
-    """
+    """The control numbers of a device, and the kernels that write them."""
 
     def __init__(self, device: torch.device) -> None:
         self.control = fresh_control(device)
@@ -41,12 +35,7 @@ class Decider:
         self._plain_control = self.control[: UNSCALE + 1].clone()
 
     def decide(self, decision: StepInputs, *, captured: bool = False) -> None:
-        """Write the control numbers of a step.
-
-        Args:
-            decision: what is known of it.
-            captured: whether a CUDA graph writes them too.
-        """
+        """Write the control numbers of a step."""
         is_trivial = not decision.needs_norm and decision.is_trivial
         if is_trivial and captured:
             # Nobody knows whether a graph was replayed, and what it has decided.
@@ -74,12 +63,7 @@ class Decider:
 
 
 class JointNorm:
-    """The norm pass over the gradients of several engines on one device, to the bit what one engine's would be.
-
-    Args:
-        entries: their entries, in the order in which one engine would have them.
-        engines: the engines.
-    """
+    """The norm pass over the gradients of several engines on one device, to the bit what one engine's would be."""
 
     def __init__(self, entries: Sequence[Entry], engines: Sequence[NormedEngine]) -> None:
         self._engines = list(engines)
@@ -137,12 +121,7 @@ class JointNorm:
 
 
 class SharedNorm:
-    """The norm pass over tensors that count differently: a table for each share, all of which read one address table.
-
-    Args:
-        device: where the tensors are.
-        entries: the tensors.
-    """
+    """The norm pass over tensors that count differently: a table for each share, all reading one address table."""
 
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
         self.shares = sorted({entry.share for entry in entries})

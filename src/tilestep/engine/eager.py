@@ -15,8 +15,6 @@ from ..storage import stored_in, values_of
 from .control import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
 from .segment import Entry, Segment
 
-__all__ = ["EagerSegment"]
-
 
 class EagerSegment(Segment):
     """A segment that evaluates its graph with torch operations; arguments as for `Segment`."""

@@ -23,8 +23,6 @@ from .gradients import Gradients, Seen, Stale
 from .group_watch import GroupWatch
 from .segment import Entry, Segment
 
-__all__ = ["DeviceEngine", "Stale"]
-
 _WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
 """Tensors from which threads pay for the look at them, and how many: fewer where they must be woken for it."""
 
@@ -36,16 +34,7 @@ CHANGED_LATER = (
 
 
 class DeviceEngine:
-    """Tables and kernels of an optimizer's tensors on one device.
-
-    Args:
-        device: where they are.
-        parts: spec and entries of each segment.
-        groups: the optimizer's param groups.
-        keys: for each group what of it the step depends on: its rule's hyperparameters and the optimizer's own.
-        decider: decides for all engines of the device; None for one of its own.
-        attend: called with each segment once it is built; it may give it a mover.
-    """
+    """Tables and kernels of an optimizer's tensors on one device."""
 
     def __init__(
         self,
@@ -104,11 +93,7 @@ class DeviceEngine:
         """Told of the tensors that a step has written, as often as autograd is."""
 
     def watch_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Look at these tensors too before a step: tables have their addresses, or views took their values.
-
-        Args:
-            states: as users have them.
-        """
+        """Look at these tensors too before a step: tables have their addresses, or views took their values."""
         self.states = FixedTensors(states)
 
     @property
@@ -121,12 +106,7 @@ class DeviceEngine:
             raise Stale("state was given other memory")
 
     def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
-        """Before `prepare`: launch the norm of gradients that lie as they did, to run while the host checks the rest.
-
-        Args:
-            gradients: a gradient or None for each entry.
-            norm: whether the step needs their norm, and the launch that decides can finish it.
-        """
+        """Before `prepare`: launch the norm of gradients that lie as they did, while the host checks the rest."""
         self._started_norm = None
         self._known_gradients = self.gradients.unchanged(gradients)
         if norm and self._known_gradients:
@@ -153,16 +133,7 @@ class DeviceEngine:
         self._started_norm = self.own_norm_table().launch_tiles(self.grads)
 
     def prepare(self, gradients: list[torch.Tensor | None]) -> None:
-        """Check this step's tensors and hyperparameters and bring every table up to date; nothing is updated yet.
-
-        Args:
-            gradients: a gradient or None for each entry.
-
-        Raises:
-            GradientError: for a gradient that cannot be used.
-            ValueError: for a hyperparameter that is NaN.
-            Stale: when parameters moved in a way that needs other kernels, state moved, or a flag of a group changed.
-        """
+        """Check this step's tensors and hyperparameters and bring every table up to date; nothing is updated yet."""
         self._follow_tensors()
         self.push_hypers()
         self.refresh_device_hypers()
@@ -177,21 +148,13 @@ class DeviceEngine:
             raise
 
     def _follow_tensors(self) -> None:
-        """Take over where parameters and state lie now.
-
-        Raises:
-            Stale: where tables cannot follow.
-        """
+        """Take over where parameters and state lie now."""
         if not self._watch.unchanged(self._params):
             self._moved()
         self._require_states()
 
     def follow_memory(self) -> None:
-        """Before a pass that was prepared some time ago: take over where parameters lie by now.
-
-        Raises:
-            StateError: where parameters or state are others than at the step.
-        """
+        """Before a pass that was prepared some time ago: take over where parameters lie by now."""
         try:
             self._follow_tensors()
         except Stale:
@@ -216,12 +179,7 @@ class DeviceEngine:
             segment.upload()
 
     def push(self) -> None:
-        """Bring what changed on the host to the device, for graphs that are going to be replayed.
-
-        Raises:
-            ValueError: for a hyperparameter that is NaN.
-            Stale: when the tables cannot follow.
-        """
+        """Bring what changed on the host to the device, for graphs that are going to be replayed."""
         self._follow_tensors()
         self.push_hypers()
 
@@ -273,22 +231,14 @@ class DeviceEngine:
         return self._params
 
     def build(self, decision: StepInputs) -> None:
-        """Build every kernel of a step that is decided so, without changing anything.
-
-        Args:
-            decision: what will be known of the step.
-        """
+        """Build every kernel of a step that is decided so, without changing anything."""
         for segment in self.segments:
             segment.unscales = decision.grad_scale is not None
             segment.build()
         self.decider.build(decision)
 
     def require_kernels(self, *, alone: bool = False) -> None:
-        """Raise `CaptureError` if steps are not launches of kernels alone.
-
-        Args:
-            alone: whether nothing but a step is going to be captured.
-        """
+        """Raise `CaptureError` if steps are not launches of kernels alone."""
         moved = any(segment.mover is not None for segment in self.segments)
         require(not moved, "its state lives in host memory, and the host decides when to move it")
         if not all(segment.can_be_captured for segment in self.segments):
@@ -298,18 +248,7 @@ class DeviceEngine:
         require_no_choices(self.segments, alone=alone)
 
     def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
-        """Check that a step needs nothing that a CUDA graph cannot hold.
-
-        Args:
-            gradients: a gradient or None for each entry.
-
-        Returns:
-            The gradients.
-
-        Raises:
-            CaptureError: with the reason.
-            GradientError: for a gradient that cannot be used.
-        """
+        """Check that a step needs nothing that a CUDA graph cannot hold."""
         self.require_kernels()
         for index, entry in enumerate(self.entries):
             require(
@@ -333,11 +272,7 @@ class DeviceEngine:
 
     @contextmanager
     def into_graph(self, seen: Seen) -> Iterator[None]:
-        """A block whose launches go into a CUDA graph and work on these gradients at every replay.
-
-        Args:
-            seen: what `check_capture` has found.
-        """
+        """A block whose launches go into a CUDA graph and work on these gradients at every replay."""
         table = self.graph_tables.table(seen.addresses(len(self.entries)))
         self.captured, self._started_norm = True, None
         self._read_gradients_from(table)
@@ -381,21 +316,13 @@ class DeviceEngine:
         return self.decider.joint or self
 
     def follow(self, decision: StepInputs) -> None:
-        """Take note of how a step is decided; the decider writes the control numbers.
-
-        Args:
-            decision: what is known of it.
-        """
+        """Take note of how a step is decided; the decider writes the control numbers."""
         self._unscales, may_skip = decision.grad_scale is not None, decision.may_skip
         for segment in self.segments:
             segment.unscales, segment.may_skip = self._unscales, may_skip
 
     def begin(self, gradients: list[torch.Tensor | None]) -> None:
-        """Hand this step's gradients to the segments that read them as tensors.
-
-        Args:
-            gradients: as given to `prepare`.
-        """
+        """Hand this step's gradients to the segments that read them as tensors."""
         for segment, members in zip(self.segments, self._ranges):
             if self._bound_grads is not self.grads:
                 require(segment.is_built, f"the kernels of such a step are not built yet; {WARM_UP}")
@@ -405,11 +332,7 @@ class DeviceEngine:
                 segment.taps.begin()
 
     def finish(self, *, counts_versions: bool = True) -> None:
-        """After the passes: gradients that carried a loss scale are left unscaled (but not clipped).
-
-        Args:
-            counts_versions: whether nobody else tells autograd which parameters were written.
-        """
+        """After the passes: gradients that carried a loss scale are left unscaled (but not clipped)."""
         if self._unscales:
             self.gradients.copy_back()
         self.gradients.release()

@@ -15,8 +15,6 @@ from ..tensor_watch import TensorWatch
 from .layout import is_dense, same_walk
 from .segment import Entry
 
-__all__ = ["Gradients", "Seen", "Stale", "grad_dtype"]
-
 _READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes of gradients that kernels read."""
 
@@ -49,23 +47,17 @@ class Seen:
     """The gradients of one step.
 
     Args:
-        active: places of the entries that have one.
-        present: these gradients; in the place of one that is not dense, its copy.
         strided: shape and strides of those that lie in memory otherwise than their parameter, by place.
         copies: each gradient that kernels cannot read as it is (not dense, lazily negated, ...), and its copy.
     """
 
-    active: list[int]
-    present: list[torch.Tensor]
+    active: list[int]  # places of the entries that have one
+    present: list[torch.Tensor]  # these gradients; in the place of one that is not dense, its copy
     strided: dict[int, torch.Tensor]
     copies: list[tuple[torch.Tensor, torch.Tensor]]
 
     def addresses(self, count: int) -> np.ndarray:
-        """int64[count], where they begin; 0 for an entry without gradient.
-
-        Args:
-            count: how many entries there are.
-        """
+        """int64[count], where they begin; 0 for an entry without gradient."""
         found = np.zeros(count, dtype=np.int64)
         # An empty gradient may have no address; it is there all the same.
         found[self.active] = [tensor.data_ptr() if tensor.numel() else 1 for tensor in self.present]
@@ -73,12 +65,7 @@ class Seen:
 
 
 class Gradients:
-    """Watches the gradients of a fixed list of tensors.
-
-    Args:
-        entries: the tensors, in table order.
-        grads: int64[entries] on the device, the address table to keep current.
-    """
+    """Watches the gradients of a fixed list of tensors."""
 
     def __init__(self, entries: Sequence[Entry], grads: torch.Tensor) -> None:
         self.entries = list(entries)
@@ -98,11 +85,7 @@ class Gradients:
         """Whether the last look at them was one in C++, which has brought the addresses that the table has."""
 
     def unchanged(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the gradients are, but for their addresses, those of the last step; brings the addresses up to date.
-
-        Args:
-            gradients: a gradient or None for each entry.
-        """
+        """Whether the gradients are, but for their addresses, those of the last step; updates the addresses."""
         present = self._present(gradients)
         if present is None or not self._watch.same_metadata(present):
             return False
@@ -138,17 +121,7 @@ class Gradients:
         return [gradients[index] for index in self._active]  # type: ignore[misc]
 
     def inspect(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Check every gradient and write the address table anew.
-
-        Args:
-            gradients: a gradient or None for each entry.
-
-        Returns:
-            Whether gradients lie in memory otherwise than at the last step, beside beginning elsewhere.
-
-        Raises:
-            GradientError: for a gradient that is sparse, complex, or of another shape, dtype or device.
-        """
+        """Check every gradient and write the address table anew."""
         seen = self.look(gradients)
         active, present = seen.active, seen.present
         changed = not self.same_layout(seen)
@@ -167,14 +140,7 @@ class Gradients:
         return changed
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
-        """Check every gradient; nothing is remembered.
-
-        Args:
-            gradients: a gradient or None for each entry.
-
-        Raises:
-            GradientError: for a gradient that is sparse, complex, or of another shape, dtype or device.
-        """
+        """Check every gradient; nothing is remembered."""
         seen = Seen([], [], {}, [])
         for index, (entry, gradient) in enumerate(zip(self.entries, gradients)):
             if gradient is None:
@@ -195,11 +161,7 @@ class Gradients:
         return seen
 
     def usable(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """This step's gradients with copies in the place of those that were copied.
-
-        Args:
-            gradients: a gradient or None for each entry.
-        """
+        """This step's gradients with copies in the place of those that were copied."""
         if not self._copies:
             return gradients
         copies = {id(given): copy for given, copy in self._copies}
@@ -211,11 +173,7 @@ class Gradients:
 
     @contextmanager
     def taking(self, seen: Seen) -> Iterator[None]:
-        """A block that works on gradients which are not remembered afterwards.
-
-        Args:
-            seen: what `look` has found.
-        """
+        """A block that works on gradients which are not remembered afterwards."""
         before = self.active, self._copies
         self.active, self._copies = self._written(seen.active), seen.copies
         try:
@@ -228,11 +186,7 @@ class Gradients:
         return [entry.param for entry in entries] + [entry.whole for entry in entries if entry.whole is not None]
 
     def same_layout(self, seen: Seen) -> bool:
-        """Whether the gradients lie in memory as those of the last step, wherever they are.
-
-        Args:
-            seen: what `look` has found.
-        """
+        """Whether the gradients lie in memory as those of the last step, wherever they are."""
         known = {index: tensor.stride() for index, tensor in self.strided.items()}
         return self._layout_known and known == {index: tensor.stride() for index, tensor in seen.strided.items()}
 
@@ -272,12 +226,7 @@ cheaper than locked memory, which must be found, and watched until the device ha
 
 
 def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
-    """Copy a numpy table to a tensor without waiting for the device.
-
-    Args:
-        target: tensor of the table's shape and dtype, anywhere.
-        host: the table; it may be changed again at once.
-    """
+    """Copy a numpy table to a tensor without waiting for the device."""
     source = torch.from_numpy(host)
     if target.is_cuda and host.nbytes <= _TAKEN_AT_ONCE:
         target.copy_(source, non_blocking=True)

@@ -11,16 +11,9 @@ import torch
 from ..graph import flat_numbers
 from .recipes import statics_of
 
-__all__ = ["GroupWatch"]
-
 
 class GroupWatch:
     """Watches the hyperparameters of one param group.
-
-    Args:
-        index: the group's index, for messages.
-        group: the param group.
-        keys: what to watch: the rule's hyperparameters and the optimizer's own, None where the group does not have one.
 
     Example:
         >>> group = {"lr": 0.1, "nesterov": False}
@@ -68,11 +61,7 @@ class GroupWatch:
         return bool(self._device_tensors)
 
     def changed(self) -> bool:
-        """Whether a hyperparameter has another value, or is of another kind, than the known one.
-
-        Raises:
-            ValueError: for one that is NaN, and a negative `max_grad_norm`.
-        """
+        """Whether a hyperparameter has another value, or is of another kind, than the known one."""
         now = self._get(self.group)
         self._only_numbers_differ = False
         if not self.is_mutable:

@@ -11,24 +11,15 @@ import torch
 from ..codegen.spec import MAX_DIMS
 from ..errors import GradientError
 
-__all__ = ["Tiles", "check_no_overlap", "cut_tiles", "is_dense", "layout_record", "overlaps_itself", "same_walk"]
-
 
 @dataclass
 class Tiles:
-    """The tiles of a list of tensors.
+    """The tiles of a list of tensors."""
 
-    Args:
-        size: elements in a tile.
-        numel: int64[tensors], elements of each tensor.
-        first_tile: int64[tensors], each tensor's first tile.
-        tile_tensor: int32[tiles], the tensor each tile belongs to.
-    """
-
-    size: int
-    numel: np.ndarray
-    first_tile: np.ndarray
-    tile_tensor: np.ndarray
+    size: int  # elements in a tile
+    numel: np.ndarray  # int64[tensors], elements of each tensor
+    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
+    tile_tensor: np.ndarray  # int32[tiles], the tensor each tile belongs to
 
     @property
     def count(self) -> int:
@@ -38,10 +29,6 @@ class Tiles:
 
 def cut_tiles(numels: Sequence[int], size: int) -> Tiles:
     """Cut tensors of these lengths into tiles; an empty tensor has none.
-
-    Args:
-        numels: elements of each tensor.
-        size: elements in a tile.
 
     Example:
         >>> cut = cut_tiles([5, 0, 4], size=4)
@@ -89,15 +76,7 @@ def same_walk(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def check_no_overlap(tensor: torch.Tensor, label: str) -> None:
-    """Raise if two elements of the tensor share memory.
-
-    Args:
-        tensor: a parameter or gradient.
-        label: how the message calls it.
-
-    Raises:
-        GradientError: for an expanded or self-overlapping tensor.
-    """
+    """Raise if two elements of the tensor share memory."""
     if overlaps_itself(tensor):
         raise GradientError(
             f"{label} of shape {tuple(tensor.shape)} and strides {tensor.stride()} overlaps itself (expanded?); "
@@ -129,14 +108,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def layout_record(tensors: Sequence[torch.Tensor]) -> np.ndarray:
-    """Sizes and strides of tensors of one shape, walked in the order of their indices, as a row of the layout table.
-
-    Args:
-        tensors: the gradient, then every array, all of one shape.
-
-    Raises:
-        GradientError: if more than MAX_DIMS dimensions remain after merging.
-    """
+    """Sizes and strides of tensors of one shape, walked in the order of their indices, as a row of the layout table."""
     shape = tensors[0].shape
     merged: list[tuple[int, list[int]]] = []
     for dim in range(len(shape)):

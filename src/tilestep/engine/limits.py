@@ -16,8 +16,6 @@ import torch
 
 from ..control_numbers import CLIP, NORM, SKIP, SKIPPED
 
-__all__ = ["StepHistory", "Sigma", "StepLimit", "ZClip", "clip_code"]
-
 
 class StepLimit:
     """A limit with a memory. Subclasses are frozen dataclasses of numbers."""
@@ -42,13 +40,7 @@ class StepLimit:
         return {}
 
     def on_host(self, control: list[float], memory: list[float], loss: float | None) -> None:
-        """Decide a step of a CPU.
-
-        Args:
-            control: the control numbers, which it may change.
-            memory: what it remembers, which it changes.
-            loss: the step's loss, where it was given.
-        """
+        """Decide a step of a CPU."""
         raise NotImplementedError
 
 

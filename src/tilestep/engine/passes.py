@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = ()) -> None:
-    """Run scalar pass k, what it reduces over all tensors, tile pass k and matrix pass k, for every k and segment.
-
-    Args:
-        engines: prepared and decided engines, one a device.
-        shared: for each device with tensors that are sharded, what combines the reductions over one tensor.
-    """
+    """Run scalar pass k, what it reduces over all tensors, tile pass k and matrix pass k, for every k and segment."""
     run_marked(pass_calls(engines, shared), engines)
 
 
@@ -51,11 +46,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
 
 
 def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
-    """A block whose products are those of the tensors given: an update may run while a model does, under autocast.
-
-    Args:
-        kinds: of devices, "cpu" or "cuda".
-    """
+    """A block whose products are those of the tensors given: an update may run while a model does, under autocast."""
     enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     return _switched_off(enabled) if enabled else nullcontext()
 

@@ -17,8 +17,6 @@ from ..rules import Rule
 from ..rules.scalars import PYTHON_TYPES, as_python
 from ..storage import Plain, Storage
 
-__all__ = ["Signature", "graph_for", "guards_hold", "kernel_spec", "statics_of"]
-
 NUMBER = "<number>"
 """Stands for any number in a static description."""
 
@@ -57,31 +55,17 @@ def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...
 
 @dataclass(frozen=True)
 class Signature:
-    """What one launch can hold: one graph, one storage per buffer, one compute type, one kind of device.
+    """What one launch can hold: one graph, one storage per buffer, one compute type, one kind of device."""
 
-    Args:
-        graph_key: identity of the graph.
-        storages: buffer name and storage, in buffer order.
-        compute: float32 or float64.
-        device_type: "cpu" or "cuda".
-    """
-
-    graph_key: int
-    storages: tuple[tuple[str, Storage], ...]
-    compute: torch.dtype
-    device_type: str
+    graph_key: int  # identity of the graph
+    storages: tuple[tuple[str, Storage], ...]  # buffer name and storage, in buffer order
+    compute: torch.dtype  # float32 or float64
+    device_type: str  # "cpu" or "cuda"
     taps: Taps
 
 
 def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None) -> Graph:
-    """The rule's graph under these hyperparameters, traced if no known graph's guards hold.
-
-    Args:
-        rule: the rule.
-        hyperparameters: all of the group's values.
-        dims: dimensions of the parameter; only rules that ask get a graph of their own for each.
-        shape: the whole parameter's, for rules that branch on sizes; without it, sizes of one.
-    """
+    """The rule's graph under these hyperparameters, traced if no known graph's guards hold."""
     shape = (1,) * dims if shape is None else shape
     hyperparameters = {
         name: value if type(value) in PYTHON_TYPES else _on_host(value) for name, value in hyperparameters.items()

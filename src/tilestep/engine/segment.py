@@ -25,42 +25,35 @@ from .recipes import guards_hold
 from .taps import SegmentTaps
 from .windows import Mover, Window
 
-__all__ = ["Entry", "Segment", "hyper_row"]
-
 
 @dataclass
 class Entry:
     """One tensor of an optimizer, as kernels see it.
 
     Args:
-        label: how messages call it.
-        param: the local tensor whose memory is updated.
         arrays: every array of the kernel beside the gradient, by name (`param` is the same tensor as above).
         scalars: scalar state buffers and `step`, by name: 0-dim views of the segment's flat arrays once it is built.
-        group: index of its param group.
         whole: the DTensor that `param` is this rank's part of; None for a tensor that is all here.
         matrices: matrix states by name: views of the segment's batches once it is built.
         exchange: for a tensor whose rule needs the whole matrix of which `param` is a part what puts it together, and
             the number by which that knows it.
         share: what this rank's sums over the tensor count in sums over all ranks, see `placements.Agreement.share`.
-        ordered: whether its gradient must lie in memory as it does itself; one that does not is copied.
         gradient_device: where its gradient is, if not beside it: in memory that kernels reach by address all the same.
-        columns: elements of a row of blocks, where its shape does not say it: of a flat piece of a tensor.
         grad_dtype: of the gradients that its kernels read; its own until an engine has it.
     """
 
-    label: str
-    param: torch.Tensor
+    label: str  # how messages call it
+    param: torch.Tensor  # the local tensor whose memory is updated
     arrays: dict[str, torch.Tensor]
     scalars: dict[str, torch.Tensor] = field(default_factory=dict)
-    group: int = 0
+    group: int = 0  # index of its param group
     whole: torch.Tensor | None = None
     share: float = 1.0
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
-    ordered: bool = False
+    ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
     gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
-    columns: int = 0
+    columns: int = 0  # elements of a row of blocks, where its shape does not say it: of a flat piece of a tensor
     grad_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,12 +66,7 @@ class Entry:
 
 
 def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
-    """A group's row of the hyperparameter table; a tensor on a device leaves NaN, to be copied on the device.
-
-    Args:
-        names: columns, `key` or `key.index`.
-        group: the param group.
-    """
+    """A group's row of the hyperparameter table; a tensor on a device leaves NaN, to be copied on the device."""
     row = []
     for name in names:
         value = group_value(group, name)
@@ -94,15 +82,7 @@ def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
 
 
 class Segment:
-    """Tensors with one spec on one device: their tiles, addresses and layouts, as numpy arrays.
-
-    Args:
-        spec: what the kernels are built from.
-        entries: the tensors; their arrays have the dtypes the spec's storages say.
-        groups: the optimizer's param groups.
-        grads: int64[tensors] on the device, gradient addresses; 0 for a tensor without gradient.
-        control: float64[4] on the device: norm, skip flag, inverse loss scale.
-    """
+    """Tensors with one spec on one device: their tiles, addresses and layouts, as numpy arrays."""
 
     tile_size = 0
     """Elements in a tile."""
@@ -202,12 +182,7 @@ class Segment:
         raise NotImplementedError
 
     def tap(self, *, stats: bool, changes: bool) -> None:
-        """Make room for what passes are to put out beside updates.
-
-        Args:
-            stats: whether some steps measure.
-            changes: whether changed weights are marked.
-        """
+        """Make room for what passes are to put out beside updates."""
         self.taps = SegmentTaps(self, stats=stats, changes=changes)
         if stats and not self.taps.by_kernels:
             self.reads_gradients = True
@@ -223,12 +198,7 @@ class Segment:
             self.taps.end()
 
     def keeps_graph(self, group: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
-        """Whether the rule would take the same branches with other hyperparameters.
-
-        Args:
-            group: index of the param group.
-            hyperparameters: gives those that it has now; asked where the rule has branches.
-        """
+        """Whether the rule would take the same branches with other hyperparameters."""
         graph = self.spec.program.graph
         if not graph.guards:
             return True
@@ -251,11 +221,7 @@ class Segment:
         raise NotImplementedError
 
     def launches(self, unscales: bool) -> list[Launch]:
-        """What a step launches that Triton builds.
-
-        Args:
-            unscales: whether its gradients carry a loss scale.
-        """
+        """What a step launches that Triton builds."""
         return []
 
     def build(self) -> None:
@@ -286,11 +252,7 @@ class Segment:
             self.mover.run(index)
 
     def set_windows(self, windows: Sequence[Window]) -> None:
-        """Get ready to run tile passes over elements window by window.
-
-        Args:
-            windows: together all tiles, or none.
-        """
+        """Get ready to run tile passes over elements window by window."""
         raise NotImplementedError
 
     def tile_window(self, index: int, position: int) -> None:
@@ -350,21 +312,12 @@ class Segment:
         return min(line * columns + min(column, columns), numel)
 
     def read_addresses(self) -> None:
-        """Take the arrays' addresses as they are now.
-
-        Raises:
-            GradientError: for a parameter without memory.
-            StateError: for state without memory.
-        """
+        """Take the arrays' addresses as they are now."""
         found = [[_address(entry, name) for entry in self.entries] for name in self.array_names]
         self.addresses[: len(found)] = found
 
     def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Describe the tensors that must be walked by coordinates.
-
-        Args:
-            gradients: index and gradient of each tensor whose gradient lies in memory otherwise than its parameter.
-        """
+        """Describe the tensors that must be walked by coordinates."""
         indices = sorted({*self.own_strided, *gradients})
         self.layout_index = np.full(len(self.entries), -1, dtype=np.int64)
         width = 1 + MAX_DIMS * (2 + len(self.array_names))

@@ -10,43 +10,26 @@ import numpy as np
 
 from ..graph import Over, Program, Slices
 
-__all__ = ["Block", "SliceTables", "ViewTiles", "cut_view"]
-
 Block = tuple[int, int, int]
 """Matrices, rows and columns in a tile."""
 
 
 @dataclass
 class ViewTiles:
-    """The tiles of all tensors in one view, tensors with tiles of the same block side by side.
+    """The tiles of all tensors in one view, tensors with tiles of the same block side by side."""
 
-    Args:
-        extents: int64[tensors, 3], matrices, rows and columns of each tensor.
-        blocks: int64[tensors, 3], how many of each are in a tile.
-        first_tile: int64[tensors], each tensor's first tile.
-        tile_count: int64[tensors], how many it has.
-        tile_tensor: int32[tiles], the tensor of each tile.
-        parts: int64[tensors, 2], where its parts of row and of column reductions begin.
-        part_counts: parts of row and of column reductions of all tensors.
-        ranges: each block, its first tile and how many tiles have it.
-    """
-
-    extents: np.ndarray
-    blocks: np.ndarray
-    first_tile: np.ndarray
-    tile_count: np.ndarray
-    tile_tensor: np.ndarray
-    parts: np.ndarray
-    part_counts: tuple[int, int]
-    ranges: list[tuple[Block, int, int]]
+    extents: np.ndarray  # int64[tensors, 3], matrices, rows and columns of each tensor
+    blocks: np.ndarray  # int64[tensors, 3], how many of each are in a tile
+    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
+    tile_count: np.ndarray  # int64[tensors], how many it has
+    tile_tensor: np.ndarray  # int32[tiles], the tensor of each tile
+    parts: np.ndarray  # int64[tensors, 2], where its parts of row and of column reductions begin
+    part_counts: tuple[int, int]  # parts of row and of column reductions of all tensors
+    ranges: list[tuple[Block, int, int]]  # each block, its first tile and how many tiles have it
 
 
 def cut_view(extents: Sequence[Block], choose: Callable[[int, int, int], Block]) -> ViewTiles:
     """Cut tensors seen as matrices into tiles; an empty tensor has none.
-
-    Args:
-        extents: matrices, rows and columns of each tensor.
-        choose: the block of a tensor's tiles from these.
 
     Example:
         >>> tiles = cut_view([(1, 3, 5), (1, 2, 2)], lambda matrices, rows, columns: (1, 2, 4))
@@ -86,13 +69,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 class SliceTables:
-    """What passes over slices need to know of their tensors.
-
-    Args:
-        slices: what the program does with slices.
-        shapes: shapes of the tensors.
-        choose: the block of a tensor's tiles from its matrices, rows and columns.
-    """
+    """What passes over slices need to know of their tensors."""
 
     def __init__(
         self, slices: Slices, shapes: Sequence[Sequence[int]], choose: Callable[[int, int, int], Block]

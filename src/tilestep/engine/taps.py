@@ -13,8 +13,6 @@ from ..storage import values_of
 from ..tensor_watch import sum_of_versions
 from .control import SKIP
 
-__all__ = ["SegmentTaps", "chunks_of", "extent_of", "words_of"]
-
 WORD = 32
 """Weights whose bits are in one word."""
 

@@ -8,22 +8,18 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Mover", "Window"]
-
 
 @dataclass(frozen=True)
 class Window:
     """A run of a segment's tiles, of whole tensors and of parts of tensors.
 
     Args:
-        tiles: the places of its tiles in the segment.
-        tensors: the places of the tensors that these belong to.
         addresses: for arrays that lie elsewhere meanwhile, by name: int64[tensors], where the array would begin if all
             of it lay beside the part that the window has.
     """
 
-    tiles: range
-    tensors: range
+    tiles: range  # the places of its tiles in the segment
+    tensors: range  # the places of the tensors that these belong to
     addresses: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 

@@ -12,36 +12,23 @@ import torch
 from .lanes import Lane
 from .memory import HostMemory
 
-__all__ = ["Bandwidths", "measure_bandwidths"]
-
 _SIZE = 128 << 20
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bytes a second.
+    """Bytes a second."""
 
-    Args:
-        inward: from page-locked memory to the device, alone.
-        outward: from the device to page-locked memory, alone.
-        both: each way while copies run in both.
-        host: what the CPU's threads read and write in a copy of host memory.
-    """
-
-    inward: float
-    outward: float
-    both: float
-    host: float
+    inward: float  # from page-locked memory to the device, alone
+    outward: float  # from the device to page-locked memory, alone
+    both: float  # each way while copies run in both
+    host: float  # what the CPU's threads read and write in a copy of host memory
 
 
 @functools.cache
 def measure_bandwidths(device: torch.device) -> Bandwidths:
-    """Measure them, in about a tenth of a second.
-
-    Args:
-        device: the GPU.
-    """
+    """Measure them, in about a tenth of a second."""
     target, source = HostMemory(device, "a measurement of bandwidth").take([_SIZE, _SIZE])
     here = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
     target.zero_()

@@ -12,20 +12,13 @@ from ..engine.segment import Segment
 from ..engine.windows import Window
 from .memory import ALIGNMENT
 
-__all__ = ["Chunk", "Run", "cut_chunks", "sizes_of_chunks", "staged_view"]
-
 
 @dataclass
 class Run:
-    """Bytes of one array that lie together on the host and in a buffer.
+    """Bytes of one array that lie together on the host and in a buffer."""
 
-    Args:
-        host: uint8[bytes], where they live.
-        place: where they begin in the buffer.
-    """
-
-    host: torch.Tensor
-    place: int
+    host: torch.Tensor  # uint8[bytes], where they live
+    place: int  # where they begin in the buffer
 
     def inside(self, memory: torch.Tensor) -> torch.Tensor:
         """uint8[bytes] of a buffer."""
@@ -37,18 +30,14 @@ class Chunk:
     """A run of tiles whose arrays are in a buffer together.
 
     Args:
-        tiles: their places in the segment.
-        tensors: the places of the tensors they belong to.
-        runs: by array, what of it the chunk has.
         begins: by array, int64[tensors], where in the buffer it would begin if all of it were there.
-        size: bytes of the buffer that it takes.
     """
 
-    tiles: range
-    tensors: range
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    tiles: range  # their places in the segment
+    tensors: range  # the places of the tensors they belong to
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by array, what of it the chunk has
     begins: dict[str, np.ndarray] = field(default_factory=dict)
-    size: int = 0
+    size: int = 0  # bytes of the buffer that it takes
 
     def window(self, memory: torch.Tensor) -> Window:
         """The window of the chunk when it is in this buffer."""
@@ -58,14 +47,6 @@ class Chunk:
 
 def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> list[tuple[range, range]]:
     """Cut tensors into chunks of at most so many tiles.
-
-    Args:
-        tiles: of each tensor.
-        whole: for each tensor whether all of its tiles must be in one chunk, however large that gets.
-        room: tiles in a chunk, at least 1.
-
-    Returns:
-        Tiles and tensors of each chunk.
 
     Example:
         >>> sizes_of_chunks([2, 0, 5, 1], [False] * 4, room=3)
@@ -98,13 +79,7 @@ def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> l
 
 
 def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]:
-    """Cut a segment so that each chunk's part of some arrays takes about so many bytes.
-
-    Args:
-        segment: the segment.
-        names: arrays that live on the host.
-        room: bytes of these arrays in a chunk; a tile, or a tensor that must stay whole, may take more.
-    """
+    """Cut a segment so that each chunk's part of some arrays takes about so many bytes."""
     tiles, entries = segment.tiles, segment.entries
     width = sum(entries[0].arrays[name].element_size() for name in names)
     counts = (-(-tiles.numel // tiles.size)).tolist()
@@ -118,13 +93,7 @@ def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]
 
 
 def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
-    """Find the bytes of a chunk on the host, and give them places in a buffer.
-
-    Args:
-        chunk: with its tiles and tensors.
-        segment: its segment.
-        names: arrays that live on the host.
-    """
+    """Find the bytes of a chunk on the host, and give them places in a buffer."""
     tiles = segment.tiles
     for name in names:
         begins = np.zeros(len(chunk.tensors), dtype=np.int64)
@@ -175,13 +144,7 @@ class _Span:
 
 
 def staged_view(array: torch.Tensor, run_place: int, memory: torch.Tensor) -> torch.Tensor:
-    """A tensor like one on the host, in a buffer.
-
-    Args:
-        array: the tensor on the host; dense in memory.
-        run_place: where its first byte is in the buffer.
-        memory: the buffer.
-    """
+    """A tensor like one on the host, in a buffer."""
     offset = memory.storage_offset() + run_place
     begin = offset // array.element_size()
     return torch.empty(0, dtype=array.dtype, device=memory.device).set_(

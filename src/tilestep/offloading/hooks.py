@@ -10,8 +10,6 @@ import torch
 
 from ..compat import is_last_gradient_hook
 
-__all__ = ["GradientHooks", "TakesGradients"]
-
 
 class TakesGradients(Protocol):
     """What gradients go to."""
@@ -21,11 +19,7 @@ class TakesGradients(Protocol):
 
 
 class GradientHooks:
-    """Hooks on parameters, as long as whoever takes their gradients lives.
-
-    Args:
-        taker: what gradients go to.
-    """
+    """Hooks on parameters, as long as whoever takes their gradients lives."""
 
     def __init__(self, taker: TakesGradients) -> None:
         self._taker = weakref.ref(taker)

@@ -16,8 +16,6 @@ from ..taken import announce_taker
 from .hooks import GradientHooks
 from .mirrors import Arrivals, Mirror, Mirrors
 
-__all__ = ["KeptGradients"]
-
 
 class KeptGradients:
     """Takes gradients from parameters while backward runs, without waiting for anything.
@@ -25,10 +23,6 @@ class KeptGradients:
     Of a DTensor it is this rank's part, once whoever shards it has reduced it: FSDP2 runs hooks after that, in the
     stream of the reduction. A gradient that is distributed otherwise than its parameter (a partial sum) stays for the
     step, which all ranks take together.
-
-    Args:
-        mirrors: where they go.
-        arrivals: their way.
     """
 
     def __init__(self, mirrors: Mirrors, arrivals: Arrivals) -> None:
@@ -87,12 +81,7 @@ class KeptGradients:
         return mirror is not None and mirror.present and param.grad is None
 
     def taken(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """What a step's kernels read for a parameter: the gradient on the host, with one that is still beside it.
-
-        Args:
-            mirror: the parameter's.
-            gradient: what of one is still beside it, if there is any.
-        """
+        """What a step's kernels read for a parameter: the gradient on the host, with one that is still beside it."""
         if gradient is not None and not mirror.takes(gradient):
             return gradient
         self.take_gradient(mirror.param)

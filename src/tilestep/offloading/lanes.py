@@ -12,19 +12,12 @@ import torch
 
 from ..marks import UPDATE, marked
 
-__all__ = ["Buffer", "Lane", "Lanes", "Mark"]
-
 Mark = torch.cuda.Event | None
 """A point in a lane's order; None on a CPU, where everything before it has happened."""
 
 
 class Lane:
-    """A queue of work on a device: a stream of our own, or whichever is current.
-
-    Args:
-        device: where.
-        own: whether to make a stream for it.
-    """
+    """A queue of work on a device: a stream of our own, or whichever is current."""
 
     def __init__(self, device: torch.device, own: bool = True) -> None:
         self._device = device
@@ -60,11 +53,7 @@ class Lane:
             yield
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy in this lane.
-
-        Args:
-            pairs: target and source of each, of as many bytes; where one is on the host, it is page-locked.
-        """
+        """Copy in this lane."""
         with self.working():
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -90,12 +79,7 @@ class Buffer:
 
 
 class Lanes:
-    """The two lanes of one device, its computation, and the buffers between them.
-
-    Args:
-        device: where updates run.
-        count: buffers.
-    """
+    """The two lanes of one device, its computation, and the buffers between them."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.device = device

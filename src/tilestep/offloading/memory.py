@@ -13,8 +13,6 @@ import torch
 
 from ..errors import HostMemoryError
 
-__all__ = ["HostMemory", "available", "gigabytes"]
-
 ALIGNMENT = 256
 """Bytes at whose multiples buffers begin."""
 
@@ -84,10 +82,6 @@ class HostMemory:
     """Pieces of host memory that a GPU copies from and to without waiting; each is given back with its last tensor.
 
     torch's own page-locked memory comes in powers of two: of 9.5 GB of state 6.5 GB would be lost.
-
-    Args:
-        device: the GPU; for a CPU the memory is ordinary.
-        what: what the memory is for, in messages.
     """
 
     def __init__(self, device: torch.device, what: str = "the optimizer's state") -> None:
@@ -98,14 +92,8 @@ class HostMemory:
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """One piece of memory for several buffers.
 
-        Args:
-            sizes: bytes of each buffer.
-
         Returns:
             For each buffer its bytes, uint8[size], one behind the other.
-
-        Raises:
-            HostMemoryError: with what was asked for and what is there. Nothing has been taken then.
         """
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if not sum(padded):
@@ -116,13 +104,6 @@ class HostMemory:
 
     def like(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Uninitialized tensors in one piece of memory, with the shapes and memory formats of others.
-
-        Args:
-            tensors: the others.
-            dtypes: of the new ones.
-
-        Raises:
-            HostMemoryError: as for `take`.
 
         Example:
             >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)

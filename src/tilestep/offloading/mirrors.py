@@ -14,36 +14,22 @@ from .lanes import Lane, Mark
 from .memory import HostMemory
 from .placing import part_of
 
-__all__ = ["Arrivals", "Mirror", "Mirrors", "check_unchanged"]
-
-
 _BEHIND = 4
 """How many chunks the copies of gradients may be behind the computation that makes them."""
 
 
 @dataclass
 class Mirror:
-    """A parameter and its gradient on the host.
+    """A parameter and its gradient on the host."""
 
-    Args:
-        param: the parameter.
-        part: what of it lies on this rank, on the device.
-        host: the same, on the host: what the CPU's kernels update; without memory where the device updates.
-        gradient: memory for its gradient, in the same order.
-        present: whether it has a gradient in this step, which is on its way or has arrived.
-        sent: that gradient on the device; None where it is kept on the host alone.
-        arrival: the place of its arrival among those of the step.
-        is_taken: whether its gradients are let go on the device, in the stream that has made them.
-    """
-
-    param: torch.Tensor
-    part: torch.Tensor
-    host: torch.Tensor
-    gradient: torch.Tensor
-    present: bool = False
-    sent: torch.Tensor | None = None
-    arrival: int = -1
-    is_taken: bool = False
+    param: torch.Tensor  # the parameter
+    part: torch.Tensor  # what of it lies on this rank, on the device
+    host: torch.Tensor  # the same, on the host: what the CPU's kernels update; without memory where the device updates
+    gradient: torch.Tensor  # memory for its gradient, in the same order
+    present: bool = False  # whether it has a gradient in this step, which is on its way or has arrived
+    sent: torch.Tensor | None = None  # that gradient on the device; None where it is kept on the host alone
+    arrival: int = -1  # the place of its arrival among those of the step
+    is_taken: bool = False  # whether its gradients are let go on the device, in the stream that has made them
 
     def fits(self, part: torch.Tensor) -> bool:
         """Whether this is still the part, of the same shape and type, with gradients of the same type."""
@@ -65,12 +51,7 @@ class Mirror:
 
 
 class Mirrors(dict[torch.Tensor, Mirror]):
-    """The mirrors of an optimizer's parameters.
-
-    Args:
-        memory: where they lie.
-        has_parameters: whether they have parameters too, and not gradients alone.
-    """
+    """The mirrors of an optimizer's parameters."""
 
     def __init__(self, memory: HostMemory, has_parameters: bool = True) -> None:
         super().__init__()
@@ -79,14 +60,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
-        """Have mirrors of these parameters and no others; new ones hold nothing yet.
-
-        Args:
-            params: the parameters.
-
-        Returns:
-            Whether there are new ones.
-        """
+        """Have mirrors of these parameters and no others; new ones hold nothing yet."""
         parts = {param: part_of(param) for param in params}
         for param in [param for param in self if param not in parts or not self[param].fits(parts[param])]:
             del self[param]
@@ -115,13 +89,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 
 
 class Arrivals:
-    """Gradients on their way to the host, in one lane, in order.
-
-    Args:
-        lane: the lane.
-        compute: the lane that computes them.
-        step_bytes: bytes after which an arrival can be waited for.
-    """
+    """Gradients on their way to the host, in one lane, in order."""
 
     def __init__(self, lane: Lane, compute: Lane, step_bytes: int) -> None:
         self._lane, self._compute, self._step = lane, compute, step_bytes

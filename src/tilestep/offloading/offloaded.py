@@ -18,8 +18,6 @@ from .plan import OffloadReport, plan_for
 if TYPE_CHECKING:
     from .kept import KeptGradients
 
-__all__ = ["InPlace", "OffloadedOptimizer", "OffloadedState"]
-
 
 class OffloadedState(StateHome):
     """Where the state of an offloaded optimizer is; an optimizer has its methods while it is attached."""

@@ -22,8 +22,6 @@ from .placing import check_device, part_of
 from .plan import plan_for
 from .streaming import StreamedState
 
-__all__ = ["OffloadedOptimizer", "offload"]
-
 _MIB = 1 << 20
 _PLACES = ("auto", "gpu", "cpu")
 
@@ -165,14 +163,7 @@ def _home(where: str, device: torch.device, chunk: int, buffers: int, gradients:
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason: str) -> OffloadedOptimizer:
-    """Give an optimizer's state another memory.
-
-    Args:
-        optimizer: the optimizer; it stays of its class.
-        memory: where its state is going to be; of a sharded one that of this rank's pieces.
-        where: what its reports say.
-        reason: why there.
-    """
+    """Give an optimizer's state another memory."""
     owner = optimizer.schedule.updating(optimizer)
     with unchanged_on_error(owner):
         owner.take_memory(memory)

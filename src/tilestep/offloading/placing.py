@@ -8,8 +8,6 @@ from ..errors import OffloadError
 from ..pairs import REAL_INSTEAD
 from ..placements.local import local_part
 
-__all__ = ["check_device", "part_of"]
-
 
 def part_of(param: torch.Tensor) -> torch.Tensor:
     """What of a parameter lies on this rank."""
@@ -18,16 +16,7 @@ def part_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
-    """Raise for a parameter that is somewhere else than the others.
-
-    Args:
-        label: how messages call it.
-        param: the parameter.
-        device: where the others are.
-
-    Raises:
-        OffloadError: naming the parameter and both devices; or for a complex parameter.
-    """
+    """Raise for a parameter that is somewhere else than the others."""
     if param.is_complex():
         raise OffloadError(f"{label} is complex, and offload() moves real arrays: {REAL_INSTEAD}")
     found = part_of(param).device

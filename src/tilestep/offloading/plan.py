@@ -16,8 +16,6 @@ from .bandwidth import Bandwidths
 from .memory import gigabytes
 from .placing import part_of
 
-__all__ = ["OffloadReport", "Plan", "moved_arrays", "plan_for", "traffic_of"]
-
 
 def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
     """The arrays of a kernel that live on the host: its element states and the master, but no numbers of blocks."""
@@ -42,51 +40,28 @@ def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one update of all parameters.
+    """Bytes of one update of all parameters."""
 
-    Args:
-        state: that live on the host.
-        inward: of state that goes to the device if it updates.
-        outward: of state that comes back.
-        gradients: that go to the host if it updates.
-        parameters: that come back.
-        kernels: that the host's kernels read and write.
-    """
-
-    state: int
-    inward: int
-    outward: int
-    gradients: int
-    parameters: int
-    kernels: int
+    state: int  # that live on the host
+    inward: int  # of state that goes to the device if it updates
+    outward: int  # of state that comes back
+    gradients: int  # that go to the host if it updates
+    parameters: int  # that come back
+    kernels: int  # that the host's kernels read and write
 
     def on_device(self, known: Bandwidths, kept: bool = False) -> float:
-        """Seconds of an update on the device: both ways at once.
-
-        Args:
-            known: the machine's bandwidths.
-            kept: whether gradients are on the host already, and come in as well.
-        """
+        """Seconds of an update on the device: both ways at once."""
         return max(self.inward + (self.gradients if kept else 0), self.outward) / known.both
 
     def on_host(self, known: Bandwidths, kept: bool = False) -> float:
-        """Seconds of an update on the host: copies beside kernels, which share the host's memory with them.
-
-        Args:
-            known: the machine's bandwidths.
-            kept: whether gradients are there already.
-        """
+        """Seconds of an update on the host: copies beside kernels, which share the host's memory with them."""
         gradients = 0 if kept else self.gradients
         shared = (self.kernels + gradients + self.parameters) / known.host
         return max(gradients / known.outward, self.parameters / known.inward, shared)
 
 
 def plan_for(optimizer: Optimizer) -> Plan:
-    """What an update of an optimizer's parameters moves.
-
-    Args:
-        optimizer: the optimizer.
-    """
+    """What an update of an optimizer's parameters moves."""
     totals = [0] * 6
     widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[int, ...]] = {}
     for _, _, group, param in labelled(optimizer):
@@ -117,27 +92,16 @@ def _widths(spec: KernelSpec) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """Where the state of an optimizer is, where its updates run, and why.
+    """Where the state of an optimizer is, where its updates run, and why."""
 
-    Args:
-        where: "gpu", "cpu", or "here" for parameters that are on the CPU already.
-        reason: why.
-        plan: the bytes of an update.
-        host_bytes: taken of host memory.
-        device_bytes: of buffers on the device.
-        bandwidths: as measured on this machine; None for parameters on the CPU.
-        gpu_seconds: predicted for an update on the GPU, if its copies are all that counts.
-        cpu_seconds: predicted for an update on the CPU.
-    """
-
-    where: str
-    reason: str
-    plan: Plan
-    host_bytes: int = 0
-    device_bytes: int = 0
-    bandwidths: Bandwidths | None = None
-    gpu_seconds: float | None = None
-    cpu_seconds: float | None = None
+    where: str  # "gpu", "cpu", or "here" for parameters that are on the CPU already
+    reason: str  # why
+    plan: Plan  # the bytes of an update
+    host_bytes: int = 0  # taken of host memory
+    device_bytes: int = 0  # of buffers on the device
+    bandwidths: Bandwidths | None = None  # as measured on this machine; None for parameters on the CPU
+    gpu_seconds: float | None = None  # predicted for an update on the GPU, if its copies are all that counts
+    cpu_seconds: float | None = None  # predicted for an update on the CPU
 
     def __str__(self) -> str:
         lines = [f"updates run on: {self.where} ({self.reason})"]

@@ -19,19 +19,9 @@ from .offloaded import OffloadedState
 from .placing import check_device
 from .plan import moved_arrays, traffic_of
 
-__all__ = ["StreamedState", "StreamedUpdate"]
-
 
 class StreamedState(OffloadedState):
-    """State in page-locked host memory, streamed through buffers on the device at each update.
-
-    Args:
-        device: where parameters are and updates run; a CPU goes through the same motions, for tests.
-        chunk_bytes: of a buffer.
-        buffers: how many; with three, one chunk comes in and one goes out while one is updated.
-        keeps_gradients: whether gradients are taken away as soon as backward has them; norm and update then read them
-            from host memory, by its address.
-    """
+    """State in page-locked host memory, streamed through buffers on the device at each update."""
 
     def __init__(self, device: torch.device, chunk_bytes: int, buffers: int, keeps_gradients: bool = False) -> None:
         self.device = device
@@ -158,14 +148,7 @@ class StreamedState(OffloadedState):
 
 
 class StreamedUpdate:
-    """Runs the tile passes of a segment whose state lives on the host.
-
-    Args:
-        home: where it lives.
-        segment: the segment.
-        names: its arrays that live there.
-        number: how many chunks other segments have before it.
-    """
+    """Runs the tile passes of a segment whose state lives on the host."""
 
     def __init__(self, home: StreamedState, segment: Segment, names: Sequence[str], number: int) -> None:
         self._home, self._number = home, number

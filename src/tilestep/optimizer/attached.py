@@ -9,8 +9,6 @@ import torch
 
 from .optimizer import Optimizer
 
-__all__ = ["AttachedType", "resolve_optimizer"]
-
 
 class AttachedType(type):
     """A kind of optimizers by what is attached to them: `isinstance` asks for that, and it makes no objects.
@@ -29,13 +27,6 @@ class AttachedType(type):
 
 def resolve_optimizer(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Optimizer:
     """An optimizer, or what a function makes.
-
-    Args:
-        caller: what messages call the function that was given it.
-        optimizer: an optimizer, or a function that makes one.
-
-    Raises:
-        TypeError: for an optimizer of another library, and for anything else.
 
     Example:
         >>> import torch, tilestep

@@ -27,27 +27,13 @@ from .watched_state import WatchedState
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
-__all__ = [
-    "after_hooks",
-    "check_rules",
-    "load",
-    "loaded_groups",
-    "save_numbers",
-    "states_of_groups",
-    "unchanged_on_error",
-]
-
 
 _LIKE_PARAM = State("param")
 
 
 @contextmanager
 def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Put an optimizer's groups, state and tables back as they were if the block raises.
-
-    Args:
-        optimizer: the block may replace its groups and states, but not write into buffers before it can still fail.
-    """
+    """Put an optimizer's groups, state and tables back as they were if the block raises."""
     attributes = dict(vars(optimizer))
     groups, state = optimizer.param_groups, optimizer.state
     members, states = list(groups), dict(state)
@@ -77,13 +63,6 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
     Values are copied into new buffers, so that nothing that was handed out before is written to; a buffer that is the
     optimizer's own, as after `dcp.load` in place, stays. Tables and graphs made before are used no more.
-
-    Args:
-        optimizer: unchanged if anything fails, its hooks too.
-        state_dict: the checkpoint.
-
-    Raises:
-        StateError: for other shapes or another rule; ValueError for other groups.
     """
     try:
         with unchanged_on_error(optimizer):
@@ -118,15 +97,7 @@ def after_hooks(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
 
 
 def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A checkpoint's param groups with the optimizer's parameters, checked and complete.
-
-    Args:
-        optimizer: whose groups they are going to replace.
-        saved: the checkpoint's.
-
-    Raises:
-        ValueError: for other groups and hyperparameters out of their ranges; StateError for another rule.
-    """
+    """A checkpoint's param groups with the optimizer's parameters, checked and complete."""
     before = optimizer.param_groups
     if len(before) != len(saved):
         raise ValueError("loaded state dict has a different number of parameter groups")
@@ -163,16 +134,7 @@ def check_rules(
     saved: Sequence[Mapping[str, Any]],
     rule_of: Callable[[Mapping[str, Any]], Rule],
 ) -> None:
-    """Raise if a checkpoint says that a group has another rule.
-
-    Args:
-        groups: the optimizer's param groups.
-        saved: the checkpoint's; a group of the optimizer's own rule does not say it.
-        rule_of: the rule of a param group.
-
-    Raises:
-        StateError: naming the group and both rules.
-    """
+    """Raise if a checkpoint says that a group has another rule."""
     for index, (group, other) in enumerate(zip(groups, saved)):
         rule = rule_of(group)
         if other.get("rule", rule.name) != rule.name:
@@ -215,12 +177,7 @@ def _with_functions(old: Any, loaded: Any) -> Any:
 
 
 def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-    """Put numbers in the place of functions of the step: what they gave at the group's last step.
-
-    Args:
-        optimizer: whose checkpoint it is.
-        saved: its param groups in the checkpoint.
-    """
+    """Put numbers in the place of functions of the step: what they gave at the group's last step."""
     for group, other in zip(optimizer.param_groups, saved):
         if "state_dtype" in other:
             other["state_dtype"] = saved_choice(other["state_dtype"])
@@ -246,16 +203,7 @@ def _numbers(value: Any) -> Any:
 def _saved_states(
     optimizer: Optimizer, identifiers: Sequence[Any], state: Mapping[Any, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The values that a checkpoint has for each parameter, checked as far as names and shapes tell.
-
-    Args:
-        optimizer: its groups are already the checkpoint's.
-        identifiers: the checkpoint's keys for the parameters, in order.
-        state: the checkpoint's.
-
-    Raises:
-        StateError: for states of other shapes or of another rule, and where the step count is missing.
-    """
+    """The values that a checkpoint has for each parameter, checked as far as names and shapes tell."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for key, (label, _, group, param) in zip(identifiers, labelled(optimizer)):
         # A state without anything in it is one that has not begun.

@@ -17,8 +17,6 @@ from .states import TRAINING, compute_dtype, slice_overs
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
-__all__ = ["hold_averages", "hold_training_weights", "holds_averages", "keeps_averages"]
-
 
 def keeps_averages(optimizer: Optimizer) -> bool:
     """Whether a rule has weights to evaluate that are not those that train."""

@@ -8,8 +8,6 @@ from typing import Any, Union
 
 import torch
 
-__all__ = ["param_groups"]
-
 Pattern = Union[str, "re.Pattern[str]", Callable[[str, torch.Tensor], bool]]
 
 

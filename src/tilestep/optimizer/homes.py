@@ -11,8 +11,6 @@ from ..codegen.spec import KernelSpec
 from ..engine import DeviceEngine, Entry, JointNorm
 from ..engine.segment import Segment
 
-__all__ = ["StateHome"]
-
 
 class StateHome:
     """Where the element buffers of one optimizer's state live, masters included: here, beside their parameters.
@@ -28,55 +26,25 @@ class StateHome:
     """Why an optimizer whose state is here cannot be copied or pickled; empty if it can."""
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """The tensor that kernels update for a parameter.
-
-        Args:
-            param: the parameter.
-            part: what of it lies on this rank.
-        """
+        """The tensor that kernels update for a parameter."""
         return part
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """New buffers that are going to be written, one for each tensor, with its shape and memory format.
-
-        Args:
-            params: the tensors that kernels update, one for each buffer.
-            dtypes: of the buffers.
-        """
+        """New buffers that are going to be written, one for each tensor, with its shape and memory format."""
         return [
             torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
             for param, dtype in zip(params, dtypes)
         ]
 
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether a buffer lives where it should.
-
-        Args:
-            buffer: an element buffer.
-            param: the tensor that kernels update.
-        """
+        """Whether a buffer lives where it should."""
         return buffer.device == param.device
 
     def check(self, label: str, param: torch.Tensor) -> None:
-        """Raise for a parameter that this home has no place for.
-
-        Args:
-            label: how the message calls it.
-            param: the parameter.
-
-        Raises:
-            OffloadError: with the reason.
-        """
+        """Raise for a parameter that this home has no place for."""
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Before tables are built; buffers and segments of earlier ones are used no more.
-
-        Args:
-            params: what messages call them, and those that the tables are going to have, DTensors among them.
-
-        Raises:
-            OffloadError: for a parameter that this home has no place for.
-        """
+        """Before tables are built; buffers and segments of earlier ones are used no more."""
 
     def arrange(self, spec: KernelSpec, entry: Entry) -> None:
         """Look at an entry before segments are made of it."""
@@ -102,23 +70,11 @@ class StateHome:
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
     ) -> list[list[torch.Tensor | None]]:
-        """The gradients that kernels read, for each engine one for each of its parameters.
-
-        Args:
-            params: the parameters of each engine.
-            gradients: their gradients; of DTensors what lies on this rank.
-
-        Raises:
-            Stale: if parameters are others than when the tables were built.
-        """
+        """The gradients that kernels read, for each engine one for each of its parameters."""
         return gradients
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
-        """Sums of squares of this step's gradients, float64[1] each on any device, not waited for.
-
-        Args:
-            sources: what computes them where kernels read the gradients.
-        """
+        """Sums of squares of this step's gradients, float64[1] each on any device, not waited for."""
         return [source.norm() for source in sources]
 
     def follow_parameters(self) -> None:
@@ -131,32 +87,14 @@ class StateHome:
         """Forget gradients that are kept here."""
 
     def finish(self, engine: DeviceEngine) -> None:
-        """After the passes of a step.
-
-        Args:
-            engine: whose passes they were.
-        """
+        """After the passes of a step."""
 
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
-        """Before a step, where gradients are kept: note whether there are any.
-
-        Args:
-            params: every parameter.
-        """
+        """Before a step, where gradients are kept: note whether there are any."""
 
     had_gradients = False
     """Whether there were gradients for the last step that are used up."""
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Have a scaler's function unscale the gradients, wherever they are.
-
-        Args:
-            optimizer: what has the param groups.
-            unscale: the scaler's function.
-            args: what it takes besides.
-            kwargs: what it takes besides.
-
-        Returns:
-            The overflows that it has seen.
-        """
+        """Have a scaler's function unscale the gradients, wherever they are."""
         return unscale(optimizer, *args, **kwargs)

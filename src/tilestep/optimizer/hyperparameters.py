@@ -16,18 +16,6 @@ from ..rules.scalars import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
 from .state_formats import check_state_dtype
 
-__all__ = [
-    "GROUP_OPTIONS",
-    "OWN_KEYS",
-    "about_group",
-    "check_flags",
-    "check_group",
-    "current_value",
-    "deciding_keys",
-    "find_rule",
-    "without_defaults",
-]
-
 GROUP_OPTIONS: Mapping[str, Any] = {"max_grad_norm": None, "master_weights": False, "state_dtype": None}
 """What a param group may say for any rule, and what a group means that does not say it."""
 
@@ -66,14 +54,6 @@ def without_defaults(group: dict[str, Any]) -> None:
 def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
     """The rule that is meant.
 
-    Args:
-        rule: a rule, or the name of a known or registered one.
-        known: the optimizer's rules by name; its param groups refer to them by these.
-
-    Raises:
-        RuleError: for something that is no rule.
-        ValueError: for an unknown name, and for a second rule of the same name.
-
     Example:
         >>> find_rule("Lion", {}).name
         'Lion'
@@ -100,17 +80,7 @@ def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
 
 
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raise for a hyperparameter that the rule or the optimizer refuses.
-
-    Args:
-        rule: the group's rule.
-        group: the param group, or the arguments an optimizer is made with; keys that are not the rule's are ignored.
-
-    Raises:
-        ValueError: for a number out of its range or NaN, a tensor of more than one element, `differentiable=True`, a
-            `master_weights` or `state_dtype` that there is not.
-        TypeError: for what should be a number and is none.
-    """
+    """Raise for a hyperparameter that the rule or the optimizer refuses."""
     given = {
         key: group[key] if type(group[key]) in PYTHON_TYPES else _on_host(group[key], key)
         for key in rule.hyperparameters
@@ -132,17 +102,7 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
 
 
 def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raise for what no rule can do, in a param group that may have been changed since it was added.
-
-    Args:
-        rule: the group's rule.
-        group: the param group.
-
-    Raises:
-        ValueError: for `differentiable=True`, a `master_weights` or `state_dtype` that there is not, another
-            `decoupled_weight_decay` than the rule's, a negative `max_grad_norm`.
-        RuntimeError: for `fused` beside `foreach`, as torch.
-    """
+    """Raise for what no rule can do, in a param group that may have been changed since it was added."""
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     limit = group.get("max_grad_norm")
@@ -200,13 +160,7 @@ def current_value(group: Mapping[str, Any], state: Mapping[Any, Any], name: str)
     """A number of a param group as a float64 scalar on the device of its parameters, without a wait.
 
     Args:
-        group: the param group.
-        state: the optimizer's state, which has the step counts that functions of the step are called with.
         name: the key, with `[index]` for an entry of a tuple.
-
-    Raises:
-        KeyError: for a key that the group does not have.
-        TypeError: for a value that is no number.
     """
     key, _, index = name.partition("[")
     if key not in group or key in ("params", "param_names"):

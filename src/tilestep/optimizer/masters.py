@@ -15,18 +15,6 @@ from ..rules import State
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
 from ..tensor_watch import sum_of_versions
 
-__all__ = [
-    "MASTER_KEYS",
-    "MasterWeights",
-    "Masters",
-    "check_choice",
-    "check_master",
-    "exact_values",
-    "master_kind",
-    "other_master",
-    "start_of",
-]
-
 MasterWeights = bool | str
 """What `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`."""
 
@@ -44,9 +32,6 @@ def start_of(kind: MasterFormat) -> State:
 
 def check_choice(choice: Any) -> None:
     """Raise for a value that `master_weights` cannot have.
-
-    Raises:
-        ValueError: naming the values it can have.
 
     Example:
         >>> check_choice("remainders")  # doctest: +ELLIPSIS
@@ -74,14 +59,6 @@ def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterFormat | 
 def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
     """Raise for a parameter that cannot be kept as its group says.
 
-    Args:
-        label: how the message calls the parameter.
-        dtype: its dtype.
-        group: its param group.
-
-    Raises:
-        GradientError: for a dtype that the group's kind of master neither keeps nor leaves as it is.
-
     Example:
         >>> check_master("a parameter", torch.float32, {"master_weights": True})
     """
@@ -98,12 +75,7 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
 
 
 def other_master(kind: MasterFormat, known: Mapping[str, Any]) -> MasterFormat | None:
-    """The kind of master that a state or checkpoint has where it has none of this kind.
-
-    Args:
-        kind: what is asked for.
-        known: buffers by name. One of another dtype does not count: torch's optimizers round what they load.
-    """
+    """The kind of master that a state or checkpoint has where it has none of this kind."""
     if kind.key in known:
         return None
     for other in MASTER_FORMATS.values():
@@ -114,12 +86,7 @@ def other_master(kind: MasterFormat, known: Mapping[str, Any]) -> MasterFormat |
 
 
 def exact_values(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
-    """A parameter as precisely as its state has it, as a new tensor; without a master, in its own dtype.
-
-    Args:
-        param: the parameter, or what of it is here.
-        state: its state, with buffers of the same shape.
-    """
+    """A parameter as precisely as its state has it, as a new tensor; without a master, in its own dtype."""
     for kind in MASTER_FORMATS.values():
         if kind.key in state:
             return kind.values(param, state[kind.key])
@@ -132,11 +99,6 @@ class Masters:
     What a remainder adds to a value of 16 bits is of no use for another value. (A float32 master is compared with its
     copy as it is read.) A write that no version counts, through `param.data`, leaves the remainder: half a unit in the
     parameter's last place at most.
-
-    Args:
-        members: parameter, its group and its state, for each parameter that has a state.
-        fresh: the buffers that have just begun from their parameters, by `id`.
-        have_parts: whether some are DTensors, whose parts have versions of their own.
     """
 
     def __init__(
@@ -173,11 +135,7 @@ class Masters:
         return versions
 
     def carry(self, before: Masters | None) -> None:
-        """Take over when others were last looked at: these are made of the same parameters, state and groups.
-
-        Args:
-            before: what was in use so far.
-        """
+        """Take over when others were last looked at: these are made of the same parameters, state and groups."""
         if before is None:
             return
         keys = [(id(param), kind) for param, kind, _ in self._members]
@@ -206,11 +164,7 @@ class Masters:
 
     @contextmanager
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """A block that writes parameters with their masters.
-
-        Args:
-            params: those that it may write; None for all.
-        """
+        """A block that writes parameters with their masters."""
         chosen = self._params if params is None else [param for param in params if id(param) in self._places]
         before = self._versions_of(chosen)
         yield

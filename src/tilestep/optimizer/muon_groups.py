@@ -12,8 +12,6 @@ from ..rules import Rule
 from .hyperparameters import find_rule
 from .parameters import require_shapes
 
-__all__ = ["muon_groups"]
-
 OUTSIDE = r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
 """Names of parameters that lie at a model's ends: embeddings and heads."""
 

@@ -10,17 +10,9 @@ import torch
 from ..engine import is_dense
 from ..errors import GradientError
 
-__all__ = ["check_not_shared"]
-
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise if two tensors have an element in common; tensors that only interleave are fine.
-
-    Args:
-        tensors: label and tensor of each; none overlaps itself, all on one device.
-
-    Raises:
-        GradientError: naming both.
 
     Example:
         >>> whole = torch.zeros(4, 4)

@@ -14,18 +14,6 @@ from ..errors import GradientError
 from ..graph import Graph, size_from_end
 from ..rules import Rule
 
-__all__ = [
-    "LISTED_TWICE",
-    "check_pairs",
-    "check_parameter",
-    "further_rounds",
-    "labelled",
-    "listed_once",
-    "param_states",
-    "require_listed_once",
-    "require_shapes",
-]
-
 LISTED_TWICE = "a param group lists a parameter twice"
 """What messages say where each parameter must be there once."""
 
@@ -33,15 +21,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.co
 
 
 def check_parameter(param: torch.Tensor, label: str) -> None:
-    """Raise for a parameter that cannot be updated in place.
-
-    Args:
-        param: the parameter.
-        label: how messages call it.
-
-    Raises:
-        GradientError: sparse, of an unsupported dtype, or overlapping itself.
-    """
+    """Raise for a parameter that cannot be updated in place."""
     if param.is_conj() or param.is_neg():
         raise GradientError(f"{label} is conjugated or negated lazily; make it a tensor of its own with .clone()")
     if param.layout is not torch.strided:
@@ -54,17 +34,7 @@ def check_parameter(param: torch.Tensor, label: str) -> None:
 
 
 def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool) -> None:
-    """Raise for a complex parameter whose rule looks at its shape: kernels see pairs of reals.
-
-    Args:
-        label: how messages call the parameter.
-        rule: its rule.
-        graph: the rule traced for the pairs; None if it cannot be, as it takes matrices.
-        is_sharded: whether the parameter is a DTensor, whose sizes are those of complex numbers.
-
-    Raises:
-        GradientError: naming the parameter and the rule.
-    """
+    """Raise for a complex parameter whose rule looks at its shape: kernels see pairs of reals."""
     if graph is not None:
         by_size = is_sharded and any(name == "numel" or size_from_end(name) for name in graph.hypers())
         by_shape = by_size or graph.matrix_states or graph.reads_shape or graph.branches_on_sizes
@@ -101,14 +71,7 @@ def listed_once(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torc
 
 
 def further_rounds(optimizer: Grouped) -> tuple[frozenset[int], ...]:
-    """For parameters that a group lists several times, which torch updates as often: those of each further round.
-
-    Args:
-        optimizer: the optimizer; torch has warned of such a group.
-
-    Returns:
-        The parameters by `id`, a set for each round; the first round has all of them and is left out.
-    """
+    """For parameters that a group lists several times, which torch updates as often: those of each further round."""
     ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     if len(set(ids)) == len(ids):
         return ()
@@ -118,30 +81,14 @@ def further_rounds(optimizer: Grouped) -> tuple[frozenset[int], ...]:
 
 
 def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise for a lazy module's parameter that has no shape yet, where shapes are needed at once.
-
-    Args:
-        caller: what messages call the function that needs them.
-        params: what messages call each, and the parameter.
-
-    Raises:
-        ValueError: naming the parameter and what to do.
-    """
+    """Raise for a lazy module's parameter that has no shape yet, where shapes are needed at once."""
     for label, param in params:
         if is_lazy(param):
             raise ValueError(f"{label} has no shape yet, and {caller} needs it: run the model's first forward before")
 
 
 def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise for a parameter that a group lists several times, where each is updated once.
-
-    Args:
-        caller: what messages call the function that updates each once.
-        optimizer: the optimizer.
-
-    Raises:
-        GradientError: naming what to do.
-    """
+    """Raise for a parameter that a group lists several times, where each is updated once."""
     if further_rounds(optimizer):
         raise GradientError(f"{LISTED_TWICE}, which torch updates twice, and {caller} once: list it once")
 

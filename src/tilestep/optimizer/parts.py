@@ -13,7 +13,6 @@ from ..engine import Decider, DeviceEngine, Entry, JointNorm
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
-__all__ = ["build_engines"]
 
 BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]
 
@@ -24,17 +23,7 @@ def build_engines(
     members: Mapping[int, torch.Tensor],
     keys: Sequence[Sequence[str]],
 ) -> tuple[list[DeviceEngine], dict[Any, list[int]]]:
-    """Make the engines.
-
-    Args:
-        optimizer: whose schedule says which part a parameter belongs to.
-        by_device: every entry.
-        members: the parameter of each entry, by the entry's `id`.
-        keys: see `DeviceEngine`.
-
-    Returns:
-        The engines, and for each part the places of its own.
-    """
+    """Make the engines."""
     home = optimizer.memory
     engines: list[DeviceEngine] = []
     places: dict[Any, list[int]] = {}

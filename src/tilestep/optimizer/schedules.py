@@ -10,8 +10,6 @@ import torch
 
 from .graphs import prepare_by_hand, push
 
-__all__ = ["AT_STEP", "Schedule"]
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -38,11 +36,7 @@ class Schedule:
         """Let what comes next see all updates: before parameters or state are read."""
 
     def before_zero_grad(self) -> None:
-        """Let go of gradients that are kept elsewhere.
-
-        Raises:
-            RuntimeError: if they cannot be dropped any more.
-        """
+        """Let go of gradients that are kept elsewhere."""
 
     def part_of(self, param: torch.Tensor) -> Any:
         """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""
@@ -89,13 +83,7 @@ class Schedule:
 
     @contextmanager
     def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[Any]:
-        """A block in which a step is captured or replayed on the optimizer that it gives.
-
-        Args:
-            optimizer: the optimizer.
-            alone: whether the graph has the step alone, without backward.
-            replays: whether it is a replay.
-        """
+        """A block in which a step is captured or replayed on the optimizer that it gives."""
         yield optimizer
 
     def prepare_capture(self, optimizer: Any) -> None:

@@ -13,17 +13,9 @@ from ..graph import Graph
 from ..rules import Rule
 from .states import compute_dtype, storages
 
-__all__ = ["graph_of", "spec_of"]
-
 
 def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size) -> Graph:
-    """The graph of a rule under a param group's hyperparameters.
-
-    Args:
-        rule: the group's rule.
-        group: the param group.
-        shape: of a whole parameter.
-    """
+    """The graph of a rule under a param group's hyperparameters."""
     return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape)
 
 
@@ -31,13 +23,6 @@ def spec_of(
     rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
 ) -> KernelSpec:
     """What the kernels of a parameter are built from.
-
-    Args:
-        rule: the group's rule.
-        group: the param group.
-        part: the parameter, or what is here of it.
-        shape: of the whole parameter where that is not the part's.
-        label: how messages call the parameter, by whose name its state may be kept.
 
     Example:
         >>> import tilestep

@@ -15,7 +15,6 @@ from .parameters import labelled
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
-__all__ = ["keeping_squares"]
 
 _SQUARES = ("left", "right")
 
@@ -29,12 +28,6 @@ def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
     """A block that makes tables anew, in which no parameter that has been stepped may get or lose a square matrix.
 
     Other states are turned into such bases and scaled by them, and a basis of zeros would hold its parameter still.
-
-    Args:
-        optimizer: the optimizer.
-
-    Raises:
-        StateError: naming the parameter, the states and what to do.
     """
     before: list[tuple[str, Rule, torch.Tensor, list[str]]] = []
     for label, _, group, param in labelled(optimizer):

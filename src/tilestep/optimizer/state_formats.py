@@ -16,8 +16,6 @@ from ..rules import Interval, Rule
 from ..storage import BLOCK, Plain, Storage, codec_of, dtype_name, rows_of, state_format
 from .masters import master_kind
 
-__all__ = ["SMALLEST", "StateDtype", "check_state_dtype", "compute_dtype", "saved_choice", "state_formats"]
-
 StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None
 """What `Optimizer` takes as `state_dtype`."""
 
@@ -38,14 +36,6 @@ def compute_dtype(param: torch.Tensor) -> torch.dtype:
 
 def check_state_dtype(rule: Rule, choice: Any) -> None:
     """Raise for what `state_dtype` cannot say.
-
-    Args:
-        rule: the group's rule.
-        choice: a dtype, a format's name, a mapping from names of states to them, a function that gives any of these for
-            a parameter's name, or None.
-
-    Raises:
-        ValueError: listing what is possible.
 
     Example:
         >>> from tilestep.rules import registry
@@ -76,17 +66,6 @@ def state_formats(
     gradients float32, unless the group names the state; parameters of fewer than `SMALLEST` elements keep float32, and
     so do those whose rows are shorter than `SHORTEST` in place of blocks. A function that chooses by the parameter's
     name has the last word.
-
-    Args:
-        param: the parameter, or what of it is here.
-        group: its param group.
-        graph: the rule traced for it.
-        rule: the rule.
-        label: how messages call it, with its name in parentheses at the end.
-        shape: of the whole parameter.
-
-    Raises:
-        StateError: for a format that the rule's passes cannot walk.
     """
     named = _NAME.search(label)
     name = named[1] if named else ""
@@ -170,16 +149,7 @@ def _in_blocks(
 
 
 def check_cut_blocks(label: str, param: torch.Tensor, formats: Mapping[str, Storage]) -> None:
-    """Raise for a DTensor whose parts do not hold whole blocks.
-
-    Args:
-        label: how the message calls it.
-        param: the DTensor.
-        formats: of its buffers.
-
-    Raises:
-        StateError: with the size to choose.
-    """
+    """Raise for a DTensor whose parts do not hold whole blocks."""
     blocks = next((str(storage) for storage in formats.values() if codec_of(storage).has_blocks), None)
     if blocks is None:
         return

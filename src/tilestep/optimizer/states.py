@@ -30,21 +30,6 @@ from .homes import StateHome
 from .masters import MASTER_KEYS, master_kind, other_master, start_of
 from .state_formats import compute_dtype, state_formats
 
-__all__ = [
-    "Later",
-    "TRAINING",
-    "begin_again",
-    "begin_missing",
-    "compute_dtype",
-    "has_begun",
-    "initial_state",
-    "restart",
-    "shape_of",
-    "slice_overs",
-    "starts_of",
-    "storages",
-]
-
 TRAINING = "training_param"
 """State key of the weights that train, while the parameter holds those to evaluate."""
 
@@ -54,28 +39,19 @@ class Missing:
     """A buffer that is to be made in a parameter's state.
 
     Args:
-        state: the parameter's state.
-        start: how the buffer begins.
-        param: the tensor that kernels update.
-        group: its param group.
-        dtype: of the buffer.
-        whole: shape of the tensor of which the parameter may be a part.
-        source: the buffer whose values it takes over, where there is one that cannot stay.
-        elements: of how many neighbours one of its entries is.
         blocks: where it is the first array of a state in blocks, the format and the state's name.
-        in_blocks: whether it is one of the arrays of such a state.
     """
 
-    state: dict[str, Any]
-    start: State
-    param: torch.Tensor
-    group: Mapping[str, Any]
-    dtype: torch.dtype
-    whole: torch.Size
-    source: torch.Tensor | None = None
-    elements: int = 1
+    state: dict[str, Any]  # the parameter's state
+    start: State  # how the buffer begins
+    param: torch.Tensor  # the tensor that kernels update
+    group: Mapping[str, Any]  # its param group
+    dtype: torch.dtype  # of the buffer
+    whole: torch.Size  # shape of the tensor of which the parameter may be a part
+    source: torch.Tensor | None = None  # the buffer whose values it takes over, where there is one that cannot stay
+    elements: int = 1  # of how many neighbours one of its entries is
     blocks: tuple[Storage, str] | None = None
-    in_blocks: bool = False
+    in_blocks: bool = False  # whether it is one of the arrays of such a state
 
     @property
     def is_like_param(self) -> bool:
@@ -98,17 +74,7 @@ def storages(
     label: str = "",
     shape: Sequence[int] | None = None,
 ) -> dict[str, Storage]:
-    """Storage of the parameter, its gradient and each element state, in buffer order.
-
-    Args:
-        param: the parameter, or what of it is here.
-        group: its param group.
-        graph: the rule traced for it.
-        rule: the rule.
-        dtype: of its gradient, where that is another than its own.
-        label: how messages call it.
-        shape: of the whole parameter, where that is another.
-    """
+    """Storage of the parameter, its gradient and each element state, in buffer order."""
     kind = master_kind(param.dtype, group)
     return {
         "param": Plain(param.dtype) if kind is None else kind.storage(param.dtype),
@@ -130,25 +96,7 @@ def initial_state(
     formats: Mapping[str, Storage],
     live: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state of a parameter: known buffers are kept, missing ones begin as the rule says.
-
-    Args:
-        label: how messages call the parameter.
-        param: the local tensor.
-        group: its param group.
-        graph: the rule traced for it.
-        rule: the rule.
-        known: state it has already; entries that are not the rule's are kept as they are.
-        later: gets the missing buffers, which are None until `begin_missing`.
-        home: where element buffers live.
-        whole: shape of the tensor of which `param` may be a part; matrices beside it have its sides.
-        formats: of its buffers, see `storages`.
-        live: where `known` comes from a checkpoint, the buffers that are the optimizer's: what is the checkpoint's is
-            copied and never written to.
-
-    Raises:
-        StateError: for a known buffer of another shape.
-    """
+    """The state of a parameter: known buffers are kept, missing ones begin as the rule says."""
     kept = [name for name in graph.states if name in formats and name not in graph.matrix_states]
     dtypes = {name: formats[name].arrays(name)[0].dtype for name in kept}
     dtypes.update(dict.fromkeys((*graph.matrix_states, *graph.scalar_states), compute_dtype(param)))
@@ -243,14 +191,7 @@ def _add_blocks(
 
 
 def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, State]:
-    """How each buffer of a parameter's state begins, the step count first, then a master.
-
-    Args:
-        rule: the rule.
-        names: the states that its kernels have.
-        dtype: of the parameter.
-        group: its param group.
-    """
+    """How each buffer of a parameter's state begins, the step count first, then a master."""
     kind = master_kind(dtype, group)
     masters = {} if kind is None else {kind.key: start_of(kind)}
     return {"step": _STEP, **masters, **{name: rule.states[name] for name in names}}
@@ -261,12 +202,6 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
     """Let a state that was made ahead begin with the values that its parameter and group have now.
 
     Only where the step count is 0, which a device decides for itself: a graph may have stepped without saying so.
-
-    Args:
-        state: the state, complete.
-        rule: its rule.
-        param: the parameter.
-        group: its param group.
     """
     part = as_real(local_part(param))
     fresh = state["step"] == 0
@@ -309,10 +244,6 @@ def begin_missing(later: Later, home: StateHome) -> None:
 
     They are made name by name, so that those which a pass walks one after the other lie beside each other: a CPU's
     prefetcher runs from one into the next, which is a quarter of the time for tensors of 8,192 elements.
-
-    Args:
-        later: filled by `initial_state`.
-        home: where element buffers live.
     """
     elementwise = [one for missing in later.values() for one in missing if one.is_like_param]
     made = iter(home.make([one.param for one in elementwise], [one.dtype for one in elementwise]))
@@ -368,13 +299,7 @@ def _start(start: State, group: Mapping[str, Any]) -> float:
 
 
 def shape_of(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int, ...]:
-    """The shape of a state buffer.
-
-    Args:
-        start: how it begins.
-        param: its parameter, or what of it is here.
-        whole: shape of the whole parameter.
-    """
+    """The shape of a state buffer."""
     if start.shape in ("left", "right"):
         side = whole[-2 if start.shape == "left" else -1]
         return (side, side)
@@ -386,12 +311,7 @@ def shape_of(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int,
 
 
 def slice_overs(rule: Rule, param: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """For states with one number a row or column, the dimension of the parameter that they have not, and the next.
-
-    Args:
-        rule: the rule.
-        param: the parameter.
-    """
+    """For states with one number a row or column, the dimension of the parameter that they have not, and the next."""
     ends = {"row": param.dim(), "column": param.dim() - 1}
     return {name: (ends[each.shape] - 1, ends[each.shape]) for name, each in rule.states.items() if each.shape in ends}
 
@@ -446,14 +366,7 @@ def _empty(one: Missing) -> torch.Tensor:
 
 
 def restart(buffer: torch.Tensor, start: State, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Let a buffer begin again, in place.
-
-    Args:
-        buffer: the state buffer.
-        start: how it begins.
-        param: its parameter.
-        group: its param group.
-    """
+    """Let a buffer begin again, in place."""
     if start.init == "param":
         buffer.copy_(param.detach())
     else:

@@ -33,56 +33,35 @@ class Tables:
     """What a step works on, made for the param groups and the state as they were.
 
     Args:
-        engines: one for each device, or for each of the parts that are stepped by themselves there.
-        members: for each engine its parameters, in the order of its entries.
-        dormant: parameters without gradient that have had none so far, frozen ones, and those still on the meta device.
-            They have no state, as in torch.
-        unreal: fake parameters, and those on the meta device with a gradient: they have state of their kind and nothing
-            to update.
-        groups: the param groups.
-        params: every parameter.
-        state: the optimizer's state.
-        state_changes: how often its entries had been replaced.
-        masters: the low-precision parameters whose masters do not show what other code writes to them.
-        agreement: the ranks of the meshes, if some parameters are DTensors.
-        ranks: those that decide steps together, if there are several.
-        local_gradients: then for each engine what finds the local parts of its gradients.
-        shared_sums: then for each engine what combines reductions over one tensor.
-        scan: the quick look at all tensors, once there is one.
+        dormant: parameters without gradient that have had none so far, frozen ones, and those still on the meta
+            device. They have no state, as in torch.
+        unreal: fake parameters, and those on the meta device with a gradient: they have state of their kind and
+            nothing to update.
         places: for each part, see `Schedule.part_of`, the places of its engines.
-        home: where the state lives.
-        further_rounds: see `parameters.further_rounds`.
-        complex_members: for each engine its complex parameters, if there are any.
-        ahead: parameters whose state was made before a step needed it.
     """
 
-    engines: list[DeviceEngine]
-    members: list[list[torch.Tensor]]
+    engines: list[DeviceEngine]  # one for each device, or for each of the parts that are stepped by themselves there
+    members: list[list[torch.Tensor]]  # for each engine its parameters, in the order of its entries
     dormant: list[torch.Tensor]
     unreal: list[torch.Tensor]
-    groups: list[dict[str, Any]]
-    params: list[torch.Tensor]
-    state: Any
-    state_changes: int
-    masters: Masters
-    agreement: Agreement | None = None
-    ranks: Any = None
-    local_gradients: Sequence[LocalGradients] = ()
-    shared_sums: Sequence[SharedSums] = ()
-    scan: Scan | None = None
+    groups: list[dict[str, Any]]  # the param groups
+    params: list[torch.Tensor]  # every parameter
+    state: Any  # the optimizer's state
+    state_changes: int  # how often its entries had been replaced
+    masters: Masters  # the low-precision parameters whose masters do not show what other code writes to them
+    agreement: Agreement | None = None  # the ranks of the meshes, if some parameters are DTensors
+    ranks: Any = None  # those that decide steps together, if there are several
+    local_gradients: Sequence[LocalGradients] = ()  # then for each engine what finds the local parts of its gradients
+    shared_sums: Sequence[SharedSums] = ()  # then for each engine what combines reductions over one tensor
+    scan: Scan | None = None  # the quick look at all tensors, once there is one
     places: dict[Any, list[int]] = field(default_factory=dict)
-    home: StateHome = field(default_factory=StateHome)
-    further_rounds: tuple[frozenset[int], ...] = ()
-    complex_members: Sequence[ComplexMembers] = ()
-    ahead: list[torch.Tensor] = field(default_factory=list)
+    home: StateHome = field(default_factory=StateHome)  # where the state lives
+    further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
+    complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
+    ahead: list[torch.Tensor] = field(default_factory=list)  # parameters whose state was made before a step needed it
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
-        """Let states that were made ahead begin with the values that parameters and groups have at their first step.
-
-        Args:
-            optimizer: the optimizer.
-            all_of_them: also those of parameters that have no gradient beside them: a graph makes it.
-        """
+        """Let states that were made ahead begin with the values that parameters and groups have at their first step."""
         if not self.ahead:
             return
         first = {id(param) for param in self.ahead if all_of_them or param.grad is not None}
@@ -116,15 +95,7 @@ class Tables:
         """Whether control numbers are those of a step that nothing is asked of, which need not be written again."""
 
     def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
-        """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed.
-
-        Args:
-            optimizer: the optimizer.
-            norm: as for `start`.
-
-        Raises:
-            Stale: when state has moved, and as for `prepare`.
-        """
+        """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed."""
         scan = self.scan
         if scan is None:
             return False
@@ -177,11 +148,7 @@ class Tables:
         return False
 
     def repeats(self, optimizer: torch.optim.Optimizer) -> bool:
-        """As `scanned` but without a look, for parameters and gradients that are known to be where they were.
-
-        Args:
-            optimizer: the optimizer, which decides its steps with other ranks.
-        """
+        """As `scanned` but without a look, for parameters and gradients that are known to be where they were."""
         at_home = self.home.is_beside and all(engine.can_scan for engine in self.engines)
         current = at_home and all(engine.gradients.scanned for engine in self.engines)
         if self.scan is None or not current or not self.same_groups(optimizer):
@@ -244,53 +211,28 @@ class Tables:
         return self.home.gradients(self.members, gradients)
 
     def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
-        """The gradients of one engine's entries; of DTensors what lies on this rank.
-
-        Args:
-            place: the engine's.
-            find: gives a parameter's gradient, or None.
-        """
+        """The gradients of one engine's entries; of DTensors what lies on this rank."""
         gradients = list(map(find, self.members[place]))
         if self.agreement is not None:
             gradients = self.local_gradients[place].parts(gradients)
         return self.complex_members[place].real_gradients(gradients) if self.complex_members else gradients
 
     def start(self, *, norm: bool) -> list[list[torch.Tensor | None]]:
-        """Look at the gradients first, so that their norm runs on a GPU while the host checks everything else.
-
-        Args:
-            norm: whether the step needs the norm.
-
-        Returns:
-            For each engine the gradients of its entries.
-        """
+        """Look at the gradients first, so that their norm runs on a GPU while the host checks everything else."""
         gradients = self.gradients()
         for engine, own in zip(self.engines, gradients):
             engine.start(own, norm=norm and len(self.engines) == 1)
         return gradients
 
     def prepare(self, gradients: list[list[torch.Tensor | None]] | None = None) -> list[list[torch.Tensor | None]]:
-        """Bring every engine up to date; nothing is updated yet.
-
-        Args:
-            gradients: for each engine the gradients of its entries, if they are known.
-
-        Returns:
-            For each engine the gradients of its entries.
-        """
+        """Bring every engine up to date; nothing is updated yet."""
         gradients = self.gradients() if gradients is None else gradients
         for engine, own in zip(self.engines, gradients):
             engine.prepare(own)
         return gradients
 
     def run(self, gradients: list[list[torch.Tensor | None]], places: Sequence[int], *, counts_versions: bool) -> None:
-        """Update the parameters of prepared and decided engines.
-
-        Args:
-            gradients: for each of all engines the gradients of its entries, as `prepare` takes them.
-            places: which engines.
-            counts_versions: whether nobody else tells autograd which parameters were written.
-        """
+        """Update the parameters of prepared and decided engines."""
         engines = [self.engines[place] for place in places]
         for place, engine in zip(places, engines):
             engine.begin(gradients[place])
@@ -300,11 +242,7 @@ class Tables:
             self.home.finish(engine)
 
     def run_scanned(self, *, marked: bool) -> None:
-        """`run` for all engines after a look in C++, which leaves nothing to hand over and nothing to let go.
-
-        Args:
-            marked: whether a profiler listens or autocast is on.
-        """
+        """`run` for all engines after a look in C++, which leaves nothing to hand over and nothing to let go."""
         scan, calls = self.scan, self._calls.get(self._every) or self.calls_of(self._every)
         assert scan is not None
         if marked:
@@ -329,11 +267,7 @@ class Tables:
         return calls
 
     def run_further_rounds(self, gradients: list[list[torch.Tensor | None]]) -> None:
-        """Update again the parameters that their group lists several times, as torch does one after the other.
-
-        Args:
-            gradients: for each engine the gradients of its entries, with which the first round ran.
-        """
+        """Update again the parameters that their group lists several times, as torch does one after the other."""
         for again in self.further_rounds:
             own = [
                 [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
@@ -364,11 +298,7 @@ class Tables:
         self.masters.note_versions()
 
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> AbstractContextManager[None]:
-        """A block that writes parameters with their masters.
-
-        Args:
-            params: those that it may write; None for all.
-        """
+        """A block that writes parameters with their masters."""
         return self.masters.own_writes(params)
 
 
@@ -405,13 +335,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Scan:
-    """The look before a step as one C++ call a device, which says that all is as it was, or where gradients have moved.
-
-    Args:
-        module: the built C++ module.
-        engines: prepared for gradients as they are now.
-        scanners: one for each engine.
-    """
+    """The look before a step as one C++ call a device: all is as it was, or where gradients have moved."""
 
     def __init__(self, module: Any, engines: Sequence[DeviceEngine], scanners: list[Any]) -> None:
         self.scan, self.same_list = module.scan, module.same_list

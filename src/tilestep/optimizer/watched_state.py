@@ -10,8 +10,6 @@ import torch
 
 from .states import TRAINING
 
-__all__ = ["ParameterState", "WatchedState", "plain_states"]
-
 
 def _counted(name: str) -> Callable[..., Any]:
     original = getattr(defaultdict, name)
@@ -114,12 +112,7 @@ class WatchedState(defaultdict[Any, Any]):
         self.count.changes = number
 
     def entry(self, values: Mapping[str, Any], *, is_ahead: bool = False) -> ParameterState:
-        """A parameter's state whose changes count here too.
-
-        Args:
-            values: what is in it.
-            is_ahead: whether no step needs it yet.
-        """
+        """A parameter's state whose changes count here too."""
         made = ParameterState(values)
         made.count, made.is_ahead = self.count, is_ahead
         return made
@@ -142,11 +135,7 @@ class WatchedState(defaultdict[Any, Any]):
 
 
 def plain_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint whose states are plain dicts, as torch's loaders want them.
-
-    Args:
-        state_dict: the checkpoint.
-    """
+    """A checkpoint whose states are plain dicts, as torch's loaders want them."""
     states = state_dict.get("state")
     if not isinstance(states, dict):
         return state_dict

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "OverlapReport", "Trial", "device_clock"]
-
 TRIED = ("serial", "forward")
 """Schedules that take gradients at `step()`, and so mean the same to whoever trains."""
 
@@ -33,13 +31,11 @@ class OverlapReport:
     """When updates run, and why.
 
     Args:
-        during: "serial", "backward" or "forward".
-        reason: why.
         milliseconds: of an iteration by schedule, medians of the slowest rank; empty where nothing was measured.
     """
 
-    during: str
-    reason: str
+    during: str  # "serial", "backward" or "forward"
+    reason: str  # why
     milliseconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -58,11 +54,7 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """The current stream's time.
-
-    Args:
-        device: a GPU.
-    """
+    """The current stream's time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,10 +80,6 @@ class Trial:
     """Runs steps in one schedule and in the other, by turns, and chooses at a step that is the same on all ranks.
 
     Numbers do not depend on the schedule, so trying costs none. The host waits for the device once, when it chooses.
-
-    Args:
-        clock: the device's.
-        slowest: replaces numbers, float64 on the CPU, by the largest over the ranks.
 
     Example:
         >>> class Steps:

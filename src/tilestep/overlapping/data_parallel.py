@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .tracker import BackwardTracker
 
-__all__ = ["CommHook", "follow_buckets", "wrappers"]
-
 CommHook = tuple[Any, Callable[[Any, Any], Any]]
 """State and function, as `DistributedDataParallel.register_comm_hook` takes them."""
 
@@ -27,20 +25,7 @@ def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 def follow_buckets(
     wrapper: DistributedDataParallel, gradients: BackwardTracker, comm_hook: CommHook | None
 ) -> set[int]:
-    """Have a tracker see the gradients that are reduced.
-
-    Args:
-        wrapper: the module.
-        gradients: the tracker.
-        comm_hook: what reduces them; None for the mean over ranks as DistributedDataParallel itself makes it.
-
-    Returns:
-        The parameters whose gradients come so, by `id`.
-
-    Raises:
-        ValueError: for a module whose buckets do not say which gradients there are, or with complex parameters; for one
-            with a comm hook.
-    """
+    """Have a tracker see the gradients that are reduced."""
     if wrapper.find_unused_parameters or wrapper.static_graph:
         option = "static_graph" if wrapper.static_graph else "find_unused_parameters"
         raise ValueError(

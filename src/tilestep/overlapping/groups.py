@@ -14,34 +14,20 @@ from ..optimizer import Optimizer
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
 
-__all__ = ["Group", "Grouping", "divide"]
-
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that one update takes.
+    """Parameters that one update takes."""
 
-    Args:
-        index: its place among the groups, in the order in which backward completes them.
-        name: how messages call it.
-        params: the parameters.
-        module: the FSDP module that gathers them, if one does.
-        is_guarded: whether who looks a parameter up in the model can be made to wait for its update.
-    """
-
-    index: int
-    name: str
-    params: list[torch.Tensor]
-    module: nn.Module | None = None
-    is_guarded: bool = True
+    index: int  # its place among the groups, in the order in which backward completes them
+    name: str  # how messages call it
+    params: list[torch.Tensor]  # the parameters
+    module: nn.Module | None = None  # the FSDP module that gathers them, if one does
+    is_guarded: bool = True  # whether who looks a parameter up in the model can be made to wait for its update
 
 
 class Grouping:
-    """All groups of an optimizer.
-
-    Args:
-        groups: by index.
-    """
+    """All groups of an optimizer."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
@@ -58,11 +44,6 @@ def divide(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> Groupin
 
     Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
     that FSDP2 shards go by the module that gathers them, the rest by buckets in the reverse order of registration.
-
-    Args:
-        optimizer: the optimizer.
-        model: has its parameters.
-        bucket_bytes: parameters of about so many bytes go together where no module says so.
     """
     own = {id(param): (label, param) for label, _, _, param in labelled(optimizer)}
     together = _together(optimizer)

@@ -9,17 +9,11 @@ import torch
 
 from ..compat import current_stream_number
 
-__all__ = ["Lane"]
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Lane:
-    """A line of updates beside the computation of one device.
-
-    Args:
-        device: where the parameters are.
-    """
+    """A line of updates beside the computation of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,11 +29,7 @@ class Lane:
         return None if self.stream is None else current_stream_number(self._device.index)
 
     def after(self, *streams: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """A block of updates that begin when what these streams have been given so far is done.
-
-        Args:
-            streams: none for the current one.
-        """
+        """A block of updates that begin when what these streams have been given so far is done."""
         return _NOTHING if self.stream is None else self._after(self.stream, streams)
 
     @contextmanager
@@ -87,11 +77,7 @@ class Lane:
             current.wait_stream(self.stream)
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Let memory of these tensors be given to nobody else before the updates so far have run.
-
-        Args:
-            tensors: that are about to be let go; those that share memory cost once.
-        """
+        """Let memory of these tensors be given to nobody else before the updates so far have run."""
         if self.stream is not None:
             for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
                 tensor.record_stream(self.stream)

@@ -16,8 +16,6 @@ from .data_parallel import CommHook
 from .groups import divide
 from .schedule import OverlappedOptimizer, OverlapSchedule
 
-__all__ = ["overlap"]
-
 
 def overlap(
     optimizer: Optimizer,

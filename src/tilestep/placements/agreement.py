@@ -25,12 +25,6 @@ class Agreement:
     mesh, and a plain one, is held by the other ranks too, as by tensor-parallel ranks whose norms' weights FSDP shards.
     A sum over all tensors is one all-reduce: each rank adds its part of a shard once, and of what several ranks hold
     the same share. So its result is the same on every rank, to the last bit.
-
-    Args:
-        tensors: label and DTensor of each.
-
-    Raises:
-        GradientError: for meshes that have no ranks in common that could agree.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, Any]]) -> None:
@@ -65,12 +59,7 @@ class Agreement:
         return found
 
     def share(self, tensor: Any, over: tuple[int, int] | None = None) -> float:
-        """What a rank's sums over its part of a tensor count: 1 over the number of ranks that hold the same part.
-
-        Args:
-            tensor: a DTensor on one of the meshes, or a plain tensor, which every rank has.
-            over: for sums over slices of it, rows say, the dimensions that these have not.
-        """
+        """What a rank's sums over its part of a tensor count: 1 over the number of ranks that hold the same part."""
         if not is_distributed(tensor):
             return 1 / len(self.ranks)
         mesh, placements, gone = tensor.device_mesh, tensor.placements, range(*(over or (0, 0)))
@@ -83,19 +72,11 @@ class Agreement:
         return self._shares[mesh, placements, gone]
 
     def add(self, values: torch.Tensor) -> None:
-        """Replace numbers by their sums over the ranks; no rank waits on the host for a GPU's.
-
-        Args:
-            values: float64, of one shape on all ranks.
-        """
+        """Replace numbers by their sums over the ranks; no rank waits on the host for a GPU's."""
         self._all_reduce(values, dist.ReduceOp.SUM)
 
     def largest(self, values: torch.Tensor) -> None:
-        """Replace numbers by the largest over the ranks; NaN on one gives NaN on all.
-
-        Args:
-            values: float64, of one shape on all ranks.
-        """
+        """Replace numbers by the largest over the ranks; NaN on one gives NaN on all."""
         missing = values.isnan()
         both = torch.stack([torch.where(missing, torch.inf, values), missing.to(values.dtype)])
         self._all_reduce(both, dist.ReduceOp.MAX)
@@ -139,12 +120,7 @@ def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
 
 
 def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
-    """A process group of these ranks: one that is there, or a new one that only they must ask for.
-
-    Args:
-        ranks: in order.
-        meshes: whose groups are there.
-    """
+    """A process group of these ranks: one that is there, or a new one that only they must ask for."""
     world = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return world

@@ -16,12 +16,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 class LocalGradients:
-    """Finds this rank's part of each gradient of a list of parameters.
-
-    Args:
-        labels: how messages call the parameters.
-        params: the parameters, DTensors or plain tensors.
-    """
+    """Finds this rank's part of each gradient of a list of parameters."""
 
     def __init__(self, labels: Sequence[str], params: Sequence[torch.Tensor]) -> None:
         self._labels = list(labels)
@@ -33,12 +28,6 @@ class LocalGradients:
 
         A gradient that is distributed otherwise than its parameter (a partial sum, say) is redistributed, and the
         result becomes the parameter's `grad`: the same gradient, as later readers expect it.
-
-        Args:
-            gradients: a gradient or None for each parameter.
-
-        Raises:
-            GradientError: for a gradient that cannot be brought to where its parameter lies.
         """
         found = layouts(gradients)
         if not all(map(operator.is_, found, self._layouts)):

@@ -40,15 +40,7 @@ def local_part(tensor: Any) -> Any:
 
 
 def checked_part(label: str, param: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter on this rank.
-
-    Args:
-        label: how messages call it.
-        param: the parameter; one that is no DTensor is returned as it is.
-
-    Raises:
-        GradientError: for a DTensor that has no memory of its own here, or that is a sum still to be made.
-    """
+    """The memory of a parameter on this rank."""
     if not is_distributed(param):
         return param
     if any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
@@ -77,22 +69,13 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 def spans_ranks(reduction: Value, cut: Mapping[int, int]) -> bool:
-    """Whether a reduction goes over a dimension along which its operand is cut.
-
-    Args:
-        reduction: the reduction.
-        cut: the dimensions along which the parameter is cut, as `sharded_dims` gives them.
-    """
+    """Whether a reduction goes over a dimension along which its operand is cut."""
     gone, over = range(*(reduction.args[0].over or (0, 0))), reduction.over
     return any(dim not in gone and (over is None or dim in range(*over)) for dim in cut)
 
 
 def sharded_dims(tensor: torch.Tensor) -> dict[int, int]:
-    """The dimensions along which a DTensor is cut, and in how many parts.
-
-    Args:
-        tensor: a DTensor without partial sums; a plain tensor is not cut.
-    """
+    """The dimensions along which a DTensor is cut, and in how many parts."""
     found: dict[int, int] = {}
     if is_distributed(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -108,14 +91,7 @@ def _placed(tensor: Any) -> str:
 
 
 def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None, elements: int = 1) -> torch.Tensor:
-    """A DTensor around a local part, or the part itself where the parameter is a plain tensor.
-
-    Args:
-        part: this rank's part of the parameter's shape; or, for a parameter that is whole on every rank, anything.
-        like: the parameter.
-        over: for a part with one number a row, column or other slice the dimensions that it has not.
-        elements: for a part with an entry for several neighbours of a row how many.
-    """
+    """A DTensor around a local part, or the part itself where the parameter is a plain tensor."""
     kind = distributed_tensor_type()
     if kind is None or not isinstance(like, kind):
         return part
@@ -153,12 +129,7 @@ def _placements_of(placements: tuple[Any, ...], dims: int, over: Over) -> tuple[
 
 
 def slices_here(like: Any, over: Over) -> torch.Tensor:
-    """Which of a DTensor's slices are of this rank's part, int64 numbers in the order in which the part has them.
-
-    Args:
-        like: the DTensor.
-        over: the dimensions that slices have not.
-    """
+    """Which of a DTensor's slices are of this rank's part, int64 numbers in the order in which the part has them."""
     shape = _without(like.shape, over)
     numbers = _replicated(torch.arange(shape.numel(), device="cpu").view(shape), like.device_mesh)
     return local_part(numbers.redistribute(placements=_placements(like, over))).reshape(-1)
@@ -187,20 +158,7 @@ def local_state(
     squares: Iterable[str] = (),
     entries: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """A parameter's state with the local parts of its buffers.
-
-    Args:
-        label: how messages call the parameter.
-        known: its state; buffers may be DTensors of any placements, or plain tensors of the parameter's whole shape.
-        param: the parameter.
-        buffers: the names of the buffers; everything else stays as it is.
-        overs: for buffers with one number a row, column or other slice the dimensions that they have not.
-        squares: the names of matrices beside the parameter, which every rank has.
-        entries: for buffers with an entry for several neighbours of a row how many.
-
-    Raises:
-        StateError: for a DTensor that belongs to a plain parameter.
-    """
+    """A parameter's state with the local parts of its buffers."""
     if not is_distributed(param):
         for name, value in known.items():
             if type(value) is not torch.Tensor and is_distributed(value):
@@ -261,12 +219,7 @@ def gathered(value: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a tensor into another of the same whole shape, whatever is a DTensor and however it is distributed.
-
-    Args:
-        target: what is written.
-        value: what is read; all ranks of its mesh, and of the target's, take part.
-    """
+    """Write a tensor into another of the same whole shape, whatever is a DTensor and however it is distributed."""
     if is_distributed(target):
         local_part(target).copy_(_part_like(value, target))
     elif is_distributed(value):

@@ -25,19 +25,7 @@ class Exchanges:
         self._known: dict[tuple[Any, tuple[int, ...], bool], MatrixExchange] = {}
 
     def add(self, label: str, param: Any, *, everywhere: bool) -> tuple[MatrixExchange, int]:
-        """Take in a matrix.
-
-        Args:
-            label: how messages call it.
-            param: a DTensor that is not whole here.
-            everywhere: whether every rank works on it.
-
-        Returns:
-            Its exchange, and the number by which that knows it.
-
-        Raises:
-            GradientError: for a DTensor that is cut in a way that is not known here.
-        """
+        """Take in a matrix."""
         mesh = param.device_mesh
         cuts = tuple(at for at, each in enumerate(param.placements) if not each.is_replicate() and mesh.size(at) > 1)
         key = mesh, cuts, everywhere
@@ -47,14 +35,7 @@ class Exchanges:
 
 
 class MatrixExchange:
-    """Sends parts of matrices between ranks of a mesh, all of a call's in one message to each rank.
-
-    Args:
-        mesh: the mesh.
-        along: its dimensions along which the matrices are cut.
-        everywhere: whether every rank works on every matrix; else each matrix has one owner, the largest first to the
-            rank that has least to do.
-    """
+    """Sends parts of matrices between ranks of a mesh, all of a call's in one message to each rank."""
 
     def __init__(self, mesh: Any, along: Sequence[int], everywhere: bool) -> None:
         self._sizes = [mesh.size(at) for at in along]

@@ -9,8 +9,6 @@ import torch
 
 from .sums import SharedSums
 
-__all__ = ["LOCAL", "Pieces", "Placement"]
-
 
 class Placement:
     """Parameters that say themselves where they lie. A new placement is a class derived from this one."""
@@ -19,11 +17,7 @@ class Placement:
     """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
 
     def take_part(self, plan: Any) -> None:
-        """Have the tables of steps know which ranks decide them together and combine their reductions.
-
-        Args:
-            plan: just made, for parameters that say themselves where they lie.
-        """
+        """Have the tables of steps know which ranks decide them together and combine their reductions."""
 
 
 LOCAL = Placement()
@@ -31,13 +25,7 @@ LOCAL = Placement()
 
 
 class Pieces(Placement):
-    """Pieces of parameters, of which other ranks have the rest.
-
-    Args:
-        ranks: those that share the parameters.
-        deciders: those that decide steps together.
-        wholes: for each piece that is cut from a parameter what stands for that parameter.
-    """
+    """Pieces of parameters, of which other ranks have the rest."""
 
     def __init__(self, ranks: Any, deciders: Any, wholes: Mapping[Any, torch.Tensor]) -> None:
         self._ranks, self._deciders, self.wholes = ranks, deciders, dict(wholes)

@@ -33,17 +33,14 @@ class _TensorPart:
     """What the passes of a stage leave: columns of a segment's sums, and what they count or must be turned by.
 
     Args:
-        segment: the segment.
-        columns: int64[columns] on the device.
         factors: float64[tensors or 1, columns] on the device: of sums this rank's shares; of extremes the sign that
             makes them the largest.
-        turns_back: whether the result must be turned back.
     """
 
     segment: Segment
-    columns: torch.Tensor
+    columns: torch.Tensor  # int64[columns] on the device
     factors: torch.Tensor
-    turns_back: bool
+    turns_back: bool  # whether the result must be turned back
 
     def values(self) -> torch.Tensor:
         return (self.segment.sums.index_select(1, self.columns) * self.factors).reshape(-1)
@@ -58,22 +55,14 @@ class _SlicePart:
     """Slices of tensors that are cut along what was reduced: one number a column, say, of parameters cut into rows.
 
     Ranks may have other columns each; then every rank has a place for all of them.
-
-    Args:
-        slots: all slices of a kind.
-        places: int64[slices] on the device, those to combine.
-        targets: int64[slices] on the device, the place of each among all ranks' slices.
-        count: how many slices all ranks have together.
-        factors: float64[slices] on the device, as above.
-        turns_back: as above.
     """
 
-    slots: torch.Tensor
-    places: torch.Tensor
-    targets: torch.Tensor
-    count: int
-    factors: torch.Tensor
-    turns_back: bool
+    slots: torch.Tensor  # all slices of a kind
+    places: torch.Tensor  # int64[slices] on the device, those to combine
+    targets: torch.Tensor  # int64[slices] on the device, the place of each among all ranks' slices
+    count: int  # how many slices all ranks have together
+    factors: torch.Tensor  # float64[slices] on the device, as above
+    turns_back: bool  # as above
 
     def values(self) -> torch.Tensor:
         own = self.slots.index_select(0, self.places).to(torch.float64) * self.factors
@@ -87,15 +76,7 @@ class _SlicePart:
 
 
 class SharedSums:
-    """Combines after each tile pass what it has summed up per tensor and slice: one all-reduce for all sums.
-
-    Args:
-        agreement: the ranks.
-        segments: every segment of one device. Each with a sharded tensor takes part.
-
-    Raises:
-        GradientError: where a segment computes its reductions by itself.
-    """
+    """Combines after each tile pass what it has summed up per tensor and slice: one all-reduce for all sums."""
 
     def __init__(self, agreement: Agreement, segments: Sequence[Segment]) -> None:
         self._agreement = agreement

@@ -23,8 +23,6 @@ from ..rules import Rule
 from .buckets import Options, memory_order
 from .groups import Ranks
 
-__all__ = ["apart_from_others", "check_alone", "check_together", "plain_module", "tried_together"]
-
 Found = TypeVar("Found")
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -32,11 +30,7 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module itself where a compiled one is given.
-
-    Raises:
-        TypeError: for something that is no module.
-    """
+    """The module itself where a compiled one is given."""
     model = uncompiled(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard() takes the module that is trained, not {type(model).__name__}")
@@ -44,14 +38,7 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dict[Any, str]:
-    """What a rank can see by itself.
-
-    Returns:
-        The optimizer's parameters with their names, in the order of the model.
-
-    Raises:
-        ValueError: for a model that is wrapped already, or parameters that cannot be brought into buckets.
-    """
+    """What a rank can see by itself."""
     options.check()
     for name, module in model.named_modules():
         _refuse(f"module {name!r}" if name else "the model", kind_of(module))
@@ -84,15 +71,7 @@ def _refuse(label: str, kind: str) -> None:
 
 
 def tried_together(ranks: Ranks, attempt: Callable[[], Found]) -> Found:
-    """What each rank finds, if every one of them does: else they all raise.
-
-    Args:
-        ranks: the ranks; all of them must call it.
-        attempt: finds it, without waiting for other ranks.
-
-    Raises:
-        ValueError: where another rank has failed; where this one has, its own error.
-    """
+    """What each rank finds, if every one of them does: else they all raise."""
     error: Exception | None = None
     try:
         found = attempt()
@@ -114,18 +93,7 @@ def check_together(
     options: Options,
     also: Callable[[], Iterable[str]] = tuple,
 ) -> dict[Any, str]:
-    """`check_alone`, with its errors raised on every rank; and the first thing in which ranks differ.
-
-    Args:
-        optimizer: the optimizer.
-        model: the module that has its parameters.
-        ranks: the ranks; all of them must call it.
-        options: what `shard` was told.
-        also: what else must be the same, a line each.
-
-    Raises:
-        ValueError: on all ranks alike.
-    """
+    """`check_alone`, with its errors raised on every rank; and the first thing in which ranks differ."""
 
     def described() -> tuple[dict[Any, str], list[str]]:
         names = check_alone(optimizer, model, options)
@@ -212,10 +180,6 @@ def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
     """The ranks, over groups of their own if another optimizer is sharded that has parameters of the same modules.
 
     One backward completes buckets of both, which may come in other orders on other ranks.
-
-    Args:
-        ranks: the ranks; all of them call it.
-        model: the module that is trained.
     """
     modules = set(model.modules())
     is_first = _models.isdisjoint(modules)

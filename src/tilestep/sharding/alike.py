@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..optimizer import Optimizer
     from .groups import Ranks
 
-__all__ = ["Alike"]
 
 _BITS = 11
 """Of each part of a digest: as float32 numbers, sums of thousands of them are exact."""
@@ -41,10 +40,6 @@ class Alike:
     the sums are the rank's own parts times the number of ranks; if not, no rank finds them so. On a CPU that is known
     before the step. The host of a GPU does not wait for it: it is known before the next step, but for what makes ranks
     send other messages, a clip that one of them does not have, for which it waits when that changes.
-
-    Args:
-        optimizer: gives the sharded optimizer.
-        ranks: the ranks.
     """
 
     PARTS = 3
@@ -112,11 +107,7 @@ class Alike:
         self._heard.append(_Heard(self._wanted, there, event))
 
     def check(self) -> None:
-        """Raise on all ranks if they are not alike; before a step.
-
-        Raises:
-            ValueError: naming the first difference where ranks can still exchange it.
-        """
+        """Raise on all ranks if they are not alike; before a step."""
         if self._now is not None:
             now, self._now = self._now, None
             if now != self._wanted:

@@ -12,32 +12,23 @@ from ..engine import is_dense
 from .groups import Ranks
 from .layout import BucketLayout, Item, Slot, plan_buckets
 
-__all__ = ["Bucket", "Options", "make_buckets", "memory_order", "view_of"]
-
 
 @dataclass(frozen=True)
 class Options:
     """How gradients and parameters travel; the arguments of `shard`.
 
     Args:
-        overlap_grad_sync: reduce a bucket as soon as backward has completed it.
-        overlap_param_sync: gather buckets while what follows the step already runs.
-        bucket_cap_mb: MiB of gradients in a bucket; None for a part of all.
         grad_sync_dtype: the type that gradients are accumulated and summed in; None for the parameter's.
-        param_sync_dtype: the type that parameters travel in; None for their own.
-        grad_buffer: "contiguous" keeps memory for all gradients, "bucket" only while a bucket is being filled.
-        param_buffer: "contiguous" for one allocation for all parameters, "bucket" for one for each bucket.
-        average: whether gradients are averaged over the ranks, not summed.
     """
 
-    overlap_grad_sync: bool
-    overlap_param_sync: bool
-    bucket_cap_mb: float | None
+    overlap_grad_sync: bool  # reduce a bucket as soon as backward has completed it
+    overlap_param_sync: bool  # gather buckets while what follows the step already runs
+    bucket_cap_mb: float | None  # MiB of gradients in a bucket; None for a part of all
     grad_sync_dtype: torch.dtype | None
-    param_sync_dtype: torch.dtype | None
-    grad_buffer: str
-    param_buffer: str
-    average: bool
+    param_sync_dtype: torch.dtype | None  # the type that parameters travel in; None for their own
+    grad_buffer: str  # "contiguous" keeps memory for all gradients, "bucket" only while a bucket is being filled
+    param_buffer: str  # "contiguous" for one allocation for all parameters, "bucket" for one for each bucket
+    average: bool  # whether gradients are averaged over the ranks, not summed
 
     def check(self) -> None:
         """Raise `ValueError` for an option that is none of those."""
@@ -63,26 +54,13 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def view_of(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and memory format of another, over flat memory.
-
-    Args:
-        flat: as many elements, contiguous.
-        like: a tensor; one with gaps in its memory is seen as if it had none.
-    """
+    """A tensor of the shape and memory format of another, over flat memory."""
     strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
     return flat.as_strided(like.shape, strides, flat.storage_offset())
 
 
 class Bucket:
-    """A bucket's memory on one rank.
-
-    Args:
-        layout: where its parameters lie in it.
-        params: its parameters, in the order of the slots; they become views of the bucket.
-        ranks: the ranks that share it.
-        options: what `shard` was told.
-        memory: flat memory for its parameters.
-    """
+    """A bucket's memory on one rank."""
 
     def __init__(
         self,
@@ -150,11 +128,7 @@ class Bucket:
         return any(param.requires_grad for param in self.params)
 
     def take_back(self) -> None:
-        """Let parameters whose memory somebody has replaced be views of the bucket again, with their values.
-
-        Raises:
-            RuntimeError: for one that has another shape, dtype or device now.
-        """
+        """Let parameters whose memory somebody has replaced be views of the bucket again, with their values."""
         with torch.no_grad():
             for param, view in zip(self.params, self.views):
                 if param.data_ptr() == view.data_ptr():
@@ -172,17 +146,7 @@ class Bucket:
 def make_buckets(
     params: Sequence[torch.Tensor], costs: Sequence[int | None], ranks: Ranks, options: Options
 ) -> tuple[list[Bucket], list[tuple[int, ...]]]:
-    """Bring parameters into buckets, in the order in which backward completes them.
-
-    Args:
-        params: the parameters in the order of the model, on one device.
-        costs: for each that one rank must have all of, what its update costs; None for the others.
-        ranks: the ranks that share them.
-        options: what `shard` was told.
-
-    Returns:
-        The buckets, and for each the places of its parameters among `params`.
-    """
+    """Bring parameters into buckets, in the order in which backward completes them."""
     items = []
     for param, cost in zip(params, costs):
         itemsize = (options.grad_sync_dtype or param.dtype).itemsize

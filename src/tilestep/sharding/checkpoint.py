@@ -24,8 +24,6 @@ from .pieces import ShardedTensorPiece
 if TYPE_CHECKING:
     from .core import Member, Sharding
 
-__all__ = ["begun_state", "full_state_dict", "load_into_pieces", "sharded_states", "steps_behind"]
-
 
 def begun_state(optimizer: Optimizer) -> dict[str, Any] | None:
     """The state_dict of an optimizer that is going to be sharded; None if it has not stepped yet."""
@@ -92,13 +90,7 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
 
 
 def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Take the state of a checkpoint into the pieces, whole or not at all.
-
-    Args:
-        sharding: where the pieces are.
-        optimizer: whose param groups they mirror; they are brought to what the checkpoint says.
-        state_dict: full tensors, or pieces that this optimizer has given out.
-    """
+    """Take the state of a checkpoint into the pieces, whole or not at all."""
     state_dict = after_hooks(optimizer, state_dict)
     groups = loaded_groups(optimizer, state_dict["param_groups"])
     inner = sharding.inner

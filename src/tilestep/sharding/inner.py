@@ -17,8 +17,6 @@ from ..placements import Pieces
 from ..rules import rule
 from .groups import Deciders, Ranks
 
-__all__ = ["add_pieces", "costs_of_wholes", "make_inner", "mirror"]
-
 ANCHOR = "anchor"
 """Key of a param group that only exists so that a rank without pieces takes part in decisions."""
 
@@ -42,15 +40,6 @@ def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
 
     Products of matrices cost as many operations for an element as the shorter side is long, as those of Muon do;
     what is done by rows and columns costs the same for every element.
-
-    Args:
-        optimizer: the optimizer as the user has made it.
-
-    Returns:
-        None for parameters that may be cut.
-
-    Raises:
-        RuleError: for a rule that needs whole tensors, and also reduces over all parameters.
     """
     found: dict[torch.Tensor, int | None] = {}
     for label, _, group, param in labelled(optimizer):
@@ -75,15 +64,7 @@ def make_inner(
     deciders: Deciders,
     wholes: Mapping[Any, torch.Tensor],
 ) -> Optimizer:
-    """An optimizer with the rules and hyperparameters of another one.
-
-    Args:
-        outer: the other one.
-        groups: for each of its param groups name and piece of what this rank has of it.
-        ranks: the ranks that share it.
-        deciders: those that decide its steps.
-        wholes: for each piece that is cut from a parameter what stands for that parameter.
-    """
+    """An optimizer with the rules and hyperparameters of another one."""
     params = [_mirrored(group, outer.rule_of(group), named) for group, named in zip(outer.param_groups, groups)]
     if not any(piece.requires_grad for group in params for _, piece in group["params"]):
         device = next(param.device for group in outer.param_groups for param in group["params"])
@@ -110,15 +91,7 @@ def make_inner(
 def add_pieces(
     inner: Optimizer, group: Mapping[str, Any], rule: Any, named: Iterable[Any], wholes: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Take in what this rank has of a further param group.
-
-    Args:
-        inner: the optimizer of the pieces.
-        group: the group of the optimizer that is sharded.
-        rule: its rule.
-        named: name and piece of each of its parameters.
-        wholes: as for `make_inner`.
-    """
+    """Take in what this rank has of a further param group."""
     placement = inner.placement
     assert isinstance(placement, Pieces)
     placement.add(wholes)
@@ -137,12 +110,7 @@ def _mirrored(group: Mapping[str, Any], rule: Any, named: Iterable[Any]) -> dict
 
 
 def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Give param groups the hyperparameters of others.
-
-    Args:
-        source: the groups to take from.
-        target: the groups to change; further ones at the end stay as they are.
-    """
+    """Give param groups the hyperparameters of others."""
     for theirs, own in zip(source, target):
         for key in GROUP_OPTIONS:
             if key not in theirs:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "Box", "BucketLayout", "Item", "Slot", "boxes", "default_cap", "default_sizes", "plan_buckets"]
-
 ALIGNMENT = 16
 """Elements to which parameters and ranks' sections are aligned: at least 16 bytes in every dtype, 8-bit ones too."""
 
@@ -25,55 +23,33 @@ LARGEST_PARTS = 6
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter that needs a place.
+    """A parameter that needs a place."""
 
-    Args:
-        numel: its elements.
-        itemsize: bytes of one of them.
-        kind: only parameters of the same kind share a bucket.
-        whole: whether one rank must have all of it, since its rule works on whole tensors.
-        cost: what the update of a whole one costs, in any unit.
-        trains: whether it has gradients; those that have none are in buckets of their own.
-    """
-
-    numel: int
-    itemsize: int
-    kind: Hashable = None
-    whole: bool = False
-    cost: int = 0
-    trains: bool = True
+    numel: int  # its elements
+    itemsize: int  # bytes of one of them
+    kind: Hashable = None  # only parameters of the same kind share a bucket
+    whole: bool = False  # whether one rank must have all of it, since its rule works on whole tensors
+    cost: int = 0  # what the update of a whole one costs, in any unit
+    trains: bool = True  # whether it has gradients; those that have none are in buckets of their own
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in a bucket.
+    """A parameter's place in a bucket."""
 
-    Args:
-        index: the parameter, by its place among all items.
-        offset: its first element in the bucket.
-        numel: its elements.
-    """
-
-    index: int
-    offset: int
-    numel: int
+    index: int  # the parameter, by its place among all items
+    offset: int  # its first element in the bucket
+    numel: int  # its elements
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: parameters one after the other, cut into as many equal sections as there are ranks.
+    """A bucket: parameters one after the other, cut into as many equal sections as there are ranks."""
 
-    Args:
-        slots: the parameters in it.
-        section: elements of one rank's section.
-        ranks: how many there are.
-        whole: whether no parameter is cut.
-    """
-
-    slots: tuple[Slot, ...]
-    section: int
-    ranks: int
-    whole: bool = False
+    slots: tuple[Slot, ...]  # the parameters in it
+    section: int  # elements of one rank's section
+    ranks: int  # how many there are
+    whole: bool = False  # whether no parameter is cut
 
     @property
     def numel(self) -> int:
@@ -82,10 +58,6 @@ class BucketLayout:
 
     def piece(self, slot: Slot, rank: int) -> tuple[int, int]:
         """The elements of a parameter, first and one past the last in storage order, that belong to a rank.
-
-        Args:
-            slot: the parameter's place.
-            rank: the rank; one that has nothing of it gets (0, 0).
 
         Example:
             >>> layout = BucketLayout((Slot(0, 0, 40),), section=32, ranks=2)
@@ -104,10 +76,6 @@ def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
     travel beside the model, and each costs the host as much whatever its size: so a bucket has as many bytes as all
     before it, or half of what is left, within limits.
 
-    Args:
-        gradient_bytes: bytes of all gradients.
-        done: bytes of the buckets before it.
-
     Example:
         >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
         [25.0, 100.0, 256.0]
@@ -121,9 +89,6 @@ def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
 
 def default_sizes(gradient_bytes: float) -> list[float]:
     """Bytes of the buckets that `default_cap` makes of parameters that fit into them.
-
-    Args:
-        gradient_bytes: bytes of all gradients.
 
     Example:
         >>> [round(size / 2**20) for size in default_sizes(1600 * 2**20)]
@@ -142,11 +107,6 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
 
     A bucket is full when it holds at least `cap_bytes`; one of whole parameters when it does so for every rank, so that
     there are enough of them to share out. Every rank computes the same.
-
-    Args:
-        items: the parameters in the order of the model.
-        ranks: ranks that share them.
-        cap_bytes: bytes of a bucket; None for `default_cap`.
 
     Example:
         >>> [layout.slots for layout in plan_buckets([Item(3, 4), Item(20, 4)], ranks=2, cap_bytes=64)]
@@ -176,15 +136,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
 
 
 def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int, in_full: int) -> float:
-    """Bytes of a bucket that takes no more.
-
-    Args:
-        item: a parameter of it.
-        ranks: ranks that share it.
-        cap_bytes: what the user said.
-        total: bytes of all that train, or do not, as this one.
-        in_full: those of them that are in full buckets.
-    """
+    """Bytes of a bucket that takes no more."""
     if cap_bytes is not None:
         return cap_bytes * (ranks if item.whole else 1)
     cap = default_cap(total, in_full)
@@ -202,14 +154,7 @@ def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: li
 
 
 def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
-    """The most expensive first, each to the rank that has least to do, in sections as short as they can be made.
-
-    Args:
-        members: the parameters of the bucket.
-        items: all parameters.
-        ranks: ranks that share them.
-        costs: what each rank has to do for the buckets before; this one's is added.
-    """
+    """The most expensive first, each to the rank that has least to do, in sections as short as they can be made."""
     sizes = {index: _aligned(items[index].numel) for index in members}
     by_size = sorted(members, key=lambda each: (-items[each].numel, each))
     section = max(*_dealt(by_size, sizes, [0] * ranks)[1], ALIGNMENT)
@@ -259,17 +204,11 @@ def _aligned(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor's elements.
+    """A block of a tensor's elements."""
 
-    Args:
-        offsets: its first element in each dimension.
-        sizes: its elements in each dimension.
-        start: its first element, counted along the memory of a tensor without gaps.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
+    offsets: tuple[int, ...]  # its first element in each dimension
+    sizes: tuple[int, ...]  # its elements in each dimension
+    start: int  # its first element, counted along the memory of a tensor without gaps
 
     @property
     def numel(self) -> int:
@@ -279,11 +218,6 @@ class Box:
 
 def boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
     """Blocks, each without gaps in memory, that together are a range of a tensor's elements.
-
-    Args:
-        sizes: the tensor's sizes, from the slowest dimension in memory to the fastest.
-        start: first element of the range.
-        stop: one past the last.
 
     Example:
         >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]

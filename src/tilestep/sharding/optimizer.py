@@ -23,8 +23,6 @@ from .core import Sharding
 from .groups import ranks_of
 from .schedule import ShardedOptimizer, ShardedSchedule
 
-__all__ = ["shard"]
-
 
 def shard(
     optimizer: Optimizer | Callable[[], Optimizer],

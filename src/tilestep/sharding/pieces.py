@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .core import Member
     from .groups import Ranks
 
-__all__ = ["ShardedTensorPiece"]
-
 
 class ShardedTensorPiece(torch.Tensor):
     """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter.
@@ -65,15 +63,7 @@ class ShardedTensorPiece(torch.Tensor):
         ranks: Ranks,
         dtype: torch.dtype | None = None,
     ) -> ShardedTensorPiece:
-        """A buffer of any shape that one rank has alone, as it has the parameter.
-
-        Args:
-            local: the buffer, or None on the other ranks.
-            shape: its shape.
-            member: the parameter.
-            ranks: the ranks that share it.
-            dtype: the buffer's, where it is not here.
-        """
+        """A buffer of any shape that one rank has alone, as it has the parameter."""
         numel = math.prod(shape)
         pieces = [member.bucket.layout.piece(member.slot, rank) for rank in range(ranks.size)]
         # Of an empty parameter every rank has the buffers.
@@ -85,13 +75,7 @@ class ShardedTensorPiece(torch.Tensor):
 
     @staticmethod
     def fill(mine: torch.Tensor, full: torch.Tensor, member: Member) -> None:
-        """Copy a piece out of a full tensor.
-
-        Args:
-            mine: the piece, flat.
-            full: a tensor of the parameter's shape.
-            member: the parameter.
-        """
+        """Copy a piece out of a full tensor."""
         order = memory_order(member.param)
         start, stop = member.bucket.piece(member.slot)
         ordered = full.detach().permute(order)
@@ -117,11 +101,7 @@ class ShardedTensorPiece(torch.Tensor):
         return self.local.reshape(-1)[first : first + box.numel].view(box.sizes).permute(inverse)
 
     def collect(self, *, keep: bool) -> torch.Tensor | None:
-        """All of it, in CPU memory; every rank must call it.
-
-        Args:
-            keep: whether this rank wants it.
-        """
+        """All of it, in CPU memory; every rank must call it."""
         flat = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
         for rank, (start, stop) in enumerate(self.ranges):
             if start == stop:

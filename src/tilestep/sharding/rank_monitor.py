@@ -25,8 +25,6 @@ import torch.distributed as dist
 from ..compat import default_store
 from ..errors import RankError
 
-__all__ = ["PATIENCE", "RankMonitor", "rank_monitor"]
-
 PATIENCE = 10.0
 """Seconds that a process has to answer."""
 
@@ -38,11 +36,6 @@ class RankMonitor:
     """Finds out which ranks of the default process group are gone; also a block in which communication may fail.
 
     Used as a context manager it raises `RankError` in the place of an error of communication.
-
-    Args:
-        store: the store that all of them reach, or None if torch does not say: then no rank is named.
-        rank: this one.
-        ranks: how many there are.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
@@ -95,11 +88,7 @@ class RankMonitor:
             return
 
     def missing(self) -> list[int]:
-        """The ranks that are gone, the same for every rank that asks; none if all of them answer.
-
-        Raises:
-            RuntimeError: if the store does not answer.
-        """
+        """The ranks that are gone, the same for every rank that asks; none if all of them answer."""
         store = self._store
         last = store.add("verdicts", 0)
         if last and (found := json.loads(store.get(f"verdict/{last}"))):

@@ -20,8 +20,6 @@ from .agree import check_together
 from .checkpoint import full_state_dict, load_into_pieces, sharded_states
 from .core import Sharding
 
-__all__ = ["ShardedOptimizer", "ShardedSchedule"]
-
 
 class ShardedSchedule(Schedule):
     """The schedule of a sharded optimizer; the optimizer has its public methods, `offers`, while it is attached.

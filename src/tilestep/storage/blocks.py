@@ -17,9 +17,6 @@ BLOCK = 128
 def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """The dimensions that count rows of blocks, and the elements of a row.
 
-    Args:
-        shape: the whole tensor's.
-
     Example:
         >>> rows_of((1000, 300)), rows_of((64, 32, 3, 3)), rows_of((5000,)), rows_of(())
         (((1000,), 300), ((64,), 288), ((), 5000), ((), 1))
@@ -36,10 +33,6 @@ def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
     """The shape of an array with one entry for so many neighbours in a row.
 
-    Args:
-        shape: of the whole tensor, or of a part that holds whole rows.
-        elements: 1, 2 for two elements a byte, or `BLOCK`.
-
     Example:
         >>> shape_of_entries((1000, 300), BLOCK), shape_of_entries((1000, 300), 2), shape_of_entries((9, 4, 3), 1)
         ((1000, 3), (1000, 150), (9, 4, 3))
@@ -51,13 +44,7 @@ def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
 
 
 def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
-    """A tensor's entries, a row for each block, with zeros behind a short one.
-
-    Args:
-        tensor: it, contiguous or not.
-        columns: elements of a row of the tensor that it belongs to.
-        elements: how many of them an entry is of.
-    """
+    """A tensor's entries, a row for each block, with zeros behind a short one."""
     blocks = -(-columns // BLOCK)
     rows = tensor.reshape(-1, -(-columns // elements))
     missing = blocks * (BLOCK // elements) - rows.shape[1]
@@ -67,13 +54,6 @@ def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
 
 
 def joined(blocks: torch.Tensor, shape: Sequence[int], columns: int, elements: int = 1) -> torch.Tensor:
-    """What `cut` has taken apart.
-
-    Args:
-        blocks: a row for each block.
-        shape: of the tensor.
-        columns: as for `cut`.
-        elements: as for `cut`.
-    """
+    """What `cut` has taken apart."""
     per_row = -(-columns // BLOCK) * (BLOCK // elements)
     return blocks.reshape(-1, per_row)[:, : -(-columns // elements)].reshape(tuple(shape))

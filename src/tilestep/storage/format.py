@@ -17,17 +17,11 @@ from .terms import Term, dtype_name
 
 @dataclass(frozen=True)
 class Array:
-    """One array in memory: element for element beside the parameter, or an entry for several neighbours of a row.
-
-    Args:
-        name: its name.
-        dtype: of its entries.
-        elements: of how many neighbours an entry is: 2 for two elements in a byte, `BLOCK` for a number a block.
-    """
+    """One array in memory: element for element beside the parameter, or an entry for several neighbours of a row."""
 
     name: str
-    dtype: torch.dtype
-    elements: int = 1
+    dtype: torch.dtype  # of its entries
+    elements: int = 1  # of how many neighbours an entry is: 2 for two elements in a byte, `BLOCK` for a number a block
 
 
 class Storage(Protocol):
@@ -58,17 +52,11 @@ class Storage(Protocol):
 
 @dataclass(frozen=True)
 class Codec:
-    """A format's graphs.
+    """A format's graphs."""
 
-    Args:
-        arrays: as they are for a buffer called `stored`.
-        loaded: the number, from loads of these arrays.
-        stored: the elements, from a load of `number`.
-    """
-
-    arrays: tuple[Array, ...]
-    loaded: Value
-    stored: tuple[Value, ...]
+    arrays: tuple[Array, ...]  # as they are for a buffer called `stored`
+    loaded: Value  # the number, from loads of these arrays
+    stored: tuple[Value, ...]  # the elements, from a load of `number`
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -121,14 +109,6 @@ def values_of(
     columns: int | None = None,
 ) -> torch.Tensor:
     """A buffer's values as a new tensor.
-
-    Args:
-        storage: its format.
-        tensors: has its arrays by name.
-        name: its name.
-        compute: the dtype of the values.
-        shape: of the values, where its first array has another: two elements in a byte.
-        columns: elements of a row of blocks, where the shape does not say it: of a flat piece of a tensor.
 
     Example:
         >>> from tilestep.storage import Remainder, stored_in

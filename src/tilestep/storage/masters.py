@@ -13,21 +13,13 @@ from .format import Storage, stored_in, values_of
 
 @dataclass(frozen=True)
 class MasterFormat:
-    """One way to keep a parameter of 16 bits more precisely, with a buffer beside it.
+    """One way to keep a parameter of 16 bits more precisely, with a buffer beside it."""
 
-    Args:
-        choice: what `master_weights` says for it.
-        key: the buffer's key in the state.
-        dtypes: of the parameters that can be kept so.
-        storage: of a parameter and its buffer, by the parameter's dtype.
-        begins_as_parameter: whether the buffer begins with the parameter's values; else with zeros.
-    """
-
-    choice: bool | str
-    key: str
-    dtypes: tuple[torch.dtype, ...]
-    storage: Callable[[torch.dtype], Storage]
-    begins_as_parameter: bool
+    choice: bool | str  # what `master_weights` says for it
+    key: str  # the buffer's key in the state
+    dtypes: tuple[torch.dtype, ...]  # of the parameters that can be kept so
+    storage: Callable[[torch.dtype], Storage]  # of a parameter and its buffer, by the parameter's dtype
+    begins_as_parameter: bool  # whether the buffer begins with the parameter's values; else with zeros
 
     @property
     def dtype(self) -> torch.dtype:

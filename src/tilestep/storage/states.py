@@ -38,12 +38,7 @@ for _dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 
 def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
-    """The format of blocks that a state is kept in, by the names and dtypes of its arrays; None for any other.
-
-    Args:
-        tensors: a state, or that of a checkpoint.
-        name: the state's.
-    """
+    """The format of blocks that a state is kept in, by the names and dtypes of its arrays; None for any other."""
     for storage, arrays in _blocks(name):
         if arrays[1].name in tensors and all(getattr(tensors.get(a.name), "dtype", None) is a.dtype for a in arrays):
             return storage
@@ -58,12 +53,7 @@ def _blocks(name: str) -> tuple[tuple[Storage, tuple[Array, ...]], ...]:
 
 
 def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
-    """For arrays of states in blocks of how many neighbours one of their entries is.
-
-    Args:
-        tensors: a state, or that of a checkpoint.
-        names: of states.
-    """
+    """For arrays of states in blocks of how many neighbours one of their entries is."""
     found: dict[str, int] = {}
     for name in names:
         storage = kept_in_blocks(tensors, name)
@@ -80,13 +70,6 @@ def scale_names(name: str) -> tuple[str, ...]:
 
 def state_format(choice: Any, signed: bool = True) -> Storage:
     """The format that a dtype or a name stands for.
-
-    Args:
-        choice: the dtype or name.
-        signed: whether the state can be negative.
-
-    Raises:
-        ValueError: listing the formats there are.
 
     Example:
         >>> str(state_format("bfloat16"))

@@ -15,8 +15,6 @@ from ..engine.taps import WORD, extent_of
 from ..placements.local import is_distributed, logical_coordinates
 from ..tensor_watch import sum_of_versions
 
-__all__ = ["Change", "Changes"]
-
 Change = tuple[str, torch.Tensor, torch.Tensor]
 """A parameter's name, flat indices of weights, and their values."""
 
@@ -72,13 +70,7 @@ class Changes:
         self._counts: dict[int, int] = {}
 
     def attach(self, tables: Any, names: Sequence[str], places: Mapping[int, int]) -> None:
-        """Use the bits of new tables; what was set before is set in them too.
-
-        Args:
-            tables: an optimizer's, whose segments have taps.
-            names: of its parameters.
-            places: of each by `id`.
-        """
+        """Use the bits of new tables; what was set before is set in them too."""
         self._see_writes()
         found: dict[int, _Tracked] = {}
         self._agreement = tables.agreement
@@ -129,12 +121,7 @@ class Changes:
             one.version = now
 
     def list(self, *, clear: bool, gather: bool) -> Iterator[Change]:
-        """The changed weights of each parameter that has some.
-
-        Args:
-            clear: whether to begin anew after it.
-            gather: whether every rank gets those of all ranks.
-        """
+        """The changed weights of each parameter that has some."""
         self._see_writes()
         tracked = [self._tracked[each] for each in self._order]
         made = _listed(tracked)
@@ -291,11 +278,7 @@ class _Blocks:
         return torch.stack(own) if own else torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def listed(self, counts: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Indices and values of each parameter by `id`, views of one array for all of a kind.
-
-        Args:
-            counts: what `counted` has found.
-        """
+        """Indices and values of each parameter by `id`, views of one array for all of a kind."""
         from ..codegen.launch_triton import prepare
         from ..codegen.triton_changes import WORDS, list_changes
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from .stats import StepStats
 
-__all__ = ["StatsPlot"]
-
 
 class StatsPlot:
     """Draws one column of the statistics as a map, parameters from top to bottom, steps from left to right.

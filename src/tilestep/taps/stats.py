@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..engine import DeviceEngine
     from ..engine.segment import Entry, Segment
 
-__all__ = ["Measurer", "Stats", "StepStats"]
 
 _COLUMNS = (
     "grad_norm",
@@ -146,14 +145,7 @@ def _all_here(entries: Sequence[Entry]) -> bool:
 
 
 class Measurer:
-    """Makes the table of all parameters of what segments have put out.
-
-    Args:
-        engines: the optimizer's, whose segments have taps.
-        places: index of each entry's parameter among all, by the entry's `id`.
-        names: of all parameters.
-        agreement: the ranks that have parts of them; None for one.
-    """
+    """Makes the table of all parameters of what segments have put out."""
 
     def __init__(
         self, engines: Sequence[DeviceEngine], places: Mapping[int, int], names: Sequence[str], agreement: Any

@@ -17,18 +17,13 @@ from .stats import Measurer, Stats, StepStats
 if TYPE_CHECKING:
     from ..engine import DeviceEngine
 
-__all__ = ["Taps", "names_of", "require_no_taps"]
 
 _OPTIONS = ("stats", "track_changes")
 """Options that are the optimizer's, and no param group's."""
 
 
 def require_no_taps(group: Mapping[str, Any]) -> None:
-    """Raise for a param group that asks for what only a whole optimizer gives.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Raise for a param group that asks for what only a whole optimizer gives."""
     for key in _OPTIONS:
         if key in group:
             raise ValueError(f"{key} is an option of the optimizer, for all of its parameters: no param group has it")
@@ -53,15 +48,7 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[int, 
 
 
 class Taps:
-    """What an optimizer gives out beside its updates; None stands for nothing.
-
-    Args:
-        stats: which steps measure, or None.
-        track_changes: whether changed weights are marked.
-
-    Raises:
-        TypeError: for something else than these.
-    """
+    """What an optimizer gives out beside its updates; None stands for nothing."""
 
     def __init__(self, stats: Stats | None, track_changes: bool) -> None:
         if stats is not None and not isinstance(stats, Stats):
@@ -97,12 +84,7 @@ class Taps:
         return spec
 
     def attach(self, tables: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make room in tables that were just made.
-
-        Args:
-            tables: an optimizer's.
-            groups: its param groups.
-        """
+        """Make room in tables that were just made."""
         engines: Sequence[DeviceEngine] = tables.engines
         for engine in engines:
             for segment in engine.segments:
@@ -122,15 +104,7 @@ class Taps:
             self.changes.attach(tables, names, places)
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
-        """Before a step's passes: decide whether they measure.
-
-        Args:
-            engines: prepared.
-            captured: whether the step goes into a CUDA graph, which measures at each replay.
-
-        Returns:
-            Whether something must be done before and after the passes.
-        """
+        """Before a step's passes: decide whether they measure."""
         due = self._is_due or (captured and self.asked is not None)
         looks = due
         for engine in engines:
@@ -154,11 +128,7 @@ class Taps:
 
     @property
     def stats(self) -> StepStats:
-        """The last finished statistics.
-
-        Raises:
-            RuntimeError: if none were asked for, or no step has measured yet.
-        """
+        """The last finished statistics."""
         if self.asked is None:
             raise RuntimeError("stats: make the optimizer with stats=tilestep.Stats(every=...)")
         if self.measured is None:
