@@ -115,6 +115,7 @@ def test_the_table_of_folders_names_every_one_and_no_other() -> None:
 
 
 ADDED = """
+import pathlib
 import torch
 import tilestep
 from format_rows import ROWS, backend, check_kept, check_training
@@ -138,6 +139,48 @@ optimizer.step()
 assert weight.tolist() == [0.75, 1.25, 1.0]
 segment = backends.segment_class(torch.device("cpu"))
 assert segment.__name__ == "XpuSegment" and issubclass(segment, EagerSegment)
+
+from tilestep.offloading.mapped import MappedState
+from tilestep.offloading.optimizer import move_state
+from tilestep.optimizer.lazily import lazily
+from tilestep.optimizer.schedules import AT_STEP
+from tilestep.placements.together import Together
+
+
+def stepped(change, **hyperparameters):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = change(weight, tilestep.AdamW([weight], lr=0.25, **hyperparameters))
+    for number in (3.0, 3.0):
+        weight.grad = torch.full((3,), number)
+        optimizer.step()
+    return weight, optimizer
+
+
+wanted, plain = stepped(lambda weight, optimizer: optimizer)
+lazy, optimizer = stepped(lambda weight, optimizer: lazily(optimizer))
+assert not torch.equal(lazy, wanted) and type(optimizer) is tilestep.AdamW
+assert optimizer.state[lazy]["step"] == 2 and torch.equal(lazy, wanted)
+assert tilestep.combinations.refusal("shard", optimizer.attached).startswith("updates of this optimizer wait")
+folder = pathlib.Path("{folder}", "state")
+folder.mkdir()
+mapped, optimizer = stepped(
+    lambda weight, optimizer: move_state(optimizer, MappedState(folder), "cpu", "in files")
+)
+kept = torch.from_file(str(folder / "0.state"), size=3)
+assert torch.equal(mapped, wanted) and torch.equal(kept, plain.state[wanted]["exp_avg"])
+
+
+class Twice:
+    def add(self, values):
+        values.mul_(2)
+
+
+weight = torch.nn.Parameter(torch.ones(3))
+weight.grad = torch.ones(3)
+made = {"placement": Together(Twice()), "schedule": AT_STEP, "lr": 0.5, "track_grad_norm": True}
+optimizer = tilestep.Optimizer.composed([weight], "SGD", **made)
+optimizer.step()
+assert abs(optimizer.grad_norm.item() - 6.0**0.5) < 1e-6, optimizer.grad_norm
 print("all added")
 """
 
@@ -146,9 +189,9 @@ print("all added")
 def test_what_the_page_adds_works(tmp_path: Path) -> None:
     """The changes of docs/how-it-works.md, applied to a copy of the package."""
     page = (ROOT / "docs" / "how-it-works.md").read_text()
-    section = page[page.index("## Adding a rule, a storage format, a backend") : page.index("## Where things are")]
+    section = page[page.index("## Adding a rule") : page.index("## Where things are")]
     changes = re.findall(r"^```diff\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert len(changes) == 5
+    assert len(changes) == 9
     shutil.copytree(Path(tilestep.__file__).parent, tmp_path / "src" / "tilestep")
     shutil.copytree(ROOT / "tests" / "helpers", tmp_path / "tests" / "helpers")
     for change in changes:
