@@ -169,3 +169,15 @@ def test_without_any_gradient() -> None:
 def test_step_before_scale() -> None:
     with pytest.raises(AssertionError, match="_scale is None"):
         tilestep.GradScaler("cpu").step(tilestep.SGD(parameters(), lr=0.1))
+
+
+def test_a_parameter_that_is_listed_twice_is_not_unscaled_by_a_step() -> None:
+    """Each of its updates would divide the gradient again."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = tilestep.SGD([{"params": [weight, weight]}], lr=0.1)
+    scaler = tilestep.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(tilestep.GradientError, match="list it once"):
+        scaler.step(optimizer)
+    assert weight.tolist() == [1.0, 1.0, 1.0]

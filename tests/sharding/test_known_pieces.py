@@ -14,7 +14,7 @@ import tilestep
 from tilestep import native
 from tilestep.offloading.offloaded import OffloadedState
 from tilestep.offloading.optimizer import move_state
-from tilestep.optimizer.tables import Tables
+from tilestep.optimizer.plan import StepPlan
 from tilestep.rules.compose import ema
 
 
@@ -31,18 +31,18 @@ def one_rank() -> Iterator[None]:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What steps do before they update, one after the other."""
     found: list[str] = []
-    repeats, scanned = Tables.repeats, Tables.scanned
+    repeats, scanned = StepPlan.repeats, StepPlan.scanned
 
-    def repeating(self: Tables, optimizer: Any) -> bool:
+    def repeating(self: StepPlan, optimizer: Any) -> bool:
         found.append("known" if repeats(self, optimizer) else "not as known")
         return found[-1] == "known"
 
-    def looking(self: Tables, optimizer: Any, *, norm: bool) -> bool:
+    def looking(self: StepPlan, optimizer: Any, *, norm: bool) -> bool:
         found.append("look")
         return scanned(self, optimizer, norm=norm)
 
-    monkeypatch.setattr(Tables, "repeats", repeating)
-    monkeypatch.setattr(Tables, "scanned", looking)
+    monkeypatch.setattr(StepPlan, "repeats", repeating)
+    monkeypatch.setattr(StepPlan, "scanned", looking)
     return found
 
 

@@ -42,7 +42,14 @@ from .modules import (
     watch_all_submodules,
     wrap_compiled_call,
 )
-from .optimizers import count_scaled_losses, route_unscaling, step_is_ordinary, step_is_watched, watch_clips
+from .optimizers import (
+    count_scaled_losses,
+    is_capturing,
+    route_unscaling,
+    step_is_ordinary,
+    step_is_watched,
+    watch_clips,
+)
 from .profiler import profiler_is_running
 from .tensors import (
     TensorDispatch,
@@ -93,6 +100,7 @@ __all__ = [
     "guard_parameters",
     "has_memory",
     "is_compiled",
+    "is_capturing",
     "is_copy",
     "is_dropping_gradients",
     "is_empty_like",

@@ -68,16 +68,26 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_is_ordinary() -> bool:
-    """Whether nothing is around a step: no capture, profiler, autocast or mode that sees operations."""
+    """Whether nothing is around a step: no profiler, autocast or mode that sees operations."""
     recording = profiler._profiler_enabled
     return not (
         recording is None
         or recording()
         or tensors._active_modes()
-        or (_HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         or torch.is_autocast_enabled("cpu")
         or torch.is_autocast_enabled("cuda")
     )
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph instead of being run.
+
+    Example:
+        >>> is_capturing()
+        False
+    """
+    # Without a driver the question itself may fail, with the error of whoever asked the driver before: a profiler.
+    return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _HAS_CUDA = torch.backends.cuda.is_built()

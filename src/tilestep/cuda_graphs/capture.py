@@ -21,7 +21,7 @@ from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, requir
 
 if TYPE_CHECKING:
     from ..optimizer import Optimizer
-    from ..optimizer.tables import Tables
+    from ..optimizer.plan import StepPlan
 
 __all__ = ["CapturedStep", "capture"]
 
@@ -179,7 +179,7 @@ class CapturedStep:
             raise CaptureError("the captured step has lost its optimizer: keep a reference to it")
         return optimizer
 
-    def _current(self) -> Tables:
+    def _current(self) -> StepPlan:
         self._known_optimizer()
         updating, tables = self._updating(), self._tables()
         if updating is None or tables is None or updating._tables is not tables or not tables.same_groups(updating):
@@ -213,7 +213,7 @@ class _Memory:
         gradients: those that it reads, or None, for each parameter.
     """
 
-    def __init__(self, tables: Tables, gradients: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, tables: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
         engine = tables.engines[0]
         self._lost: list[str] = []
         self._tables = weakref.ref(tables)

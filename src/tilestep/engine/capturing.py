@@ -10,25 +10,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..compat import is_capturing
 from ..errors import CaptureError
 
 __all__ = ["PREPARE", "WARM_UP", "GraphTables", "is_capturing", "require"]
 
 PREPARE = "call optimizer.prepare_capture() before the capture"
 WARM_UP = "run a step like it before the capture"
-
-_BUILT = torch.backends.cuda.is_built()
-
-
-def is_capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of being run.
-
-    Example:
-        >>> is_capturing()
-        False
-    """
-    # Without a driver the question itself may fail, with the error of whoever asked the driver before: a profiler.
-    return _BUILT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def require(condition: bool, reason: str) -> None:

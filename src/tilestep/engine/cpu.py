@@ -211,5 +211,5 @@ class CpuSegment(Segment):
         """Run tile pass `index` and the passes over slices before it, if there are any."""
         if self._tile[index]:
             self._launch.threads = 1 if threads.is_forked else torch.get_num_threads()
-        for function, arguments in self._passes[index]:
+        for function, arguments in self._tile[index] if self.taps is None else self._passes[index]:
             function(*arguments)

@@ -38,10 +38,10 @@ from .masters import MASTER_KEYS, Masters, check_master
 from .overlap import check_not_shared
 from .parameters import check_pairs, check_parameter, further_rounds, labelled, listed_once
 from .parts import build_engines
+from .plan import StepPlan
 from .specs import graph_of
 from .state_formats import check_cut_blocks
 from .states import Later, begin_missing, compute_dtype, has_begun, initial_state, storages
-from .tables import Tables
 from .watched_state import ParameterState, WatchedState
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def check_params(optimizer: Optimizer) -> None:
 
 
 @_without_collection()
-def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
+def build_tables(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     """Engines for an optimizer's parameters as they are now; the state that steps need is made on the way.
 
     Args:
@@ -197,7 +197,7 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> Tables:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=is_ahead)
     engines, places, members = _engines(optimizer, planned, agreement)
     stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
-    tables = Tables(
+    tables = StepPlan(
         engines=engines,
         members=members,
         dormant=dormant,
@@ -244,7 +244,7 @@ def begin_at_once(optimizer: Optimizer) -> None:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=True)
 
 
-def _complex_members(tables: Tables) -> list[ComplexMembers]:
+def _complex_members(tables: StepPlan) -> list[ComplexMembers]:
     """For each engine its complex parameters; nothing where there are none."""
     if not any(param.is_complex() for params in tables.members for param in params):
         return []

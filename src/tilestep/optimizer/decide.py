@@ -16,13 +16,13 @@ from ..engine.limits import Sigma, StepHistory, StepLimit, ZClip
 from ..errors import GradientError
 from ..placements.local import local_part
 from .parameters import labelled
+from .plan import moved
 from .specs import spec_of
-from .tables import moved
 
 if TYPE_CHECKING:
     from ..placements import Agreement
     from .joint import JointGradNorm
-    from .protocol import Optimizer, Tables
+    from .protocol import Optimizer, StepPlan
 
 LIMITS_KEY = "limits"
 """Key of the first group of a state_dict for what adaptive limits remember."""
@@ -187,7 +187,7 @@ class StepControl:
             inputs.skip_nonfinite |= scaled or self.joint.skips
         return inputs
 
-    def decide(self, optimizer: Optimizer, plan: Tables, inputs: StepInputs | None = None) -> None:
+    def decide(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs | None = None) -> None:
         """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it.
 
         Args:
@@ -229,7 +229,7 @@ class StepControl:
         is_trivial = not inputs.needs_norm and inputs.is_trivial
         plan.decided_plainly = is_trivial and not any(engine.captured for engine in engines)
 
-    def expected(self, optimizer: Optimizer, plan: Tables) -> StepInputs:
+    def expected(self, optimizer: Optimizer, plan: StepPlan) -> StepInputs:
         """What a step is decided from, for a capture; the norm pass is run if anything asks for it."""
         inputs = StepInputs(**self._constants)
         inputs.check_overflow, inputs.memory = self.checks_overflow, self.history
@@ -239,7 +239,7 @@ class StepControl:
             self._find_norm(optimizer, plan, inputs)
         return inputs
 
-    def _find_norm(self, optimizer: Optimizer, plan: Tables, inputs: StepInputs) -> None:
+    def _find_norm(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs) -> None:
         """Run the norm pass, or take the norm that optimizers share."""
         if self.flat_part:
             raise GradientError(f"{self.flat_part} {refusal('a norm of the gradients', [FSDP1])}")
@@ -253,7 +253,7 @@ class StepControl:
         if inputs.partials is None:
             inputs.power_sum = plan.power_sum()
 
-    def power_sum(self, plan: Tables) -> torch.Tensor | None:
+    def power_sum(self, plan: StepPlan) -> torch.Tensor | None:
         """The sum of squares of the gradients on all devices and ranks, float64[1]; None without engines."""
         if not plan.engines:
             return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import Stale, run_passes, segment_class
+from ..engine import Stale, segment_class
 from ..engine.capturing import PREPARE, is_capturing, require
 from ..errors import CaptureError
 from ..matrices import MATRIX_OPERATIONS
@@ -18,8 +18,8 @@ from .parameters import LISTED_TWICE
 from .specs import graph_of
 
 if TYPE_CHECKING:
+    from .plan import StepPlan
     from .protocol import Optimizer
-    from .tables import Tables
 
 __all__ = ["KEEP", "Graphs", "note_lost", "prepare_by_hand", "prepare_capture", "push", "step_in_capture"]
 
@@ -81,10 +81,10 @@ class Graphs:
 
     captured: int = 0
     stale: str = ""
-    retired: tuple[Tables, ...] = ()
+    retired: tuple[StepPlan, ...] = ()
     kept: KeptGradients | None = None
 
-    def without(self, tables: Tables | None) -> Graphs:
+    def without(self, tables: StepPlan | None) -> Graphs:
         """The same after these tables are replaced.
 
         Args:
@@ -122,7 +122,7 @@ def require_no_waits(optimizer: Optimizer) -> None:
             require(not waits, f"rule {rule.name} decomposes matrices in some steps, and ranks step together")
 
 
-def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> Tables:
+def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`.
 
     Args:
@@ -183,10 +183,8 @@ def step_in_capture(optimizer: Optimizer) -> None:
         optimizer.control.decide(optimizer, tables)
         if optimizer._taps is not None:
             optimizer._taps.begin(tables.engines, captured=True)
-        engine.begin(gradients[0])
         engine.refresh_device_hypers()
-        run_passes(tables.engines, tables.shared_sums)
-        engine.finish()
+        tables.update(gradients, (0,), counts_versions=True)
         if optimizer._taps is not None:
             optimizer._taps.finish(captured=True)
     tables.note_versions()

@@ -15,7 +15,6 @@ from ..engine import DeviceEngine, Stale, StepInputs
 from ..engine.capturing import is_capturing
 from ..engine.control import NORM, SKIPPED
 from ..engine.limits import Sigma, ZClip
-from ..errors import GradientError
 from ..matrices import keeping_to, workspace
 from ..placements import LOCAL, Agreement, Placement
 from ..rules import Rule
@@ -35,11 +34,10 @@ from .graphs import Graphs, step_in_capture
 from .homes import StateHome
 from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import Masters, MasterWeights
-from .parameters import LISTED_TWICE
+from .plan import StepPlan
 from .schedules import AT_STEP, Schedule
 from .squares import keeping_squares
 from .state_formats import StateDtype
-from .tables import Scan, Tables
 from .watched_state import WatchedState, plain_states
 
 __all__ = ["Optimizer"]
@@ -157,7 +155,7 @@ class Optimizer(torch.optim.Optimizer):
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
         self._taps = Taps.of(stats, track_changes)
         self.attached = () if self._taps is None else self._taps.attached
-        self._tables: Tables | None = None
+        self._tables: StepPlan | None = None
         self._masters: Masters | None = None
         self._graphs, self.memory = Graphs(), StateHome()
         self.is_evaluating = self._ready = False
@@ -314,16 +312,16 @@ class Optimizer(torch.optim.Optimizer):
         """Make the tables that steps are going to need, and all states that are missing."""
         self._rebuild(ahead=True)
 
-    def _build(self) -> Tables:
+    def _build(self) -> StepPlan:
         """Replace the tables by others."""
         return self._make_tables(ahead=False)
 
-    def _make_tables(self, *, ahead: bool) -> Tables:
+    def _make_tables(self, *, ahead: bool) -> StepPlan:
         """Make tables, and the state that is missing, for the parameters as they are now; see `build_tables`."""
         with self.schedule.making_tables():
             return self._made_tables(ahead=ahead)
 
-    def _made_tables(self, *, ahead: bool) -> Tables:
+    def _made_tables(self, *, ahead: bool) -> StepPlan:
         self._drop_tables()
         self.control.flat_part = flat_part(self)
         with keeping_to(self._workspace):
@@ -337,7 +335,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._tables
 
     @property
-    def tables(self) -> Tables | None:
+    def tables(self) -> StepPlan | None:
         """What steps work on, once one was taken."""
         return self._tables
 
@@ -351,16 +349,16 @@ class Optimizer(torch.optim.Optimizer):
         if self.schedule.makes_tables and (self.schedule.begins_together or not self.memory.is_beside):
             self._rebuild(ahead=True)
 
-    def _fitting_tables(self, *, ahead: bool = False) -> Tables:
+    def _fitting_tables(self, *, ahead: bool = False) -> StepPlan:
         """The tables, built anew if groups, parameters or states are others; see `build_tables`."""
         fits = self._tables is not None and self._tables.fit(self) and not (ahead and self._tables.leaves_out_training)
         return self._tables if fits and self._tables is not None else self._rebuild(ahead=ahead)
 
-    def _rebuild(self, *, ahead: bool = False) -> Tables:
+    def _rebuild(self, *, ahead: bool = False) -> StepPlan:
         with unchanged_on_error(self), keeping_squares(self):
             return self._make_tables(ahead=ahead) if ahead or self._tables is None else self._build()
 
-    def _rebuild_prepared(self) -> tuple[Tables, list[list[torch.Tensor | None]]]:
+    def _rebuild_prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
         """As `_rebuild`, with gradients; without state that a step would have made if it fails."""
         with unchanged_on_error(self):
             tables = self._rebuild()
@@ -576,67 +574,40 @@ class Optimizer(torch.optim.Optimizer):
             known: whether parameters and gradients are where they were at the last step, and nothing has written to
                 the parameters since; their versions are not counted then.
         """
-        tables = self._tables
-        if known and self._taps is None and tables is not None and tables.repeats(self):
-            self.control.decide(self, tables)
-            tables.run([[] for _ in tables.engines], range(len(tables.engines)), counts_versions=False)
+        plan = self._tables
+        if known and self._taps is None and plan is not None and plan.repeats(self):
+            plan.run(self, self.control.inputs(self), [], marked=not step_is_ordinary(), counts_versions=False)
             return
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
-        ordinary = step_is_ordinary()
-        if not ordinary and is_capturing():
+        if is_capturing():
             step_in_capture(self)
             return
+        ordinary = step_is_ordinary()
         if not ordinary and fake_mode_is_active():
             require_no_real(self)
         if self.memory.keeps_gradients:
             self.memory.note_gradients([param for group in self.param_groups for param in group["params"]])
         inputs = self.control.inputs(self)
-        tables, gradients = self._prepared(inputs)
-        if tables.further_rounds and getattr(self, "grad_scale", None) is not None:
-            raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
-        if tables.ahead:
-            tables.begin_states(self, all_of_them=begins_together(self))
-        scan = tables.scan
         try:
-            if tables.follows:
-                tables.follow_parameters()
-            if inputs is not None or not tables.decided_plainly:
-                self.control.decide(self, tables, inputs)
-            taps = self._taps
-            looks = taps is not None and taps.begin(tables.engines)
-            if scan is not None and not looks:
-                tables.run_scanned(marked=not ordinary)
-            else:
-                tables.run(gradients, range(len(tables.engines)), counts_versions=True)
-            if tables.further_rounds:
-                tables.run_further_rounds(gradients)
-            if tables.follows:
-                tables.note_versions()
-            if taps is not None:
-                taps.finish()
-        finally:
-            if scan is not None:
-                scan.release()
-
-    def _prepared(self, inputs: StepInputs | None = None) -> tuple[Tables, list[list[torch.Tensor | None]]]:
-        """Tables that are up to date, and the gradients of each engine's entries if they were looked at one by one."""
-        tables = self._tables
-        if tables is None:
-            return self._rebuild_prepared()
-        norm = inputs is not None and inputs.needs_norm and tables.sums_in_tiles and tables.ranks is None
-        try:
-            if tables.scanned(self, norm=norm):
-                return tables, [[]] * len(tables.engines)
-            known = tables.start(norm=norm)
-            if not tables.fit(self):
+            if plan is None:
                 raise Stale
-            steady = all(engine.is_steady for engine in tables.engines)
-            gradients = tables.prepare(known)
-            tables.scan = Scan.of(tables) if steady else None
+            gradients = plan.refresh(self, inputs)
         except Stale:
-            return self._rebuild_prepared()
-        return tables, gradients
+            plan, gradients = self._rebuild_prepared()
+        if plan.ahead:
+            plan.begin_states(self, all_of_them=begins_together(self))
+        plan.run(self, inputs, gradients, marked=not ordinary, taps=self._taps)
+
+    def _prepared(self, inputs: StepInputs | None = None) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
+        """A plan that is up to date, and the gradients of each engine's entries if they were looked at one by one."""
+        plan = self._tables
+        if plan is not None:
+            try:
+                return plan, plan.refresh(self, inputs)
+            except Stale:
+                pass
+        return self._rebuild_prepared()
 
     def prepare_capture(self) -> None:
         """Get everything ready to capture a step in a CUDA graph: tables, values on the device, built kernels.

@@ -11,8 +11,8 @@ from ..placements import Agreement
 from ..rules import Rule
 
 
-class Tables(Protocol):
-    """`tables.Tables`, as far as the look before a step is concerned."""
+class StepPlan(Protocol):
+    """`plan.StepPlan`, as far as the look before a step is concerned."""
 
     params: Any
     members: Any

@@ -10,7 +10,7 @@ import torch
 
 from ..compat import local_parts
 from ..engine import JointNorm
-from ..optimizer.tables import Tables
+from ..optimizer.plan import StepPlan
 
 __all__ = ["EarlyNorms"]
 
@@ -25,7 +25,7 @@ class EarlyNorms:
         self._joint: JointNorm | None = None
         self._seen: dict[int, Seen] = {}
 
-    def put(self, tables: Tables, places: Sequence[int]) -> None:
+    def put(self, tables: StepPlan, places: Sequence[int]) -> None:
         """Sum the gradients of some engines.
 
         Args:
@@ -41,7 +41,7 @@ class EarlyNorms:
             joint.put(tables.engines[place])
             self._seen[place] = _look(tables.members[place])
 
-    def complete(self, tables: Tables) -> None:
+    def complete(self, tables: StepPlan) -> None:
         """Before the step's norm pass: sum what is missing or has changed, if anything can be kept.
 
         Args:

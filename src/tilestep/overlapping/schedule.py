@@ -19,8 +19,8 @@ from ..optimizer import Optimizer
 from ..optimizer.attached import AttachedType
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.parameters import labelled, require_listed_once
+from ..optimizer.plan import StepPlan
 from ..optimizer.schedules import Schedule
-from ..optimizer.tables import Tables
 from ..placements.local import ready
 from .choice import OverlapReport, Trial, device_clock
 from .data_parallel import CommHook, follow_buckets, wrappers
@@ -254,7 +254,7 @@ class OverlapSchedule(Schedule):
             current.wait_event(decided)
         self.pending.settle()
 
-    def _count_versions(self, tables: Tables) -> None:
+    def _count_versions(self, tables: StepPlan) -> None:
         """Tell autograd which parameters are going to be written."""
         if tables.scan is not None:
             tables.scan.mark_written()
@@ -271,7 +271,7 @@ class OverlapSchedule(Schedule):
 
     def _work(
         self,
-        tables: Tables,
+        tables: StepPlan,
         gradients: list[list[torch.Tensor | None]],
         group: Group,
         held: list[torch.Tensor],
@@ -283,7 +283,7 @@ class OverlapSchedule(Schedule):
             with self.lane.after():
                 for place in places:
                     tables.engines[place].follow_memory()
-                tables.run(gradients, places, counts_versions=False)
+                tables.update(gradients, places, counts_versions=False)
             held.clear()
             for place in places:
                 gradients[place] = []

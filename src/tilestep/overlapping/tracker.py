@@ -25,7 +25,7 @@ from .groups import Group
 from .lanes import Lane
 
 if TYPE_CHECKING:
-    from ..optimizer.tables import Tables
+    from ..optimizer.plan import StepPlan
 
 __all__ = ["BackwardTracker", "scale_error"]
 
@@ -338,9 +338,9 @@ class BackwardTracker(Accumulating):
             gradients = self._prepared(tables, group)
         places = tables.places.get(group.index, [])
         with tables.own_writes(group.params) if tables.masters else nullcontext():
-            tables.run(gradients, places, counts_versions=True)
+            tables.update(gradients, places, counts_versions=True)
 
-    def _prepared(self, tables: Tables, group: Group) -> list[list[torch.Tensor | None]]:
+    def _prepared(self, tables: StepPlan, group: Group) -> list[list[torch.Tensor | None]]:
         """Bring the engines of a group up to date; the gradients of their entries, and none for other engines."""
         gradients: list[list[torch.Tensor | None]] = [[] for _ in tables.engines]
         for place in tables.places.get(group.index, []):

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,22 +15,25 @@ from torch.nn.parameter import is_lazy
 
 from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
-from ..engine import DeviceEngine, JointNorm, Stale, pass_calls, run_marked
+from ..engine import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..engine.gradients import copy_to
+from ..errors import GradientError
 from ..pairs import ComplexMembers
 from ..placements import Agreement, LocalGradients, SharedSums
 from .homes import StateHome
 from .masters import Masters
+from .parameters import LISTED_TWICE
 from .states import begin_again
 
 if TYPE_CHECKING:
+    from ..taps import Taps
     from .protocol import Optimizer
 
 _GRAD = operator.attrgetter("grad")
 
 
 @dataclass
-class Tables:
+class StepPlan:
     """What a step works on, made for the param groups and the state as they were.
 
     Args:
@@ -94,7 +98,7 @@ class Tables:
         self.decided_plainly = False
         """Whether control numbers are those of a step that nothing is asked of, which need not be written again."""
 
-    def scanned(self, optimizer: torch.optim.Optimizer, *, norm: bool) -> bool:
+    def scanned(self, optimizer: Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed."""
         scan = self.scan
         if scan is None:
@@ -147,7 +151,7 @@ class Tables:
             engine.gradients.look_again()
         return False
 
-    def repeats(self, optimizer: torch.optim.Optimizer) -> bool:
+    def repeats(self, optimizer: Optimizer) -> bool:
         """As `scanned` but without a look, for parameters and gradients that are known to be where they were."""
         at_home = self.home.is_beside and all(engine.can_scan for engine in self.engines)
         current = at_home and all(engine.gradients.scanned for engine in self.engines)
@@ -164,7 +168,7 @@ class Tables:
             return False
         return True
 
-    def fit(self, optimizer: torch.optim.Optimizer) -> bool:
+    def fit(self, optimizer: Optimizer) -> bool:
         """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
         groups = optimizer.param_groups
         params = _all_params(optimizer)
@@ -198,7 +202,7 @@ class Tables:
                 return False
         return True
 
-    def same_groups(self, optimizer: torch.optim.Optimizer) -> bool:
+    def same_groups(self, optimizer: Optimizer) -> bool:
         """What of `fit` can be seen without looking at every parameter."""
         groups = optimizer.param_groups
         known = sum(len(group["params"]) for group in groups) == len(self.params)
@@ -231,7 +235,70 @@ class Tables:
             engine.prepare(own)
         return gradients
 
-    def run(self, gradients: list[list[torch.Tensor | None]], places: Sequence[int], *, counts_versions: bool) -> None:
+    def refresh(self, optimizer: Optimizer, inputs: StepInputs | None) -> list[list[torch.Tensor | None]]:
+        """Bring every engine up to date for the coming step; nothing is updated yet."""
+        norm = inputs is not None and inputs.needs_norm and self.sums_in_tiles and self.ranks is None
+        if self.scanned(optimizer, norm=norm):
+            return [[]] * len(self.engines)
+        known = self.start(norm=norm)
+        if not self.fit(optimizer):
+            raise Stale
+        steady = all(engine.is_steady for engine in self.engines)
+        gradients = self.prepare(known)
+        self.scan = Scan.of(self) if steady else None
+        return gradients
+
+    def run(
+        self,
+        optimizer: Optimizer,
+        inputs: StepInputs | None,
+        gradients: list[list[torch.Tensor | None]],
+        *,
+        marked: bool,
+        counts_versions: bool = True,
+        taps: Taps | None = None,
+    ) -> None:
+        """Take a step of all engines: decide it, then make the calls that its passes are."""
+        if self.further_rounds and inputs is not None and inputs.grad_scale is not None:
+            raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
+        scan = self.scan
+        try:
+            if self.follows and counts_versions:
+                self.follow_parameters()
+            if inputs is not None or not self.decided_plainly:
+                optimizer.control.decide(optimizer, self, inputs)
+            measures = taps is not None and taps.begin(self.engines)
+            if scan is None or measures:
+                self.update(gradients, self._every, counts_versions=counts_versions)
+            else:
+                # C++ has looked at the gradients: nothing is handed over, and nothing let go but their memory.
+                calls = self._calls.get(self._every) or self.calls_of(self._every)
+                if marked:
+                    run_marked(calls, self.engines)
+                else:
+                    for call in calls:
+                        call()
+                if self._home_finishes:
+                    for engine in self.engines:
+                        self.home.finish(engine)
+                if counts_versions:
+                    scan.mark_written()
+                for engine in self.engines:
+                    if engine.wrote is not None:
+                        engine.note_written()
+            if self.further_rounds:
+                self.run_further_rounds(gradients)
+            if self.follows and counts_versions:
+                self.note_versions()
+            if taps is not None:
+                taps.finish()
+        finally:
+            if scan is not None:
+                scan.release()
+
+    def update(
+        self, gradients: list[list[torch.Tensor | None]], places: Sequence[int], *, counts_versions: bool
+    ) -> None:
         """Update the parameters of prepared and decided engines."""
         engines = [self.engines[place] for place in places]
         for place, engine in zip(places, engines):
@@ -240,23 +307,6 @@ class Tables:
         for engine in engines:
             engine.finish(counts_versions=counts_versions)
             self.home.finish(engine)
-
-    def run_scanned(self, *, marked: bool) -> None:
-        """`run` for all engines after a look in C++, which leaves nothing to hand over and nothing to let go."""
-        scan, calls = self.scan, self._calls.get(self._every) or self.calls_of(self._every)
-        assert scan is not None
-        if marked:
-            run_marked(calls, self.engines)
-        else:
-            for call in calls:
-                call()
-        if self._home_finishes:
-            for engine in self.engines:
-                self.home.finish(engine)
-        scan.mark_written()
-        for engine in self.engines:
-            if engine.wrote is not None:
-                engine.note_written()
 
     def calls_of(self, places: tuple[int, ...]) -> list[Callable[[], object]]:
         """What the passes of some engines are, one call after the other; made once."""
@@ -274,7 +324,7 @@ class Tables:
                 for params, of_engine in zip(self.members, gradients)
             ]
             self.prepare(own)
-            self.run(own, range(len(self.engines)), counts_versions=True)
+            self.update(own, self._every, counts_versions=True)
 
     def release(self) -> None:
         """After a step, or one that failed: let go of gradients that were held for it."""
@@ -302,7 +352,7 @@ class Tables:
         return self.masters.own_writes(params)
 
 
-def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _all_params(optimizer: Optimizer) -> list[torch.Tensor]:
     groups = optimizer.param_groups
     return groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
 
@@ -339,6 +389,9 @@ class Scan:
 
     def __init__(self, module: Any, engines: Sequence[DeviceEngine], scanners: list[Any]) -> None:
         self.scan, self.same_list = module.scan, module.same_list
+        releases = [partial(module.release, scanner) for scanner in scanners]
+        self.release: Callable[[], object] = releases[0] if len(releases) == 1 else lambda: [let() for let in releases]
+        """Lets go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
         self._module, self._scanners, self._engines = module, scanners, engines
         # A look writes every address: where kernels read host memory, into their own table.
         hosts = [np.zeros(len(e.entries), dtype=np.int64) if e.has_device_tables else None for e in engines]
@@ -346,7 +399,7 @@ class Scan:
         self.looks = list(zip(engines, scanners, addresses, hosts))
 
     @classmethod
-    def of(cls, tables: Tables) -> Scan | None:
+    def of(cls, tables: StepPlan) -> Scan | None:
         """A scan of these tables, if the module is built and knows what there is to know about their tensors."""
         module = native.module(len(tables.params))
         if (
@@ -364,12 +417,6 @@ class Scan:
             return None
         scanners = [module.create(params, DTENSOR_PARTS) for params in tables.members]
         return None if any(scanner is None for scanner in scanners) else cls(module, tables.engines, scanners)
-
-    def release(self) -> None:
-        """Let go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
-        release = self._module.release
-        for scanner in self._scanners:
-            release(scanner)
 
     def mark_written(self) -> None:
         """Count a version of every parameter that has a gradient, as torch does for what is written in place."""
