@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .codegen.spec import KernelSpec
+from .codegen.spec import KernelSpec, Taps
+from .codegen.taps import tap_columns, taps_fit
 from .codegen.traffic import Traffic, tile_traffic
 from .engine import graph_for, kernel_spec
 from .graph import Guard, TilePass, Value
@@ -44,6 +45,7 @@ class RuleDescription:
     hyperparameters: Mapping[str, Any]  # what it was traced with
     states: Mapping[str, str]  # name, dtype and shape of each buffer kept for a parameter, in words
     specialized: tuple[str, ...]  # conditions on hyperparameters that hold for this code; others get code of their own
+    taps: tuple[str, ...]  # what kernels put out beside the update, in words
     passes: tuple[PassDescription, ...]  # in the order they run
     source: str = field(repr=False)  # the generated code
 
@@ -71,6 +73,7 @@ def spec_for(
     master_weights: MasterWeights = False,
     dims: int = 2,
     device_type: str = "cpu",
+    taps: Taps | None = None,
 ) -> KernelSpec:
     """What an optimizer for parameters of this kind builds its kernels from.
 
@@ -87,7 +90,9 @@ def spec_for(
     group = {**given, "master_weights": master_weights}
     check_choice(master_weights)
     check_master("a parameter", dtype, group)
-    return kernel_spec(graph, storages(param, group, graph, rule), compute_dtype(param), device_type)
+    formats = storages(param, group, graph, rule)
+    spec = kernel_spec(graph, formats, compute_dtype(param), device_type)
+    return replace(spec, taps=taps) if taps is not None and taps_fit(spec) else spec
 
 
 def generated_code(spec: KernelSpec, backend: str) -> str:
@@ -111,6 +116,7 @@ def describe(
     dtype: torch.dtype = torch.float32,
     master_weights: MasterWeights = False,
     dims: int = 2,
+    taps: Taps | None = None,
 ) -> RuleDescription:
     """Trace a rule and say what a step with it does.
 
@@ -127,6 +133,7 @@ def describe(
         master_weights=master_weights,
         dims=dims,
         device_type=BACKENDS.get(backend, "cpu"),
+        taps=taps,
     )
     source = generated_code(spec, backend)
     guards = spec.program.graph.guards
@@ -137,6 +144,7 @@ def describe(
         hyperparameters={**rule.hyperparameters, **(hyperparameters or {})},
         states=_states(rule, spec, dtype, master_weights),
         specialized=tuple(map(_as_it_holds, guards)),
+        taps=_taps(spec, taps),
         passes=tuple(_passes(spec, backend)),
         source=source,
     )
@@ -189,6 +197,20 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
             calls = tuple(f"torch, {value.operation} for each shape" for value in library.values)
             found.append(PassDescription("matrix", f"on whole matrices: {operations}", launches=calls))
     return found
+
+
+def _taps(spec: KernelSpec, asked: Taps | None) -> tuple[str, ...]:
+    """What kernels put out beside the update, a line for each kind."""
+    if asked is None:
+        return ()
+    if not taps_fit(spec):
+        return ("not by these kernels: the parameters are compared with a copy made for the step",)
+    lines = []
+    if asked.stats:
+        lines.append(f"stats: for each tensor {', '.join(tap_columns(spec).names)}")
+    if asked.changes:
+        lines.append("changes: for each element of param a bit, set where its bits in memory have changed")
+    return tuple(lines)
 
 
 def _tile_pass(spec: KernelSpec, tile: TilePass, prefix: str, backend: str) -> PassDescription:

@@ -10,6 +10,7 @@ import torch
 
 from ..counters import compile_count
 from ..optimizer.masters import MasterWeights
+from ..taps import Stats
 from .reference import CheckFailure
 from .trials import Subject, Trial, draw
 
@@ -212,6 +213,40 @@ def clipping(subject: Subject) -> str:
     return "max_grad_norm gives what clipping before the step gives"
 
 
+def taps(subject: Subject) -> str:
+    """Steps that measure and mark changed weights give the same bits, and tell what they have done."""
+    runs = []
+    for options in ({}, {"stats": Stats(), "track_changes": True}):
+        trial = Trial(subject, _parameters(subject, shapes=[*subject.shapes(), *subject.shapes(((101, 67),))]), options)
+        for _ in range(3):
+            before = [param.detach().clone() for param in trial.params]
+            trial.set_gradients()
+            trial.step()
+            if options:
+                _told(trial, before)
+        runs.append(trial.contents())
+    _same_bits(runs, "steps that measure and mark changes give other bits")
+    return "statistics and changes are those of the step, which gives the same bits"
+
+
+def _told(trial: Trial, before: list[torch.Tensor]) -> None:
+    """Compare what optimizers tell of a step with what it has done."""
+    old = {id(param): values for param, values in zip(trial.params, before)}
+    for optimizer in trial.optimizers:
+        listed = {name: indices.long() for name, indices, _ in optimizer.changes()}
+        measured, (group,) = optimizer.stats.read(), optimizer.param_groups
+        for place, param in enumerate(group["params"]):
+            others = (param.detach() != old[id(param)]).reshape(-1).nonzero().reshape(-1)
+            if not torch.equal(listed.get(f"0.{place}", others[:0]), others):
+                raise CheckFailure("the list of changed weights is another than what has changed", "param")
+            if param.grad is None or not param.numel():
+                continue
+            update = (param.detach().double() - old[id(param)].double()).norm()
+            for column, wanted in (("grad_norm", param.grad.double().norm()), ("update_norm", update)):
+                if not math.isclose(measured[f"0.{place}"][column], float(wanted), rel_tol=1e-4, abs_tol=1e-30):
+                    raise CheckFailure(f"{column} is {measured[f'0.{place}'][column]}, and should be {float(wanted)}")
+
+
 ITEMS: dict[str, Item] = {
     "float32": _follows(torch.float32),
     "float64": _follows(torch.float64),
@@ -228,6 +263,7 @@ ITEMS: dict[str, Item] = {
     "checkpoint": checkpoint,
     "skipped steps": skipping,
     "clipping": clipping,
+    "taps": taps,
 }
 """Every item by its name, in the order they are checked."""
 

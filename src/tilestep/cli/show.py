@@ -49,6 +49,8 @@ def register(app: typer.Typer) -> None:
             list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
         ] = None,
         dims: Annotated[int, typer.Option(min=0, max=8, help="Dimensions of the parameters.")] = 2,
+        stats: Annotated[bool, typer.Option(help="The kernels of a step that measures.")] = False,
+        changes: Annotated[bool, typer.Option(help="With a bit for each changed weight.")] = False,
         code_only: Annotated[bool, typer.Option(help="Print the generated code and nothing else.")] = False,
     ) -> None:
         """Print a rule's equations, passes, traffic, launches and generated code."""
@@ -56,6 +58,7 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.syntax import Syntax
 
+        from ..codegen.spec import Taps
         from ..describe import describe
         from ._rules import load_rule, parse_settings
 
@@ -67,6 +70,7 @@ def register(app: typer.Typer) -> None:
             dtype=getattr(torch, _TORCH_NAMES[dtype.value]),
             master_weights="remainder" if remainder else master_weights,
             dims=dims,
+            taps=Taps(stats, changes) if stats or changes else None,
         )
         console = Console()
         if not code_only:
@@ -103,6 +107,11 @@ def _print_description(console: Console, description: RuleDescription) -> None:
             line(f"      writes {traffic.bytes_written:>3} B  {_listed(traffic.writes, traffic.small_writes)}")
     line(f"  in all: {description.bytes_read} B read, {description.bytes_written} B written")
     line()
+    if description.taps:
+        line("Put out beside the update", "bold")
+        for words in description.taps:
+            line(f"  {words}")
+        line()
     line("Called in a step, however many tensors there are", "bold")
     for number, name in enumerate(description.launches, start=1):
         line(f"  {number:>2}  {name}")

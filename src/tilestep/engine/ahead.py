@@ -44,7 +44,7 @@ def _deciding(engine: DeviceEngine, decision: StepInputs, norm: bool) -> list[La
 
     launches: list[Launch] = []
     if norm:
-        if engine.norm_source is not engine or any(entry.share != 1 for entry in engine.entries):
+        if engine.norm_source is not engine or any(entry.norm_share != 1 for entry in engine.entries):
             return []
         table = engine.own_norm_table()
         tiles, sums = table.tiles_launch(engine.grads), table.tiles_put()

@@ -124,7 +124,7 @@ class SharedNorm:
     """The norm pass over tensors that count differently: a table for each share, all reading one address table."""
 
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
-        self.shares = sorted({entry.share for entry in entries})
+        self.shares = sorted({entry.norm_share for entry in entries})
         dtypes = [entry.grad_dtype for entry in entries]
         self.tables = [NormTable(device, _numels(entries, share), dtypes) for share in self.shares]
         self._weights = torch.tensor(self.shares, dtype=torch.float64, device=device)
@@ -144,7 +144,7 @@ class SharedNorm:
 
 def _numels(entries: Sequence[Entry], share: float) -> list[int]:
     """Elements of the tensors that count so much; 0 for others."""
-    return [entry.param.numel() if entry.share == share else 0 for entry in entries]
+    return [entry.param.numel() if entry.norm_share == share else 0 for entry in entries]
 
 
 def norm_table(device: torch.device, entries: Sequence[Entry]) -> NormTable:

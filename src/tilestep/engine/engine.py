@@ -73,7 +73,7 @@ class DeviceEngine:
         """The state that tables describe: the tensors as users have them."""
         self._norm: NormTable | None = None
         self._sum_squares: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        self._has_shares = any(entry.share != 1 for entry in self.entries)
+        self._has_shares = any(entry.norm_share != 1 for entry in self.entries)
         self._known_gradients: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})

@@ -37,6 +37,7 @@ class Entry:
         matrices: matrix states by name: views of the segment's batches once it is built.
         exchange: for a tensor whose rule needs the whole matrix of which `param` is a part what puts it together, and
             the number by which that knows it.
+        in_norm: whether its gradient counts in norms; of one that does not they tell no more than that it is finite.
         share: what this rank's sums over the tensor count in sums over all ranks, see `placements.Agreement.share`.
         gradient_device: where its gradient is, if not beside it: in memory that kernels reach by address all the same.
         grad_dtype: of the gradients that its kernels read; its own until an engine has it.
@@ -49,6 +50,7 @@ class Entry:
     group: int = 0  # index of its param group
     whole: torch.Tensor | None = None
     share: float = 1.0
+    in_norm: bool = True
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
     ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
     gradient_device: torch.device | None = None
@@ -58,6 +60,11 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.grad_dtype = self.param.dtype
+
+    @property
+    def norm_share(self) -> float:
+        """What this rank's sum of squares counts in the norm."""
+        return self.share if self.in_norm else 0.0
 
     @property
     def handle(self) -> torch.Tensor:
@@ -70,7 +77,9 @@ def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
     row = []
     for name in names:
         value = group_value(group, name)
-        if isinstance(value, ZClip):
+        if name == "max_grad_norm" and group.get("in_norm") is False:
+            row.append(math.inf)
+        elif isinstance(value, ZClip):
             row.append(clip_code(value))
         elif value is None:
             row.append(math.inf)

@@ -422,6 +422,7 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     entry = Entry(one.label, part, arrays, scalars, one.group_index, whole)
     entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
     entry.exchange = one.exchange
+    entry.in_norm = optimizer.param_groups[one.group_index].get("in_norm", True)
     return entry
 
 

@@ -16,7 +16,12 @@ from ..rules.scalars import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
 from .state_formats import check_state_dtype
 
-GROUP_OPTIONS: Mapping[str, Any] = {"max_grad_norm": None, "master_weights": False, "state_dtype": None}
+GROUP_OPTIONS: Mapping[str, Any] = {
+    "max_grad_norm": None,
+    "master_weights": False,
+    "state_dtype": None,
+    "in_norm": True,
+}
 """What a param group may say for any rule, and what a group means that does not say it."""
 
 OWN_KEYS = (*GROUP_OPTIONS, "rule")
@@ -103,6 +108,8 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
 
 def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for what no rule can do, in a param group that may have been changed since it was added."""
+    if not isinstance(group.get("in_norm", True), bool):
+        raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; True, or False for a group left out of the norm")
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     limit = group.get("max_grad_norm")

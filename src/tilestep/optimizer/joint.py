@@ -86,7 +86,8 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
     The first that steps works it out from the gradients of all; the others use it, until one of them steps again. So
     all gradients must be there when the first one steps, and each optimizer steps once in a round. `max_grad_norm`,
     `skip_above` and `skip_nonfinite` of each compare with this norm, which is what `grad_norm` of each is. If one of
-    them skips steps whose gradients are not finite, or a scaler runs the steps, all of them do.
+    them skips steps whose gradients are not finite, or a scaler runs the steps, all of them do. Param groups with
+    `in_norm=False` are left out.
 
     Args:
         optimizers: at least two, each in no other joint norm.

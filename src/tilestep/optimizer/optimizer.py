@@ -252,7 +252,8 @@ class Optimizer(torch.optim.Optimizer):
         optimizer was given explicitly, then that rule's defaults.
 
         Args:
-            param_group: `params` and any hyperparameters; `rule` for a rule of its own.
+            param_group: `params` and any hyperparameters; `rule` for a rule of its own; `in_norm=False` to leave its
+                gradients out of the norm, and the group without a clip.
 
         Raises:
             ValueError: for a hyperparameter out of its range.
@@ -270,6 +271,8 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(group.get("max_grad_norm"), AdaGC):
                 rule = group["max_grad_norm"].on(find_rule(rule, self._rules))
                 group["rule"], group["max_grad_norm"] = rule, None
+            if group.get("in_norm") is False and group.setdefault("max_grad_norm", None) is not None:
+                raise ValueError("a param group with in_norm=False is not clipped: it takes no max_grad_norm")
             rule = self._adopt(rule)
             if "rule" in group:
                 group["rule"] = rule.name

@@ -88,7 +88,9 @@ class StepPlan:
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
         self.deciders = list({engine.decider: engine for engine in self.engines}.items())
         """What decides steps on each device, with an engine there."""
-        self.sums_in_tiles = len(self.norm_sources) == 1
+        self.sums_in_tiles = len(self.norm_sources) == 1 and all(
+            e.norm_share == 1 for each in self.engines for e in each.entries
+        )
         """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
         self._home_sums = home.power_sums is not StateHome.power_sums
         self.built_ahead: set[bool] = set()
