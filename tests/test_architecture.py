@@ -25,6 +25,7 @@ LAYERS = (
     ("codegen", "native", "tuning", "schedule"),
     ("tensor_watch", "placements", "pairs", "gradientless", "taken", "guards", "accumulating", "combinations"),
     ("norm", "engine"),
+    ("taps",),
     ("optimizer",),
     ("amp", "cuda_graphs", "overlapping", "offloading", "sharding"),
     ("describe", "planning", "tracing", "checking"),
