@@ -20,6 +20,7 @@ import torch
 
 from ._version import __version__
 from .cache import open_cached, update_cached
+from .devices import has_streams, is_host
 
 if TYPE_CHECKING:
     from .codegen.spec import KernelSpec
@@ -98,9 +99,9 @@ def forced_shape(shape: TileShape) -> Iterator[None]:
 
 def device_key(device: torch.device) -> str:
     """The name that tables are kept under: a GPU's, or the CPU's model."""
-    if device.type == "cuda":
+    if has_streams(device):
         return torch.cuda.get_device_name(device)
-    return _cpu_name() if device.type == "cpu" else device.type
+    return _cpu_name() if is_host(device) else device.type
 
 
 @functools.lru_cache(maxsize=1)

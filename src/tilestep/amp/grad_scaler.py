@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from ..compat import opaque
+from ..devices import is_host
 from ..engine.capturing import is_capturing, require
 from ..optimizer import Optimizer
 
@@ -166,7 +167,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(new_scale, (int, float)):
             new_scale = float(new_scale)
             _check_scale(new_scale)
-        elif new_scale is not None and new_scale.device.type == "cpu":
+        elif new_scale is not None and is_host(new_scale.device):
             _check_scale(float(new_scale))
         elif new_scale is None and self._scale is not None and not self._has_checked():
             raise RuntimeError(

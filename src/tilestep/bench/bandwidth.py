@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..devices import has_streams
 from .measure import Contender
 
 COPY = "copy"
@@ -81,7 +82,7 @@ def flat_reads(device: torch.device, size: int) -> list[Contender]:
         Contender(f"{READ} (sum)", flat.sum, bytes_moved),
         Contender(f"{READ} (norm)", lambda: torch.linalg.vector_norm(flat), bytes_moved),
     ]
-    if device.type == "cuda":
+    if has_streams(device):
         from .flat_read import flat_read
 
         contenders.append(Contender(f"{READ} (tiles)", lambda: flat_read(flat), bytes_moved))

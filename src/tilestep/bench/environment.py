@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .._version import __version__
+from ..devices import has_streams
 
 
 def device_name(device: torch.device) -> str:
@@ -23,7 +24,7 @@ def device_name(device: torch.device) -> str:
     >>> "core" in device_name(torch.device("cpu"))
     True
     """
-    if device.type == "cuda":
+    if has_streams(device):
         return torch.cuda.get_device_name(device)
     return (
         f"{_cpu_model()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
@@ -50,7 +51,7 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "host": f"{_addition() * 1e6:.2f} us for an addition of two numbers",
     }
-    if device.type == "cuda":
+    if has_streams(device):
         described["cuda"] = str(torch.version.cuda)
     return described
 

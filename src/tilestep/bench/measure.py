@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..devices import has_streams, is_host
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -46,7 +48,7 @@ def trace(call: Callable[[], object], device: torch.device) -> Trace:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces each start on stderr
     activities = [ProfilerActivity.CPU]
-    gpu = device.type == "cuda"
+    gpu = has_streams(device)
     if gpu:
         activities.append(ProfilerActivity.CUDA)
         witness = torch.zeros(1, device=device)
@@ -170,7 +172,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device; on a CPU nothing is outstanding."""
-    if device.type == "cuda":
+    if has_streams(device):
         torch.cuda.synchronize(device)
 
 
@@ -197,7 +199,7 @@ def measure(
     for run in runs:
         for _ in range(warmup):
             run.guarded(_wall, device, False)
-    delay = _Delay(device) if device.type == "cuda" and busy else None
+    delay = _Delay(device) if has_streams(device) and busy else None
     for turn in range(rounds):
         if until is not None and turn >= LEAST_ROUNDS and time.monotonic() > until:
             break
@@ -241,7 +243,7 @@ class _Run:
 
 def _wall(run: _Run, device: torch.device, keep: bool) -> None:
     synchronize(device)
-    if device.type == "cpu" and keep:
+    if is_host(device) and keep:
         time.sleep(SETTLE_SECONDS)
     repeat = run.contender.repeat
     begin = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import has_streams
 from ..optimizer import Optimizer
 
 OURS = "tilestep"
@@ -87,7 +88,7 @@ def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = (
         for peer in PEERS
         if importlib.util.find_spec(peer.module) is not None
         and (compiled or not peer.compiled)
-        and (device.type == "cuda" or not peer.gpu_only)
+        and (has_streams(device) or not peer.gpu_only)
         and (not names or peer.name in names)
     ]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..devices import has_streams
 from ..norm import clip_grad_norm_, total_norm
 from ..optimizer import Optimizer
 from . import bandwidth
@@ -40,7 +41,7 @@ class Settings:
         """Size of the buffers that bandwidth is measured with."""
         if self.quick:
             return MEBIBYTE
-        return (1024 if self.device.type == "cuda" else 256) * MEBIBYTE
+        return (1024 if has_streams(self.device) else 256) * MEBIBYTE
 
     def measure(self, contenders: Sequence[Contender], device: torch.device, rounds: int | None = None) -> list[Timing]:
         """Measure with these settings, in at most so many rounds."""
@@ -94,7 +95,7 @@ def _with_large_gradients(contender: Contender, gradients: list[Tensor]) -> Cont
 def run_step(settings: Settings) -> Result:
     """Measure AdamW with and without a clip: bf16 and float32 parameters, and bf16 ones with float32 masters."""
     result = Result("step", environment(settings.device))
-    on_gpu = settings.device.type == "cuda"
+    on_gpu = has_streams(settings.device)
     # On a GPU torch's default is its foreach version.
     names = [
         peer.name for peer in peers(settings.device, settings.compiled) if not on_gpu or peer.name != "torch default"
@@ -206,13 +207,13 @@ def measured_group(
     timings = settings.measure([*contenders, *limits], device, rounds)
     reached = [(timing.bandwidth, timing.contender) for timing in timings[len(contenders) :] if timing.bandwidth]
     limit, limit_name = max(reached, default=(None, ""))
-    rows = [Row.of(timing, limit, gpu=device.type == "cuda") for timing in timings]
+    rows = [Row.of(timing, limit, gpu=has_streams(device)) for timing in timings]
     return Group(title, rows, limit, limit_name)
 
 
 def _room(settings: Settings, workload: Workload, bytes_an_element: int) -> int:
     """How many contenders that each hold so many bytes an element there is memory for at once."""
-    if settings.device.type == "cuda":
+    if has_streams(settings.device):
         free, _ = torch.cuda.mem_get_info(settings.device)
     else:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -225,5 +226,5 @@ def _room(settings: Settings, workload: Workload, bytes_an_element: int) -> int:
 def free(device: torch.device) -> None:
     """Give memory that nothing refers to any more back to the device."""
     gc.collect()
-    if device.type == "cuda":
+    if has_streams(device):
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..codegen.spec import KernelSpec
+from ..devices import has_streams, is_host
 from ..optimizer import Optimizer
 from ..optimizer.masters import MasterWeights
 from ..rules import Rule, registry
@@ -110,7 +111,7 @@ def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
 
 def _elements(device: torch.device, spec: KernelSpec) -> int:
     """Enough that no cache holds them, and at most half of the free memory."""
-    if device.type != "cuda":
+    if not has_streams(device):
         return 1 << 24
     each = sum(array.dtype.itemsize for array in [spec.grad, *spec.arrays])
     free, _ = torch.cuda.mem_get_info(device)
@@ -119,7 +120,7 @@ def _elements(device: torch.device, spec: KernelSpec) -> int:
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     synchronize(device)
-    if device.type == "cpu":
+    if is_host(device):
         time.sleep(SETTLE_SECONDS)
         begin = time.perf_counter()
         call()

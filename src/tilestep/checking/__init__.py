@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..devices import is_host
 from ..graph import Graph
 from ..optimizer.hyperparameters import check_group
 from ..rules import Rule
@@ -53,7 +54,7 @@ def check_rule(
             if name == "threads" and subject.has_matrices:
                 text = "left out: torch's own matrix products are not the same for every number of threads"
                 yield Verdict(f"{DEVICE_NAMES['cpu']}, {name}", None, text)
-            elif name != "threads" or device.type == "cpu":
+            elif name != "threads" or is_host(device):
                 yield run_item(subject, name, item)
     if len(devices) == 1:
         yield from check_interpreted(rule, given) if interpret else ()

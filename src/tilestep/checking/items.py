@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..counters import compile_count
+from ..devices import is_host
 from ..optimizer.masters import MasterWeights
 from ..taps import Stats
 from .reference import CheckFailure
@@ -36,7 +37,7 @@ def _follows(dtype: torch.dtype, master_weights: MasterWeights = False) -> Item:
 
 def sizes(subject: Subject) -> str:
     """Empty, single, odd and long tensors, and those around the size of a tile."""
-    interpreted = subject.device.type == "cpu" and _interpreting()
+    interpreted = is_host(subject.device) and _interpreting()
     shapes = subject.shapes(_MATRICES if subject.has_matrices else _SMALL_TILES if interpreted else _TILES)
     Trial(subject, _parameters(subject, shapes=shapes)).run(1 if interpreted else 2)
     longest = max(math.prod(shape) for shape in shapes)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..devices import has_streams
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
@@ -42,7 +44,7 @@ def register(app: typer.Typer) -> None:
                 progress.update(tasks[index], completed=done, loss=f"loss {loss:.3f}")
 
             runs = train(competing, recipe, advance)
-        console.print(table(runs, gpu=recipe.device.type == "cuda"))
+        console.print(table(runs, gpu=has_streams(recipe.device)))
         path = out / "demo.png"
         picture(runs, path, f"{count}, {steps} steps, {device_name(recipe.device)}, torch {torch.__version__}")
         console.print(f"picture: {path}", markup=False)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from ..bench.environment import device_name
+from ..devices import has_streams
 from ..optimizer import Optimizer
 from ..overlapping import overlap
 from ..tracing import Report, profile
@@ -62,7 +63,7 @@ def _one_ahead(device: torch.device) -> Callable[[], None]:
     ends: list[torch.cuda.Event] = []
 
     def wait() -> None:
-        if device.type != "cuda":
+        if not has_streams(device):
             return
         ends.append(torch.cuda.current_stream(device).record_event())
         if len(ends) > 2:

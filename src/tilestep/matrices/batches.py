@@ -5,22 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..devices import has_streams
 from ..graph import MatrixPass, evaluate
 from .batch import Batch, MatrixSegment
 from .conditions import Conditions, GroupNumbers
-from .operations import MATRIX_OPERATIONS
+from .operations import MATRIX_OPERATIONS, Launch
 from .recorded import LEAST_MATRICES, RecordedPass
 from .running import run_chunk
 from .shared import SharedMatrices
 from .workspace import matrices_at_once
-
-if TYPE_CHECKING:
-    from ..codegen.launch_triton import Launch
 
 SkippedValues = dict[tuple[int, int], frozenset[int]]
 """Values that are not computed, by identity, for each matrix pass and batch by their places."""
@@ -206,7 +204,7 @@ class MatrixBatches:
         """The passes that are the same launches at every step, where the host is spared enough of them."""
         device = self.segment.device
         differs = self.waits or self.conditions is not None or self.shared is not None
-        if device.type != "cuda" or differs or len(self.entries) < LEAST_MATRICES:
+        if not has_streams(device) or differs or len(self.entries) < LEAST_MATRICES:
             return {}
         pool, this = torch.cuda.graph_pool_handle(), weakref.ref(self)
 

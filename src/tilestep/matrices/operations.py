@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ..codegen.launch_triton import Launch
+Launch = tuple[Any, Sequence[Any]]
+"""What launches one of Triton's kernels, and the arguments."""
 
 Space = tuple[str, str]
 """How many rows and columns a matrix has, in words of its parameter: `("rows", "columns")` is the parameter's shape."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import MatrixError, RuleError
 from .gram import gram_newton_schulz, takes
-from .operations import MatrixOperation, register
+from .operations import Launch, MatrixOperation, register
 from .symmetric import pays, symmetric_launch, symmetric_product
-
-if TYPE_CHECKING:
-    from ..codegen.launch_triton import Launch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic: the largest slope at zero that keeps singular values near one."""

@@ -11,6 +11,7 @@ from typing import TypeGuard
 import torch
 
 from ..compat import opaque
+from ..devices import has_streams
 from ..errors import GradientError
 from ..marks import UPDATE, marked
 from ..pairs import as_real, resolved
@@ -184,7 +185,7 @@ def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _on_device(value: float | torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Whether reading the value would wait for a device."""
-    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+    return isinstance(value, torch.Tensor) and has_streams(value.device)
 
 
 def _require_finite(norm: torch.Tensor, norm_type: float) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import numpy as np
 import torch
 
+from ..devices import has_streams
 from ..errors import GradientError
 from ..tensor_watch import TensorWatch
 from .orders import DTYPES, combine
@@ -130,7 +131,7 @@ class _Part:
 
 def _streams(devices: Iterable[torch.device]) -> list[int]:
     """Work on another stream must not share partial results with this one's."""
-    return [torch.cuda.current_stream(device).cuda_stream for device in devices if device.type == "cuda"]
+    return [torch.cuda.current_stream(device).cuda_stream for device in devices if has_streams(device)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

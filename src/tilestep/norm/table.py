@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..codegen.launch_triton import Launch
+from ..devices import has_streams
 from .cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from .triton_backend import TritonNorm
 
@@ -34,7 +35,7 @@ class NormTable:
         elements: int | None = None,
     ) -> None:
         self._backend: TritonNorm | CpuNorm | EagerNorm
-        if device.type == "cuda":
+        if has_streams(device):
             if device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
             self._backend = TritonNorm(device, numels, dtypes, elements)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..devices import has_streams
 from ..errors import GradientError
 from .orders import DTYPES
 
@@ -73,7 +74,7 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     Pinned memory goes back to torch's allocator, which hands it out again only once the copy has run.
     """
     host = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type != "cuda":
+    if not has_streams(device):
         return host.to(device)
     pinned = source_of_graphs(host) if torch.cuda.is_current_stream_capturing() else host.pin_memory()
     return pinned.to(device, non_blocking=True)

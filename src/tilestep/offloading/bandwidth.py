@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..devices import has_streams
 from .lanes import Lane
 from .memory import HostMemory
 
@@ -67,5 +68,5 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
+    if has_streams(device):
         torch.cuda.synchronize(device)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from ..devices import has_streams
 from ..marks import UPDATE, marked
 
 Mark = torch.cuda.Event | None
@@ -21,12 +22,12 @@ class Lane:
 
     def __init__(self, device: torch.device, own: bool = True) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if own and device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if own and has_streams(device) else None
         self._streams: dict[int, Lane] = {}
 
     def here(self) -> Lane:
         """The lane that work goes to now, and stays with its stream when another one is current."""
-        if self._stream is not None or self._device.type != "cuda":
+        if self._stream is not None or not has_streams(self._device):
             return self
         stream = torch.cuda.current_stream(self._device)
         if stream.cuda_stream not in self._streams:
@@ -42,7 +43,7 @@ class Lane:
 
     def mark(self) -> Mark:
         """The point after all that was asked for here so far."""
-        if self._device.type != "cuda":
+        if not has_streams(self._device):
             return None
         return (self._stream or torch.cuda.current_stream(self._device)).record_event()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..devices import has_streams
 from ..errors import HostMemoryError
 
 ALIGNMENT = 256
@@ -130,14 +131,14 @@ class HostMemory:
         except MemoryError:
             raise self._missing(size, there, limit) from None
         first = -array.ctypes.data % _PAGE
-        if self.device.type == "cuda":
+        if has_streams(self.device):
             self._lock(array, array.ctypes.data + first, size)
         self._pieces.append((array.ctypes.data, array.nbytes, weakref.ref(array)))
         # The slice is made first: the tensor's memory then begins with what is locked, and torch calls it pinned.
         return torch.from_numpy(array[first : first + size])
 
     def _missing(self, size: int, there: int, limit: str, why: str = "") -> HostMemoryError:
-        kind = "page-locked host memory" if self.device.type == "cuda" else "host memory"
+        kind = "page-locked host memory" if has_streams(self.device) else "host memory"
         return HostMemoryError(
             f"{self.what} needs {gigabytes(size)} of {kind}{why}, and {gigabytes(there)} would fit ({limit}): that is "
             f"{100 * min(there / size, 1):.0f}% of it. Give the optimizer fewer parameters, a rule with less state, or "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..devices import is_host
 from ..optimizer import Optimizer
 from ..optimizer.attached import AttachedType
 from ..optimizer.homes import StateHome
@@ -66,8 +67,8 @@ class OffloadedState(StateHome):
             return unscale(optimizer, *args, **kwargs)
         with self.kept.as_parameters() as there:
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-            on_host = [*there, *(param for param in params if param.device.type == "cpu")]
-            elsewhere = [param for param in params if param.device.type != "cpu"]
+            on_host = [*there, *(param for param in params if is_host(param.device))]
+            elsewhere = [param for param in params if not is_host(param.device)]
             # What torch copies to the host by itself it reads before it has arrived.
             arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if on_host else []
             flags = unscale(_grouped(on_host), *arrived, **kwargs) if on_host else {}

@@ -10,6 +10,7 @@ import torch
 from ..codegen.compile_cpp import compiler
 from ..codegen.compile_triton import available as triton_is_there
 from ..combinations import kind_of, refusal, wrappers_around
+from ..devices import is_host
 from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.attached import resolve_optimizer
@@ -129,7 +130,7 @@ def _device_of(optimizer: Optimizer) -> torch.device:
 
 def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: bool) -> tuple[str, str]:
     """Where updates run, and why."""
-    if device.type == "cpu":
+    if is_host(device):
         if where == "gpu":
             raise OffloadError("where='gpu', but the parameters are on the CPU: move the model to a GPU first")
         return "here", "the parameters are on the CPU, and so is the state"

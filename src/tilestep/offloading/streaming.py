@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..codegen.spec import KernelSpec
+from ..devices import is_host
 from ..engine import DeviceEngine, Entry
 from ..engine.segment import Segment
 from .chunks import Chunk, cut_chunks, staged_view
@@ -46,7 +47,7 @@ class StreamedState(OffloadedState):
 
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a buffer lies in this memory."""
-        return buffer.device.type == "cpu" and self.memory.holds(buffer)
+        return is_host(buffer.device) and self.memory.holds(buffer)
 
     def check(self, label: str, param: torch.Tensor) -> None:
         """Parameters are on the device that this home was made for."""

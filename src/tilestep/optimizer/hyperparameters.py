@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..devices import is_host
 from ..engine.limits import ZClip
 from ..errors import RuleError
 from ..rules import Rule, registry
@@ -152,7 +153,7 @@ def _on_host(value: Any, key: str) -> Any:
         return value
     if value.numel() != 1:
         raise ValueError(f"Invalid {key}: a tensor of shape {tuple(value.shape)}; it must have one element")
-    return float(value) if value.device.type == "cpu" else value
+    return float(value) if is_host(value.device) else value
 
 
 def about_group(index: int, check: Callable[[], None]) -> None:
@@ -181,7 +182,7 @@ def current_value(group: Mapping[str, Any], state: Mapping[Any, Any], name: str)
         step = step if isinstance(step, torch.Tensor) else torch.full((), float(step), device=device)
         value = at_step(value, step.to(torch.float64).clamp(min=1), name)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().to(device, torch.float64, copy=True, non_blocking=device.type != "cpu").reshape(())
+        return value.detach().to(device, torch.float64, copy=True, non_blocking=not is_host(device)).reshape(())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}, which is no number")
     return torch.full((), float(value), dtype=torch.float64, device=device)

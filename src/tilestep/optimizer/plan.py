@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
+from ..devices import is_host
 from ..engine import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..engine.gradients import copy_to
 from ..errors import GradientError
@@ -367,7 +368,7 @@ def total(sums: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum over devices, on one that is not the CPU if there is one."""
     if len(sums) == 1:
         return sums[0]
-    home = next((part.device for part in sums if part.device.type != "cpu"), sums[0].device)
+    home = next((part.device for part in sums if not is_host(part.device)), sums[0].device)
     summed = moved(sums[0], home)
     for part in sums[1:]:
         summed = summed + moved(part, home)
@@ -377,7 +378,7 @@ def total(sums: Sequence[torch.Tensor]) -> torch.Tensor:
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A number on another device."""
     # A copy to the CPU that is not waited for may be read before it has arrived.
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.to(device, non_blocking=not is_host(device))
 
 
 _MOVED, _CHANGED = 1, 2

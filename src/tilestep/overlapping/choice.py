@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..devices import has_streams
+
 TRIED = ("serial", "forward")
 """Schedules that take gradients at `step()`, and so mean the same to whoever trains."""
 
@@ -73,7 +75,7 @@ class DeviceClock:
 
 def device_clock(device: torch.device) -> Clock | None:
     """A device's clock; None for a CPU, beside whose host nothing runs."""
-    return DeviceClock(device) if device.type == "cuda" else None
+    return DeviceClock(device) if has_streams(device) else None
 
 
 class Trial:

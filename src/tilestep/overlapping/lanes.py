@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from ..compat import current_stream_number
+from ..devices import has_streams
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -17,7 +18,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if has_streams(device) else None
         self._entered_from: torch.cuda.Stream | None = None
 
     def current(self) -> torch.cuda.Stream | None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import group_device_types, root_mesh
+from ..devices import is_host
 from ..errors import GradientError
 from .local import is_distributed
 
@@ -88,7 +89,7 @@ class Agreement:
         if self._group is None:
             self._group = group_of(self.ranks, self.meshes)
         able = group_device_types(self._group)
-        if values.device.type == "cpu" and able is not None and "cpu" not in able and torch.cuda.is_available():
+        if is_host(values.device) and able is not None and "cpu" not in able and torch.cuda.is_available():
             # Parameters offloaded to the host under a backend for GPUs alone.
             moved = values.cuda()
             dist.all_reduce(moved, operation, self._group)

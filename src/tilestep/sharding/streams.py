@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compat import current_stream_number
+from ..devices import has_streams
 from ..engine.capturing import is_capturing
 
 __all__ = ["Channel", "Mark"]
@@ -46,7 +47,7 @@ class Channel:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # What it has to do is little and awaited: it goes before the next blocks of a large kernel.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if has_streams(device) else None
         if self._stream is not None:
             self.in_order = True
         self._index = 0 if self._stream is None else self._stream.device_index
