@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.parameters import labelled, require_listed_once
 from ..optimizer.plan import StepPlan
 from ..optimizer.schedules import Schedule
-from ..placements.local import ready
+from ..placements.local import is_distributed, ready
 from .choice import OverlapReport, Trial, device_clock
 from .data_parallel import CommHook, follow_buckets, wrappers
 from .groups import Group, Grouping, divide
@@ -70,6 +71,7 @@ class OverlapSchedule(Schedule):
         self.during = "serial" if during == "auto" else during
         self._scaler = scaler
         self._had_gradients = False
+        self._knows_ranks = during != "backward"
         self.elsewhere: set[int] = set()
         """Parameters whose complete gradients are announced by DistributedDataParallel, by `id`."""
         self.lane = Lane(device)
@@ -209,6 +211,8 @@ class OverlapSchedule(Schedule):
 
     def _step_beside(self) -> None:
         self.tracker.require_whole()
+        if not self._knows_ranks and self.tracker.has_updated:
+            self._warn_of_ranks()
         optimizer = self._optimizer
         is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
         decides = is_run_by_scaler or optimizer.control.needs_norm(optimizer.param_groups)
@@ -253,6 +257,19 @@ class OverlapSchedule(Schedule):
         if current is not None and decided is not None:
             current.wait_event(decided)
         self.pending.settle()
+
+    def _warn_of_ranks(self) -> None:
+        """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
+        self._knows_ranks = True
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several and not self.elsewhere and not any(map(is_distributed, self.params)):
+            warnings.warn(
+                'overlap(during="backward"): there are several ranks, and each has updated with its own gradients, '
+                "which are let go before they could be summed by hand: a loop that all-reduces `param.grad` after "
+                "backward finds None. Wrap the model in DistributedDataParallel or FSDP2, use tilestep.shard, or take "
+                'during="forward"; where every rank trains a model of its own, ignore this',
+                stacklevel=6,
+            )
 
     def _count_versions(self, tables: StepPlan) -> None:
         """Tell autograd which parameters are going to be written."""
