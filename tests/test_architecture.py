@@ -41,11 +41,10 @@ UPWARD: set[tuple[str, str]] = {("matrices.symmetric", "codegen.launch_triton"),
 
 REACHING: dict[str, int] = {
     "bench": 3,
-    "cuda_graphs": 2,
     "engine": 2,
     "graph": 6,
     "offloading": 2,
-    "optimizer": 32,
+    "optimizer": 9,
     "overlapping": 12,
     "rules": 2,
     "sharding": 9,

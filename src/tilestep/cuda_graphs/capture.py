@@ -79,7 +79,7 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
             seen = engine.check_capture(tables.gradients()[0])
         table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
     before = [param.grad for param in engine.params]
-    known = updating._graphs.captured
+    known = updating.graphs.captured
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads, of data loaders say, may go on allocating.
@@ -88,7 +88,7 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
             output = (work or optimizer.step)()
     finally:
         engine.graph_tables.forget()
-    require(updating._graphs.captured > known, "work() did not step the optimizer")
+    require(updating.graphs.captured > known, "work() did not step the optimizer")
     # Those that were made inside are memory of the graph.
     kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]
     return CapturedStep(optimizer, updating, graph, output, table, kept, choices)

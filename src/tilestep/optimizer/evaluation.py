@@ -31,7 +31,7 @@ def holds_averages(optimizer: Optimizer) -> bool:
 @torch.no_grad()
 def hold_averages(optimizer: Optimizer) -> None:
     """Put into every parameter whose rule keeps an average this average; the training weights go into its state."""
-    tables = optimizer._tables
+    tables = optimizer.tables
     if tables is not None and not optimizer.is_evaluating:
         tables.follow_parameters()
         tables.note_versions()
@@ -66,7 +66,7 @@ def _hold_averages(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def hold_training_weights(optimizer: Optimizer) -> None:
     """Put the training weights back, bit for bit."""
-    tables = optimizer._tables
+    tables = optimizer.tables
     with nullcontext() if tables is None else tables.own_writes():
         for param, state in param_states(optimizer):
             if TRAINING in state:

@@ -18,6 +18,7 @@ from .parameters import LISTED_TWICE
 from .specs import graph_of
 
 if TYPE_CHECKING:
+    from ..taps import Taps
     from .plan import StepPlan
     from .protocol import Optimizer
 
@@ -141,13 +142,13 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     try:
         tables.prepare()
     except Stale:
-        tables = optimizer._rebuild(ahead=True)
+        tables = optimizer.make_tables()
         tables.prepare()
     tables.follow_parameters()
     tables.note_versions()
     tables.engines[0].build(optimizer.control.expected(optimizer, tables))
     tables.kind = None
-    optimizer._graphs = replace(optimizer._graphs, stale="", kept=None)
+    optimizer.graphs = replace(optimizer.graphs, stale="", kept=None)
     return tables
 
 
@@ -155,17 +156,17 @@ def prepare_by_hand(optimizer: Optimizer) -> None:
     """`prepare_capture` for a graph that nobody but `push` is going to look after."""
     tables = prepare_capture(optimizer)
     kept = KeptGradients(tables.gradients()[0], [entry.label for entry in tables.engines[0].entries])
-    optimizer._graphs = replace(optimizer._graphs, kept=kept)
+    optimizer.graphs = replace(optimizer.graphs, kept=kept)
 
 
-def step_in_capture(optimizer: Optimizer) -> None:
+def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
     """Launch a step into the CUDA graph that is being captured; everything it needs must be there already.
 
     Raises:
         CaptureError: for what is not, or what would not hold at a replay.
         GradientError: for a gradient that cannot be used.
     """
-    tables = optimizer._tables
+    tables = optimizer.tables
     if tables is None or not tables.fit(optimizer) or tables.leaves_out_training:
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
         require(any(segment_class(device).can_be_captured for device in devices), ON_CPU)
@@ -181,32 +182,32 @@ def step_in_capture(optimizer: Optimizer) -> None:
     require(tables.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")
     with engine.into_graph(seen):
         optimizer.control.decide(optimizer, tables)
-        if optimizer._taps is not None:
-            optimizer._taps.begin(tables.engines, captured=True)
+        if taps is not None:
+            taps.begin(tables.engines, captured=True)
         engine.refresh_device_hypers()
         tables.update(gradients, (0,), counts_versions=True)
-        if optimizer._taps is not None:
-            optimizer._taps.finish(captured=True)
+        if taps is not None:
+            taps.finish(captured=True)
     tables.note_versions()
-    if optimizer._graphs.kept is not None:
-        optimizer._graphs.kept.read(gradients[0])
-    optimizer._graphs = replace(optimizer._graphs, captured=optimizer._graphs.captured + 1)
+    if optimizer.graphs.kept is not None:
+        optimizer.graphs.kept.read(gradients[0])
+    optimizer.graphs = replace(optimizer.graphs, captured=optimizer.graphs.captured + 1)
 
 
 def push(optimizer: Optimizer) -> None:
     """Bring what changed on the host to the device; see `Optimizer.push`."""
     require(not is_capturing(), "push() is for the time between replays; in a graph it would repeat the old values")
-    require_current(optimizer._graphs)
-    tables = optimizer._tables
+    require_current(optimizer.graphs)
+    tables = optimizer.tables
     if tables is None or not tables.fit(optimizer):
-        tables = optimizer._rebuild(ahead=True)
-        require_current(optimizer._graphs)
+        tables = optimizer.make_tables()
+        require_current(optimizer.graphs)
     try:
         for engine in tables.engines:
             engine.push()
     except Stale:
-        tables = optimizer._rebuild(ahead=True)
-        require_current(optimizer._graphs)
+        tables = optimizer.make_tables()
+        require_current(optimizer.graphs)
     tables.begin_states(optimizer, all_of_them=True)
     tables.follow_parameters()
     tables.note_versions()

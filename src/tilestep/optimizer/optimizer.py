@@ -157,7 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         self.attached = () if self._taps is None else self._taps.attached
         self._tables: StepPlan | None = None
         self._masters: Masters | None = None
-        self._graphs, self.memory = Graphs(), StateHome()
+        self.graphs, self.memory = Graphs(), StateHome()
         self.is_evaluating = self._ready = False
         self._workspace = workspace.limit
         super().__init__(params, defaults)
@@ -311,9 +311,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self.schedule.applied_groups  # type: ignore[attr-defined,no-any-return]
 
-    def make_tables(self) -> None:
-        """Make the tables that steps are going to need, and all states that are missing."""
-        self._rebuild(ahead=True)
+    def make_tables(self) -> StepPlan:
+        """Make the plan that steps are going to need, and all states that are missing."""
+        return self._rebuild(ahead=True)
 
     def _build(self) -> StepPlan:
         """Replace the tables by others."""
@@ -344,7 +344,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _drop_tables(self) -> None:
         """Use the tables no more; graphs that read them are stale."""
-        self._graphs = self._graphs.without(self._tables)
+        self.graphs = self.graphs.without(self._tables)
         self._tables = None
 
     def _begin_home(self) -> None:
@@ -584,7 +584,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
-            step_in_capture(self)
+            step_in_capture(self, self._taps)
             return
         ordinary = step_is_ordinary()
         if not ordinary and fake_mode_is_active():
@@ -745,7 +745,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._graphs = Graphs()
+        self.graphs = Graphs()
         if "_skip" in state:
             # Pickled before they were one object.
             names = {"policy": "_skip", "history": "_history", "numbers": "_known_control"}

@@ -41,7 +41,7 @@ class Optimizer(Protocol):
     attached: tuple[str, ...]
     control: Any
     is_evaluating: bool
-    _graphs: Any
+    graphs: Any
     memory: Any
     placement: Any
     schedule: Any
@@ -49,6 +49,13 @@ class Optimizer(Protocol):
     _optimizer_load_state_dict_pre_hooks: Any
     _tables: Any
     _taps: Any
+
+    @property
+    def tables(self) -> Any:
+        """The plan of its steps, if there is one."""
+
+    def make_tables(self) -> Any:
+        """Make a plan."""
 
     @property
     def agreement(self) -> Agreement | None:
@@ -70,7 +77,7 @@ class Optimizer(Protocol):
         """Make ready for a capture."""
 
     def _rebuild(self, *, ahead: bool = False) -> Any:
-        """Build the tables anew."""
+        """Build the plan anew."""
 
     def _take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None:
         """Have other states."""
