@@ -31,7 +31,7 @@ from .errors import (
 from .matrices import limit_workspace, orthogonalize
 from .norm import clip_grad_norm_, total_norm
 from .offloading import OffloadedOptimizer, offload
-from .optimizer import Optimizer, TimesMean, joint_norm, muon_groups, named_optimizers, param_groups
+from .optimizer import Optimizer, TimesMean, full_precision, joint_norm, muon_groups, named_optimizers, param_groups
 from .overlapping import OverlappedOptimizer, overlap
 from .rules import Interval, Rule, State, at_least, between, registry, rule, where
 from .rules.adaptive_clip import AdaGC, adaptive_clip
@@ -110,6 +110,7 @@ __all__ = [
     "coupled_weight_decay",
     "decoupled_weight_decay",
     "ema",
+    "full_precision",
     "joint_norm",
     "limit_workspace",
     "load_checkpoint",

@@ -17,6 +17,7 @@ from .graph import Guard, TilePass, Value
 from .graph.views import slice_word
 from .optimizer.hyperparameters import check_group
 from .optimizer.masters import MasterWeights, check_choice, check_master, master_kind
+from .optimizer.state_formats import check_state_dtype
 from .optimizer.states import compute_dtype, storages
 from .rules import Rule
 from .storage import dtype_name
@@ -50,12 +51,12 @@ class RuleDescription:
     source: str = field(repr=False)  # the generated code
 
     @property
-    def bytes_read(self) -> int:
+    def bytes_read(self) -> float:
         """Bytes read for each element of a parameter, in all passes."""
         return sum(each.traffic.bytes_read for each in self.passes if each.traffic)
 
     @property
-    def bytes_written(self) -> int:
+    def bytes_written(self) -> float:
         """Bytes written for each element of a parameter, in all passes."""
         return sum(each.traffic.bytes_written for each in self.passes if each.traffic)
 
@@ -71,6 +72,7 @@ def spec_for(
     *,
     dtype: torch.dtype = torch.float32,
     master_weights: MasterWeights = False,
+    state_dtype: Any = None,
     dims: int = 2,
     device_type: str = "cpu",
     taps: Taps | None = None,
@@ -86,8 +88,10 @@ def spec_for(
     rule.check(given)
     check_group(rule, given)
     graph = graph_for(rule, given, dims)
-    param = torch.empty((2,) * dims, dtype=dtype, device="meta")
-    group = {**given, "master_weights": master_weights}
+    # So large that its states are kept as `state_dtype` says.
+    param = torch.empty((4096,) * dims if state_dtype else (2,) * dims, dtype=dtype, device="meta")
+    group = {**given, "master_weights": master_weights, "state_dtype": state_dtype}
+    check_state_dtype(rule, state_dtype)
     check_choice(master_weights)
     check_master("a parameter", dtype, group)
     formats = storages(param, group, graph, rule)
@@ -115,6 +119,7 @@ def describe(
     backend: str = "triton",
     dtype: torch.dtype = torch.float32,
     master_weights: MasterWeights = False,
+    state_dtype: Any = None,
     dims: int = 2,
     taps: Taps | None = None,
 ) -> RuleDescription:
@@ -131,6 +136,7 @@ def describe(
         hyperparameters,
         dtype=dtype,
         master_weights=master_weights,
+        state_dtype=state_dtype,
         dims=dims,
         device_type=BACKENDS.get(backend, "cpu"),
         taps=taps,

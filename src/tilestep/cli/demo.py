@@ -19,6 +19,11 @@ def register(app: typer.Typer) -> None:
         steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each training.")] = 600,
         seed: Annotated[int, typer.Option(help="Of the initial weights and the batches.")] = 0,
         device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = "",
+        state_dtype: Annotated[str, typer.Option(help="Of tilestep's optimizer: int8, bfloat16, ...")] = "",
+        master_weights: Annotated[
+            str,
+            typer.Option(help="Of tilestep's optimizer: true, remainder, kahan or int8; its model is bfloat16 then."),
+        ] = "",
     ) -> None:
         """Train a byte-level GPT on Python's documentation twice from one seed, and compare losses and step times."""
         import torch
@@ -28,11 +33,12 @@ def register(app: typer.Typer) -> None:
         from ..demo.model import GPT
         from ..demo.report import picture, table
         from ..demo.train import Recipe, entries, train
-        from ._rules import chosen_device, require_plotting
+        from ._rules import chosen_device, parse_formats, require_plotting
 
         require_plotting()
         console = Console()
-        recipe = Recipe(chosen_device(device), steps=steps, seed=seed)
+        formats = parse_formats(state_dtype, master_weights)
+        recipe = Recipe(chosen_device(device), steps=steps, seed=seed, **formats)
         parameters = list(GPT(recipe.size).parameters())
         count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"
         console.print(f"a GPT over bytes, {count}, on {device_name(recipe.device)}", highlight=False)

@@ -64,6 +64,8 @@ def register(app: typer.Typer) -> None:
         dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.bf16,
         master_weights: Annotated[bool, typer.Option(help="With float32 masters and state.")] = True,
         remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
+        masters: Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")] = "",
+        state_dtype: Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")] = "",
         grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
         grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
         bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for those shard() makes.")] = 0,
@@ -82,15 +84,17 @@ def register(app: typer.Typer) -> None:
 
         from ..planning import Constants, Job, default_constants, footprint, meshes
         from ..planning import plan as planned
-        from ._rules import load_rule, parse_settings
+        from ._rules import load_rule, parse_formats, parse_settings
 
         found = load_rule(rule)
+        formats = parse_formats(state_dtype, masters)
         types = {each: getattr(torch, _TORCH_NAMES[each.value]) for each in Dtype}
         needs = footprint(
             found,
             parse_settings(settings or [], found),
             dtype=types[dtype],
-            master_weights="remainder" if remainder else master_weights,
+            master_weights=formats["master_weights"] or ("remainder" if remainder else master_weights),
+            state_dtype=formats["state_dtype"],
             grad_sync_dtype=None if grad_dtype is None else types[grad_dtype],
         )
         split, copies = mesh_of(mesh)

@@ -45,6 +45,8 @@ def register(app: typer.Typer) -> None:
         dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.fp32,
         master_weights: Annotated[bool, typer.Option(help="With float32 masters and state.")] = False,
         remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
+        masters: Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")] = "",
+        state_dtype: Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")] = "",
         settings: Annotated[
             list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
         ] = None,
@@ -60,15 +62,17 @@ def register(app: typer.Typer) -> None:
 
         from ..codegen.spec import Taps
         from ..describe import describe
-        from ._rules import load_rule, parse_settings
+        from ._rules import load_rule, parse_formats, parse_settings
 
         found = load_rule(rule)
+        formats = parse_formats(state_dtype, masters)
         description = describe(
             found,
             parse_settings(settings or [], found),
             backend=backend.value,
             dtype=getattr(torch, _TORCH_NAMES[dtype.value]),
-            master_weights="remainder" if remainder else master_weights,
+            master_weights=formats["master_weights"] or ("remainder" if remainder else master_weights),
+            state_dtype=formats["state_dtype"],
             dims=dims,
             taps=Taps(stats, changes) if stats or changes else None,
         )

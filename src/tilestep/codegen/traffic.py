@@ -27,14 +27,20 @@ class Traffic:
     small_writes: tuple[Array, ...] = ()
 
     @property
-    def bytes_read(self) -> int:
+    def bytes_read(self) -> float:
         """Bytes read for each element of a parameter."""
-        return sum(array.dtype.itemsize for array in self.reads)
+        return _bytes(self.reads)
 
     @property
-    def bytes_written(self) -> int:
+    def bytes_written(self) -> float:
         """Bytes written for each element of a parameter."""
-        return sum(array.dtype.itemsize for array in self.writes)
+        return _bytes(self.writes)
+
+
+def _bytes(arrays: Sequence[Array]) -> float:
+    """Bytes for each element of a parameter, a whole number where no array has an entry for several elements."""
+    total = float(sum(array.dtype.itemsize / array.elements for array in arrays))
+    return int(total) if total.is_integer() else total
 
 
 def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
@@ -84,7 +90,7 @@ def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
     )
 
 
-def total_traffic(spec: KernelSpec) -> tuple[int, int]:
+def total_traffic(spec: KernelSpec) -> tuple[float, float]:
     """Bytes read and bytes written for each element of a parameter, in all tile passes.
 
     Args:

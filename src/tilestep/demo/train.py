@@ -31,6 +31,8 @@ class Recipe:
     weight_decay: float = 0.1  # of AdamW
     max_grad_norm: float = 1.0  # the global norm that gradients are clipped to
     seed: int = 0  # of the initial weights and the batches
+    state_dtype: str | None = None  # of tilestep's optimizer
+    master_weights: bool | str = False  # of tilestep's optimizer, whose model is in bfloat16 then
     size: Size = field(default_factory=Size)  # of the model
 
     def rate(self, step: int) -> float:
@@ -56,6 +58,7 @@ class Entry:
 
     name: str
     build: Callable[[Sequence[Tensor], Recipe], tuple[torch.optim.Optimizer, Take]]
+    has_formats: bool = False  # whether state and weights are kept as the recipe says
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Run:
 
 def entries() -> list[Entry]:
     """Return torch's AdamW with `clip_grad_norm_`, in its fastest form, and tilestep's that clips in its step."""
-    return [Entry("torch AdamW (fused) + clip", _torch), Entry("tilestep AdamW", _tilestep)]
+    return [Entry("torch AdamW (fused) + clip", _torch), Entry("tilestep AdamW", _tilestep, has_formats=True)]
 
 
 def _torch(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim.Optimizer, Take]:
@@ -102,6 +105,8 @@ def _tilestep(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim
         betas=recipe.betas,
         weight_decay=recipe.weight_decay,
         max_grad_norm=recipe.max_grad_norm,
+        state_dtype=recipe.state_dtype,
+        master_weights=recipe.master_weights,
     )
     return optimizer, lambda: optimizer.step()  # looked up each time: a scheduler replaces the method
 
@@ -126,6 +131,8 @@ class _Training:
         torch.manual_seed(recipe.seed)
         self.name, self.recipe = entry.name, recipe
         self.model = GPT(recipe.size).to(recipe.device)
+        if entry.has_formats and recipe.master_weights:
+            self.model.to(torch.bfloat16)
         text, self.validation = _split(documentation(), recipe.device)
         self.batches = _batches(text, recipe)
         self.optimizer, self.take = entry.build(list(self.model.parameters()), recipe)

@@ -111,7 +111,7 @@ def block_of(elements: int) -> Callable[[int, int, int], Block]:
     return functools.cache(choose)
 
 
-def held_rows(block: Block, bytes_read: int) -> int:
+def held_rows(block: Block, bytes_read: float) -> int:
     """Rows of a tile that are held at once: enough bytes in flight, few enough registers.
 
     Args:
@@ -123,7 +123,7 @@ def held_rows(block: Block, bytes_read: int) -> int:
         (16, 8, 4)
     """
     matrices, rows, columns = block
-    elements = min(max(_power_below(_HELD_BYTES // max(bytes_read, 1)), _FEWEST_HELD), _MOST_HELD)
+    elements = min(max(_power_below(int(_HELD_BYTES // max(bytes_read, 1))), _FEWEST_HELD), _MOST_HELD)
     return rows if matrices > 1 else min(rows, max(elements // columns, 1))
 
 

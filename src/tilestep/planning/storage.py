@@ -31,6 +31,7 @@ def footprint(
     *,
     dtype: torch.dtype = torch.bfloat16,
     master_weights: MasterWeights = False,
+    state_dtype: Any = None,
     grad_sync_dtype: torch.dtype | None = None,
 ) -> Footprint:
     """What a rule keeps and moves for the elements of a matrix.
@@ -44,14 +45,14 @@ def footprint(
         >>> found.state, found.moved
         (10.0, 26.0)
     """
-    spec = spec_for(rule, hyperparameters, dtype=dtype, master_weights=master_weights)
+    spec = spec_for(rule, hyperparameters, dtype=dtype, master_weights=master_weights, state_dtype=state_dtype)
     graph, notes, state = spec.program.graph, [], 0.0
     for name, storage in spec.storages.items():
         if name in ("grad", *spec.program.library.scratch):
             continue
         arrays = [array for array in storage.arrays(name) if array.name != "param"]
         if name == "param" or rule.states[name].shape == "param":
-            state += sum(array.dtype.itemsize for array in arrays)
+            state += sum(array.dtype.itemsize / array.elements for array in arrays)
         else:
             notes.append(f"{name}, one number for each {rule.states[name].shape}")
     squares = len(graph.matrix_states)
@@ -61,7 +62,9 @@ def footprint(
         notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
     if spec.program.library.passes:
         notes.append("the time of matrix products")
-    described = describe(rule, hyperparameters, backend="cpp", dtype=dtype, master_weights=master_weights)
+    described = describe(
+        rule, hyperparameters, backend="cpp", dtype=dtype, master_weights=master_weights, state_dtype=state_dtype
+    )
     gradient = (grad_sync_dtype or dtype).itemsize
     moved = described.bytes_read + described.bytes_written + gradient - dtype.itemsize
     return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))
