@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..graph import SCALAR_LEVELS, TilePass, Value
-from ..storage import BLOCK, Array, codec_of, dtype_name, read_arrays
+from ..storage import BLOCK, Array, codec_of, dtype_name, is_coarse, read_arrays
 from .emit import Names, Writer
 from .spec import KernelSpec
 
@@ -203,10 +203,10 @@ def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False) ->
 
 
 def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
-    """Whether a pass writes nothing that is kept in more than 16 bits, and reduces only what is kept in no more."""
+    """Whether a pass writes nothing that is kept in far more than 16 bits, and reduces nothing that is."""
 
     def fits(names: Iterable[str]) -> bool:
-        return all(spec.storages[name].precision.itemsize <= 2 for name in names if name in spec.storages)
+        return all(is_coarse(spec.storages[name]) for name in names if name in spec.storages)
 
     keeps_more = tile.reductions or tile.parts or tile.kept
     return fits(tile.stores) and (not keeps_more or fits(tile.reads()))

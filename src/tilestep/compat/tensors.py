@@ -204,6 +204,8 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
         [tensor([0., 0.]), tensor([0.])]
     """
     together = getattr(torch, "_foreach_zero_", None)
+    # It knows no floating point numbers of 8 bits.
+    tensors = [tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8) for tensor in tensors]
     if together is not None and tensors:
         together(tensors)
     else:

@@ -53,7 +53,7 @@ def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
             beside.update(array.name for array in blocks.arrays(name)[1:])
             found[name] = _values(blocks, name, values)
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
-            found[name] = value.to(torch.float32)
+            found[name] = value.to(torch.float32, copy=True)
         else:
             found[name] = value
     return {name: value for name, value in found.items() if name not in beside}

@@ -114,19 +114,21 @@ def _kept_as(
 
 def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
     """Whether a state has no negative elements, by the ranges of hyperparameters; one without is where it begins."""
-    init = rule.states[state].init
-    if isinstance(init, str) or init < 0:
-        return False
     bounds: dict[str, tuple[float, float]] = {}
     for key, default in rule.hyperparameters.items():
         ranges, entries = rule.ranges.get(key), default if isinstance(default, tuple) else (default,)
         for index, entry in enumerate(entries):
             interval = ranges[index] if isinstance(ranges, tuple) and index < len(ranges) else ranges
             place = f"{key}.{index}" if isinstance(default, tuple) else key
-            if isinstance(interval, Interval):
-                bounds[place] = (interval.low, interval.high)
-            elif isinstance(entry, (int, float)) and 0 <= entry <= 1:
-                bounds[place] = (0.0, 1.0)
+            low, high = (interval.low, interval.high) if isinstance(interval, Interval) else (-math.inf, math.inf)
+            if isinstance(entry, (int, float)) and 0 <= entry <= 1:
+                # What is not said is taken to be as by default; were it not, NaN would say so.
+                low, high = max(low, 0.0), min(high, 1.0)
+            bounds[place] = (low, high)
+    init = rule.states[state].init
+    least = bounds.get(init, (-math.inf, math.inf))[0] if isinstance(init, str) else init
+    if least < 0:
+        return False
     return never_negative(graph, state, bounds)
 
 

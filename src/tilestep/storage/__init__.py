@@ -9,7 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from .blocks import BLOCK, rows_of, shape_of_entries
-from .format import Array, Codec, Storage, codec_of, read_arrays, stored_in, values_of
+from .format import Array, Codec, Storage, codec_of, is_coarse, read_arrays, stored_in, values_of
 from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
 from .plain import Plain
@@ -32,6 +32,7 @@ __all__ = [
     "codec_of",
     "dtype_name",
     "entries_of",
+    "is_coarse",
     "kept_in_blocks",
     "read_arrays",
     "rows_of",

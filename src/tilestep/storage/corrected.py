@@ -31,6 +31,7 @@ class Corrected:
 
     title = "corrected"
     precision = torch.float32
+    is_coarse = True
 
     def arrays(self, name: str) -> tuple[Array, ...]:
         return (Array(name, torch.bfloat16), Array(f"correction_{name}", torch.int8))

@@ -50,6 +50,11 @@ class Storage(Protocol):
     def __hash__(self) -> int: ...
 
 
+def is_coarse(storage: Storage) -> bool:
+    """Whether a format rounds so much that two units in float32's last place are nothing beside it."""
+    return getattr(storage, "is_coarse", storage.precision.itemsize <= 2)
+
+
 @dataclass(frozen=True)
 class Codec:
     """A format's graphs."""

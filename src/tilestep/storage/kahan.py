@@ -30,6 +30,7 @@ class Kahan:
 
     title = "kahan"
     precision = torch.float32
+    is_coarse = True
 
     def arrays(self, name: str) -> tuple[Array, ...]:
         return (Array(name, torch.bfloat16), Array(f"compensation_{name}", torch.bfloat16))

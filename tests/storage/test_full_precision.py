@@ -1,0 +1,146 @@
+"""Checkpoints of states in few bits, in float32 and in each other's formats."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from block_rows import FORMATS, as_bits
+
+import tilestep
+from tilestep.errors import StateError
+from tilestep.storage import entries_of, kept_in_blocks, values_of
+
+SHAPES = [(64, 300), (40, 256), (64, 8, 3, 3), (5000,), (7,)]
+
+
+def trained(choice: Any, steps: int = 3, shapes: Any = SHAPES, **options: Any) -> tuple[Any, list[torch.nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    optimizer = tilestep.AdamW(params, lr=1e-3, state_dtype=choice, **options)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    return optimizer, params
+
+
+def values(state: dict[str, Any], name: str, shape: torch.Size) -> torch.Tensor:
+    blocks = kept_in_blocks(state, name)
+    return state[name].float() if blocks is None else values_of(blocks, state, name, shape=shape)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_torch_goes_on_with_the_values(format: str) -> None:
+    optimizer, params = trained(format)
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    wide = tilestep.full_precision(saved)
+    copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    theirs = torch.optim.AdamW(copies, lr=1e-3)
+    theirs.load_state_dict(wide)
+    for param, copied in zip(params, copies):
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine = theirs.state[copied][name]
+            assert mine.dtype is torch.float32 and mine.shape == copied.shape
+            assert torch.equal(mine, values(optimizer.state[param], name, param.shape))
+        copied.grad = torch.ones_like(copied)
+    theirs.step()
+    for key, state in saved["state"].items():
+        assert all(torch.equal(as_bits(value), as_bits(before["state"][key][name])) for name, value in state.items())
+
+
+@pytest.mark.parametrize("target", [*FORMATS, None, "bfloat16"])
+@pytest.mark.parametrize("source", [*FORMATS, None])
+def test_every_format_loads_into_every_other_by_value(source: Any, target: Any) -> None:
+    first, params = trained(source)
+    second, others = trained(target, steps=1)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for mine, other in zip(params, others):
+        state, loaded = first.state[mine], second.state[other]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if source == target:
+                assert all(torch.equal(as_bits(loaded[key]), as_bits(state[key])) for key in state)
+                continue
+            wanted, got = values(state, name, mine.shape), values(loaded, name, mine.shape)
+            error = (wanted - got).square().sum() / wanted.square().sum()
+            assert float(error) < {"int4": 0.05, "float8_e4m3": 2e-3}.get(target, 5e-4), (name, error)
+        assert not [
+            key for key in loaded if key.endswith(("scales", "scales4")) and key not in entries_of(loaded, state)
+        ]
+    for param in others:
+        param.grad = torch.ones_like(param)
+    second.step()
+
+
+def test_blocks_of_another_parameter_are_refused() -> None:
+    optimizer, _ = trained("int8", shapes=[(64, 300)])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg_scales"] = saved["state"][0]["exp_avg_scales"][:, :2]
+    with pytest.raises(
+        StateError, match=r"'exp_avg_scales' .* has shape \(64, 2\) in the checkpoint, it needs \(64, 3\)"
+    ):
+        optimizer.load_state_dict(saved)
+
+
+def test_short_rows_and_rules_over_rows() -> None:
+    optimizer, params = trained("int8", shapes=[(400, 20), (400, 40)])
+    assert optimizer.state[params[0]]["exp_avg"].dtype is torch.float32
+    assert optimizer.state[params[1]]["exp_avg"].dtype is torch.int8
+    weight = torch.nn.Parameter(torch.ones(64, 128))
+
+    def by_rows(param: Any, grad: Any, mean: Any, *, lr: float = 0.1) -> tuple[Any, Any]:
+        mean = mean + 0.1 * (grad - mean)
+        return param - lr * mean / (mean.square().mean(dim=-1, keepdim=True).sqrt() + 1e-8), mean
+
+    with pytest.raises(StateError, match="reduces over rows or columns"):
+        tilestep.Optimizer([weight], tilestep.rule(by_rows), state_dtype="int8")
+
+
+@pytest.mark.parametrize(
+    "rule", ["AdamW", "Lion", "LAMB", "SGD", "AdEMAMix", "Adan", "RMSprop", "Prodigy", "Muon", "RAdam"]
+)
+def test_every_rule_trains_as_in_float32(rule: str) -> None:
+    options = {"momentum": 0.9} if rule == "SGD" else {}
+    runs = []
+    for choice in ("int8", None):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(80, 64, generator=generator))
+        if rule == "Muon":
+            optimizer: Any = tilestep.Muon([("layer", weight)], lr=1e-3, state_dtype=choice)
+        else:
+            optimizer = tilestep.Optimizer([("layer", weight)], rule, lr=1e-3, state_dtype=choice, **options)
+        for _ in range(5):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+        kinds = {state.dtype for state in optimizer.state[weight].values()}
+        assert bool({torch.int8, torch.uint8} & kinds) is (choice == "int8")
+        runs.append(weight.detach().clone())
+    assert 0 < float((runs[0] - runs[1]).abs().max()) < 0.02
+
+
+def test_squares_are_told_from_the_formula_or_declared() -> None:
+    def dtypes(rule: Any, **options: Any) -> dict[str, Any]:
+        weight = torch.nn.Parameter(torch.randn(80, 64))
+        optimizer = tilestep.Optimizer([("layer", weight)], rule, state_dtype="int8", **options)
+        weight.grad = torch.randn(80, 64)
+        optimizer.step()
+        return {
+            name: state.dtype for name, state in optimizer.state[weight].items() if state.dim() and "scale" not in name
+        }
+
+    signed, positive = torch.int8, torch.uint8
+    assert dtypes("AdamW") == {"exp_avg": signed, "exp_avg_sq": positive}
+    assert dtypes("RMSprop", centered=True) == {"square_avg": positive, "grad_avg": signed}
+    assert dtypes("Adagrad") == {"sum": positive}
+
+    def own(param: Any, grad: Any, mean: Any, size: Any, *, lr: float = 0.1, beta: float = 0.9) -> tuple[Any, Any, Any]:
+        mean = beta * mean + (1 - beta) * grad
+        size = size + (1 - beta) * (grad.abs() - size)
+        return param - lr * mean / (size + 1e-8), mean, size
+
+    assert dtypes(tilestep.rule(own)) == {"mean": signed, "size": positive}
+    declared = tilestep.rule(own, states={"size": tilestep.State(signed=True)})
+    assert dtypes(declared) == {"mean": signed, "size": signed}
