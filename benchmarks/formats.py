@@ -104,7 +104,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     elements = given.elements or (1_190_000_000 if device == "cuda" else 11_900_000)
     found = []
-    for sizes in (shapes(elements, 219), shapes(elements // 9, 2000 if device == "cuda" else 200)):
+    every = [shapes(elements, 219), shapes(elements // 9, 2000 if device == "cuda" else 200)]
+    for sizes in every[:1] if given.shape else every:
         for name in CHOICES:
             if given.only in name:
                 with forced_shape(TileShape(*given.shape)) if given.shape else contextlib.nullcontext():

@@ -260,8 +260,14 @@ class TileBody:
 
     def _store(self, array: Array, element: str) -> None:
         mask = self._mask(array) if self.store_mask == self.mask else self.store_mask
-        masked = f", mask={mask}" if mask else ""
         pointer = f"{array.name}_pairs" if array.elements == 2 else self.pointer(array.name)
+        if array.elements == BLOCK and not self.mask:
+            # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
+            # another, and its numbers would be moved between threads with two barriers.
+            pointer = f"tl.multiple_of({pointer} + lane, [1, 16])"
+            element = f"tl.broadcast_to({element}, (TILE // {BLOCK}, {BLOCK}))"
+            mask = "(lane == 0) & (block_lane >= 0)"
+        masked = f", mask={mask}" if mask else ""
         self.lines.append(f"{self.indent}tl.store({pointer}, {element}{masked})")
 
     def load(self, name: str) -> str:
