@@ -24,34 +24,35 @@ def divisor(scale: Term) -> Term:
 def compressed(number: Term, scale: Term, levels: int) -> Term:
     """A signed number as an integer from -levels to levels.
 
-    With x the number over its block's scale and q the integer over `levels`, x = q (1 + |q|) / 2: steps are three times
-    as fine at zero as at the scale. No product is added to anything, so that no compiler fuses the two: |q| + 1/2 is
-    sqrt(8 |x| + 1) / 2. NaN gives some integer, as its block's scale has it.
+    With x the number over its block's scale this is 2 x / (1 + |x|) in `levels` steps: they are four times as fine at
+    zero as at the scale. NaN gives some integer, as its block's scale has it.
 
-    Source: the idea is FlashOptim's (arXiv 2602.23349), whose x = q / (2 - |q|) has the same error on normal numbers
-    and takes a division each way.
+    Source: FlashOptim (arXiv 2602.23349).
     """
-    root = (number.function("abs") * 8.0 + scale.number()).function("sqrt").named("root")
-    steps = (float(levels) / 2 / divisor(scale).function("sqrt")).named("steps")
-    # Rounded: half of the levels, which stand for zero, are an odd number of halves.
-    size = minimum(root * steps, 1.5 * levels).whole() - levels // 2
-    return where(number < 0.0, -size, size).named("code")
+    share = number / (divisor(scale) + number.function("abs"))
+    return minimum((share * (2.0 * levels)).function("round"), float(levels)).whole().named("code")
 
 
 def expanded(code: Term, scale: Term, levels: int) -> Term:
     """The number that `compressed` has made an integer of."""
-    unit = (scale.number() / (2.0 * levels * levels)).named("unit")
-    return (code * (magnitude(code) + levels)).number() * unit
+    share = code.number() / (2 * levels - magnitude(code)).number()
+    return share * scale.number()
 
 
 def counted(root: Term, scale: Term, levels: int) -> Term:
-    """A root as an integer from 0, which stands for zero alone, to `levels`: what is divided by it stays finite."""
-    halves = minimum(root * (2.0 * levels / divisor(scale)).named("steps"), 2.0 * levels).whole()
-    steps = (halves + 1) >> 1
-    return where(root > 0.0, maximum(steps, 1), 0).named("code")
+    """A root as an integer from 0, which stands for zero alone, to `levels`: what is divided by it stays finite.
+
+    With x the root over its block's scale and q the integer over `levels`, an odd number, x = q (1 + q) / 2: steps are
+    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2; no product that is rounded is added to
+    anything, so that no compiler fuses the two.
+    """
+    raised = (root * 8.0 + scale.number()).function("sqrt").named("raised")
+    steps = (float(levels) / 2 / divisor(scale).function("sqrt")).named("steps")
+    count = minimum(raised * steps, 1.5 * levels).whole() - levels // 2
+    return where(root > 0.0, maximum(count, 1), 0).named("code")
 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:
     """The square of the root that `counted` has made an integer of."""
-    root = code.number() * (scale.number() / float(levels)).named("step_size")
+    root = (code * (code + levels)).number() * (scale.number() / (2.0 * levels * levels)).named("unit")
     return root * root
