@@ -71,7 +71,7 @@ def plan_for(optimizer: Optimizer) -> Plan:
         spec = spec_of(optimizer.rule_of(group), group, part, param.shape)
         key = (id(spec), part.dtype, grad_dtype(part))
         if key not in widths:
-            widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), sum(total_traffic(spec)))
+            widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), round(sum(total_traffic(spec))))
         for place, width in enumerate(widths[key]):
             totals[place] += width * part.numel()
     return Plan(*totals)
