@@ -25,7 +25,7 @@ class Mirror:
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = params
         self.copies = [param.detach().clone().contiguous() for param in params]
-        self.changed = [torch.zeros(param.numel(), dtype=torch.bool) for param in params]
+        self.changed = [torch.zeros(param.numel(), dtype=torch.bool, device=param.device) for param in params]
         self.last = [bits(param).clone() for param in params]
 
     def note_step(self) -> None:
@@ -39,9 +39,7 @@ class Mirror:
         found = {name: (indices, values) for name, indices, values in optimizer.changes(clear=True)}
         for place, param in enumerate(self.params):
             wanted = self.changed[place].nonzero().reshape(-1)
-            indices, values = found.pop(
-                f"0.{place}", (torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=param.dtype))
-            )
+            indices, values = found.pop(f"0.{place}", (wanted[:0].to(torch.int32), param.detach().reshape(-1)[:0]))
             assert indices.dtype is torch.int32 and values.dtype is param.dtype
             assert torch.equal(indices.long(), wanted), place
             self.copies[place].view(-1)[indices.long()] = values

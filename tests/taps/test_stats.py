@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +280,19 @@ def test_schedules_that_look_elsewhere_are_refused(asked: dict[str, Any]) -> Non
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
+
+
+def test_complex_parameters_are_refused_when_the_optimizer_is_made() -> None:
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(tilestep.GradientError, match="is complex: stats and track_changes"):
+        tilestep.SGD([param], lr=0.1, stats=tilestep.Stats())
+
+
+def test_tritons_kernels_in_its_interpreter() -> None:
+    """In a process of its own, since Triton reads the variable when it is imported."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    script = Path(__file__).with_name("interpreted_taps.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+    assert result.stdout.strip().endswith("all equal")

@@ -119,6 +119,11 @@ class _Plans:
             spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
             taps = self._optimizer._taps
             if taps is not None:
+                if param.is_complex():
+                    raise GradientError(
+                        f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
+                        "of its own without them"
+                    )
                 make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
                 spec = taps.spec(spec, make, part.device)
             self._known[alike] = graph, spec

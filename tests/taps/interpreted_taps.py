@@ -1,0 +1,62 @@
+"""Run by test_stats.py under TRITON_INTERPRET=1: what Triton's kernels put out, on CPU tensors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+import tilestep
+from tilestep.engine import backends
+from tilestep.engine.cuda import CudaSegment
+from tilestep.tuning import TileShape, forced_shape
+
+
+def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    image = torch.randn(3, 4, 3, 3).to(dtype).to(memory_format=torch.channels_last)
+    return [torch.nn.Parameter(tensor) for tensor in (torch.randn(9, 25).to(dtype), image, torch.randn(7).to(dtype))]
+
+
+def check(dtype: torch.dtype, master_weights: bool | str) -> None:
+    params, plain = parameters(dtype), parameters(dtype)
+    options = {"lr": 1e-3, "master_weights": master_weights, "skip_nonfinite": True}
+    optimizer = tilestep.AdamW(params, stats=tilestep.Stats(every=2), track_changes=True, **options)
+    twin = tilestep.AdamW(plain, **options)
+    for step in range(1, 3):
+        before = [param.detach().clone() for param in params]
+        for param, other in zip(params, plain):
+            gradient = torch.randn_like(param)
+            gradient[..., 0] = 0
+            param.grad = gradient.contiguous() if step == 2 else gradient
+            if step == 2 and param.dim() == 1:
+                param.grad[1] = math.inf
+            other.grad = param.grad.clone()
+        optimizer.step()
+        twin.step()
+        found = {name: (indices.long(), values) for name, indices, values in optimizer.changes()}
+        for place, (param, old, other) in enumerate(zip(params, before, plain)):
+            assert torch.equal(param, other), (dtype, step)
+            wanted = (param.detach() != old).reshape(-1).nonzero().reshape(-1)
+            indices, values = found.get(f"0.{place}", (wanted[:0], param.detach().reshape(-1)[:0]))
+            assert torch.equal(indices, wanted), (dtype, master_weights, step, place)
+            assert torch.equal(values, param.detach().reshape(-1)[wanted])
+            if step % 2 == 0:
+                numbers = {"grad_norm": param.grad, "param_norm": param.detach()}
+                if dtype is torch.float32:
+                    numbers["update_norm"] = param.detach() - old
+                row = optimizer.stats.read()[f"0.{place}"]
+                for column, tensor in numbers.items():
+                    exact = float(tensor.double().norm())
+                    close = math.isclose(row[column], exact, rel_tol=1e-2 if master_weights else 1e-5)
+                    assert close or row[column] == exact, (column, row[column], exact)
+    assert optimizer.first_nonfinite() == "0.2" and optimizer.skipped_steps == 1
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    backends.segment_class = lambda device: CudaSegment
+    with forced_shape(TileShape(64, 1, 2)):
+        check(torch.bfloat16, "remainder")
+    print("all equal")
