@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..matrices import COEFFICIENTS, gram, orthogonal
-from ..matrices.symmetric import Blocks, symmetric_product
+from tilestep.matrices import COEFFICIENTS, gram, orthogonal
+from tilestep.matrices.symmetric import Blocks, symmetric_product
 
 __all__ = ["main"]
 
