@@ -144,3 +144,34 @@ def test_squares_are_told_from_the_formula_or_declared() -> None:
     assert dtypes(tilestep.rule(own)) == {"mean": signed, "size": positive}
     declared = tilestep.rule(own, states={"size": tilestep.State(signed=True)})
     assert dtypes(declared) == {"mean": signed, "size": signed}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_averages_in_blocks_are_evaluated_by_value(format: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(80, 64, generator=generator))
+    rule = tilestep.ema(tilestep.registry["SGD"], 0.9)
+    (average,) = [name for name, state in rule.states.items() if state.init == "param"]
+    optimizer: Any = tilestep.Optimizer([("layer", weight)], rule, lr=0.1, state_dtype={average: format})
+    for _ in range(3):
+        weight.grad = torch.randn(80, 64, generator=generator)
+        optimizer.step()
+    trained_weight = weight.detach().clone()
+    wanted = values(optimizer.state[weight], average, weight.shape)
+    optimizer.eval()
+    assert torch.allclose(weight.detach(), wanted) and not torch.equal(weight.detach(), trained_weight)
+    optimizer.train()
+    assert torch.equal(weight.detach(), trained_weight)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_changed_weights_are_tracked_beside_blocks(format: str) -> None:
+    found = []
+    for choice in (format, None):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(80, 64, generator=generator))
+        optimizer: Any = tilestep.AdamW([("layer", weight)], state_dtype=choice, track_changes=True)
+        weight.grad = torch.randn(80, 64, generator=generator)
+        optimizer.step()
+        found.append(weight.detach().clone())
+    assert (found[0] - found[1]).abs().max() < 1e-5

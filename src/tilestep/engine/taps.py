@@ -86,8 +86,9 @@ class SegmentTaps:
     def _number(self, name: str, position: int) -> torch.Tensor:
         """A buffer's numbers, in float64."""
         segment = self._segment
-        arrays = segment.entries[position].arrays
-        return values_of(segment.spec.storages[name], arrays, name, segment.spec.compute).to(torch.float64)
+        entry, spec = segment.entries[position], segment.spec
+        shape, columns = entry.param.shape, entry.columns or None
+        return values_of(spec.storages[name], entry.arrays, name, spec.compute, shape, columns).to(torch.float64)
 
     def _put(self, position: int, column: str, value: torch.Tensor) -> None:
         self.totals[position, self.columns.slot(column)] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from ..pairs import as_real
 from ..placements import distribute, local_state
 from ..placements.local import copy_into, local_part
+from ..storage import entries_of, kept_in_blocks, values_of
 from .masters import MASTER_KEYS, exact_values
 from .parameters import labelled, param_states
 from .states import TRAINING, compute_dtype, slice_overs
@@ -48,10 +50,11 @@ def _hold_averages(optimizer: Optimizer) -> None:
         part = as_real(whole)
         compute = compute_dtype(part)
         squares = {name for name, start in rule.states.items() if start.shape in ("left", "right")}
-        names = {*MASTER_KEYS, *rule.state_names} - squares
-        own = local_state(label, state, param, names, slice_overs(rule, param), squares)
+        entries = entries_of(state, rule.state_names)
+        names = {*MASTER_KEYS, *rule.state_names, *entries} - squares
+        own = local_state(label, state, param, names, slice_overs(rule, param), squares, entries)
         buffers = {
-            name: as_real(own[name]).to(part.device, compute)
+            name: _values(own, name, part).to(part.device, compute)
             for name in rule.state_names
             if isinstance(own.get(name), torch.Tensor)
         }
@@ -61,6 +64,12 @@ def _hold_averages(optimizer: Optimizer) -> None:
         state[TRAINING] = distribute(whole.detach().clone(), param)
         part.copy_(average)
         torch.autograd.graph.increment_version(param)
+
+
+def _values(own: Mapping[str, torch.Tensor], name: str, part: torch.Tensor) -> torch.Tensor:
+    """A state's numbers, whatever they are kept in."""
+    blocks = kept_in_blocks(own, name)
+    return as_real(own[name]) if blocks is None else values_of(blocks, own, name, shape=part.shape)
 
 
 @torch.no_grad()
