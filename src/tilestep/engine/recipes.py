@@ -40,7 +40,7 @@ def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...
     """
 
     def kind(value: Any) -> Any:
-        value = as_python(value)
+        value = value if type(value) in PYTHON_TYPES else as_python(value)
         if isinstance(value, (tuple, list)):
             return tuple(kind(entry) for entry in value)
         is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -316,15 +317,21 @@ def _planned(
     buffers = {
         *MASTER_KEYS,
         *rule.state_names,
-        *(each for name in rule.state_names for each in scale_names(name)),
+        *chain.from_iterable(map(scale_names, rule.state_names)),
     } - apart
+
+    unreal = is_unreal(whole)
 
     def here(values: Mapping[str, Any]) -> dict[str, Any]:
         """What kernels see of a state."""
         entries = entries_of(values, rule.state_names)
         own = local_state(label, values, param, buffers, graph.slice_states, graph.matrix_states, entries)
-        if not is_unreal(whole):
-            own = {name: value for name, value in own.items() if not is_unreal(value)}
+        if not unreal:
+            own = {
+                name: value
+                for name, value in own.items()
+                if (type(value) is torch.Tensor and not value.is_meta) or not is_unreal(value)
+            }
         if param.is_complex():
             own = {name: as_real(value) if name in buffers else value for name, value in own.items()}
         return own
@@ -332,7 +339,7 @@ def _planned(
     others = None if live is None else here(live)
     known = here(known)
     state = initial_state(label, part, group, graph, rule, known, later, home, param.shape, spec.storages, others)
-    return _Planned(label, group_index, param, graph, spec, state, None, is_unreal(whole))
+    return _Planned(label, group_index, param, graph, spec, state, None, unreal)
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
@@ -503,6 +510,8 @@ def _begins(param: torch.Tensor, state: Mapping[Any, Any], *, all_that_train: bo
 
 def is_unreal(tensor: Any) -> bool:
     """Whether a tensor has a shape and no data: a fake one, or one on the meta device."""
+    if type(tensor) in _PLAIN:
+        return tensor.is_meta
     return isinstance(tensor, torch.Tensor) and (tensor.is_meta or is_fake(tensor))
 
 

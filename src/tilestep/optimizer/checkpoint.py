@@ -219,7 +219,10 @@ def _saved_state(
     values = dict(saved)
     if not is_distributed(param):
         # As they come from an optimizer of DTensors.
-        values = {name: gathered(value) if is_distributed(value) else value for name, value in values.items()}
+        values = {
+            name: gathered(value) if type(value) is not torch.Tensor and is_distributed(value) else value
+            for name, value in values.items()
+        }
     kind = master_kind(param.dtype, group)
     starts = {**starts_of(rule, rule.state_names, param.dtype, group), TRAINING: _LIKE_PARAM}
     starts.update({key: _LIKE_PARAM for key in MASTER_KEYS if key not in starts})
@@ -227,7 +230,7 @@ def _saved_state(
         value = values.get(name)
         if start.shape == "scalar" or not isinstance(value, torch.Tensor):
             continue
-        blocks = kept_in_blocks(values, name)
+        blocks = None if values.keys().isdisjoint(scale_names(name)) else kept_in_blocks(values, name)
         if blocks is not None:
             _check_blocks(label, name, blocks, values, param)
             continue

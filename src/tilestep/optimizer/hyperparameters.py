@@ -146,6 +146,8 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
 
 def _on_host(value: Any, key: str) -> Any:
     """A value with every tensor that the host can read as the number it holds, and Python's numbers for numpy's."""
+    if type(value) in PYTHON_TYPES:
+        return value
     value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(_on_host(entry, key) for entry in value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def initial_state(
         else:
             state[name] = None
             later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], whole, value))
-    unused = {*MASTER_KEYS, *rule.state_names, *(each for name in rule.state_names for each in scale_names(name))}
+    unused = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(scale_names, rule.state_names))}
     unused -= {name for name, value in known.items() if not isinstance(value, torch.Tensor)}
     state.update({name: value for name, value in known.items() if name not in state and name not in unused})
     return state
@@ -136,7 +137,8 @@ def _by_value(known: Mapping[str, Any], formats: Mapping[str, Storage], param: t
     """A known state, of which what is in blocks of another format than asked for is given by its values."""
     found: dict[str, Any] | None = None
     for name in formats:
-        storage = kept_in_blocks(known, name) if isinstance(known.get(name), torch.Tensor) else None
+        has_scales = isinstance(known.get(name), torch.Tensor) and not known.keys().isdisjoint(scale_names(name))
+        storage = kept_in_blocks(known, name) if has_scales else None
         if storage is None or storage.arrays(name) == formats[name].arrays(name):
             continue
         found = dict(known) if found is None else found
@@ -318,7 +320,7 @@ def slice_overs(rule: Rule, param: torch.Tensor) -> dict[str, tuple[int, int]]:
 
 def has_begun(state: Mapping[str, Any]) -> bool:
     """Whether a saved state has seen a step, as far as it says."""
-    if any(isinstance(value, torch.Tensor) and name != "step" for name, value in state.items()):
+    if any([isinstance(value, torch.Tensor) and name != "step" for name, value in state.items()]):
         return True
     return float(state.get("step") or 0.0) > 0
 

@@ -18,7 +18,7 @@ import torch
 from ..errors import RuleError
 from .declarations import check_names, check_range_names, check_start
 from .ranges import Interval, at_least, between
-from .scalars import ScalarCalls, as_python, scalar_globals
+from .scalars import PYTHON_TYPES, ScalarCalls, as_python, scalar_globals
 
 __all__ = ["Interval", "Rule", "State", "at_least", "at_step", "between", "changes", "registry", "rule"]
 
@@ -169,7 +169,7 @@ class Rule:
         A function of the step is checked by what it gives at step 1.
         """
         for key, value in hyperparameters.items():
-            value = as_python(value)
+            value = value if type(value) in PYTHON_TYPES else as_python(value)
             if key not in self.hyperparameters:
                 known = ", ".join(self.hyperparameters)
                 raise TypeError(f"{self.name} has no hyperparameter {key!r}; it has {known}")

@@ -56,6 +56,8 @@ def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, in
     """For arrays of states in blocks of how many neighbours one of their entries is."""
     found: dict[str, int] = {}
     for name in names:
+        if tensors.keys().isdisjoint(scale_names(name)):
+            continue
         storage = kept_in_blocks(tensors, name)
         if storage is not None:
             found.update({array.name: array.elements for array in storage.arrays(name)})
