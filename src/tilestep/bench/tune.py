@@ -74,7 +74,7 @@ def has_matrix_work(optimizer: Optimizer) -> bool:
     >>> has_matrix_work(Optimizer([torch.zeros(2, 2, requires_grad=True)], "SGD"))
     False
     """
-    engines = optimizer._fitting_tables(ahead=True).engines
+    engines = optimizer.fitting_tables(ahead=True).engines
     return any(segment.spec.program.library.passes for engine in engines for segment in engine.segments)
 
 
@@ -143,7 +143,7 @@ def _measure(
         shift = turn % len(candidates)
         for shape in (*candidates[shift:], *candidates[:shift]):
             with forced_shape(shape):
-                optimizer._rebuild()
+                optimizer.rebuild()
             optimizer.step()  # builds, and moves the tables
             seconds[shape].append(_seconds(optimizer.step, device))
     return {shape: statistics.median(taken) * 1e3 for shape, taken in seconds.items()}

@@ -117,15 +117,15 @@ class CapturedStep:
         gradients: Sequence[torch.Tensor | None],
         choices: HostChoices,
     ) -> None:
-        assert updating._tables is not None
+        assert updating.tables is not None
         self.output = output
         self._optimizer, self._updating = weakref.ref(optimizer), weakref.ref(updating)
-        self._tables = weakref.ref(updating._tables)
+        self._tables = weakref.ref(updating.tables)
         self._graph = graph
         self._table = table
         self._choices = choices
         self._is_alone = table is not None
-        self._memory = _Memory(updating._tables, gradients)
+        self._memory = _Memory(updating.tables, gradients)
 
     def replay(self) -> Any:
         """Run the captured step on the current stream, with the hyperparameters that the param groups have now.
@@ -182,7 +182,7 @@ class CapturedStep:
     def _current(self) -> StepPlan:
         self._known_optimizer()
         updating, tables = self._updating(), self._tables()
-        if updating is None or tables is None or updating._tables is not tables or not tables.same_groups(updating):
+        if updating is None or tables is None or updating.tables is not tables or not tables.same_groups(updating):
             raise _stale(CHANGED)
         reason = self._memory.reason()
         if reason:

@@ -83,7 +83,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     except BaseException:
         if not optimizer.memory.is_beside:
             # It has let go of what the tables have moved.
-            optimizer._tables = None
+            optimizer.drop_tables()
         raise
 
 

@@ -131,7 +131,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
         alone: whether nothing but the step is going to be captured, and some steps may run outside the graph.
     """
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
-    tables = optimizer._fitting_tables(ahead=True)
+    tables = optimizer.fitting_tables(ahead=True)
     devices = [str(engine.device) for engine in tables.engines]
     require(bool(devices), "no parameter of the optimizer trains")
     require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")

@@ -313,7 +313,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def make_tables(self) -> StepPlan:
         """Make the plan that steps are going to need, and all states that are missing."""
-        return self._rebuild(ahead=True)
+        return self.rebuild(ahead=True)
 
     def _build(self) -> StepPlan:
         """Replace the tables by others."""
@@ -325,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
             return self._made_tables(ahead=ahead)
 
     def _made_tables(self, *, ahead: bool) -> StepPlan:
-        self._drop_tables()
+        self.drop_tables()
         self.control.flat_part = flat_part(self)
         with keeping_to(self._workspace):
             self._tables = build_tables(self, ahead=ahead)
@@ -342,7 +342,7 @@ class Optimizer(torch.optim.Optimizer):
         """What steps work on, once one was taken."""
         return self._tables
 
-    def _drop_tables(self) -> None:
+    def drop_tables(self) -> None:
         """Use the tables no more; graphs that read them are stale."""
         self.graphs = self.graphs.without(self._tables)
         self._tables = None
@@ -350,28 +350,28 @@ class Optimizer(torch.optim.Optimizer):
     def _begin_home(self) -> None:
         """Where state lives elsewhere, see that all of it has room; gradients may be taken there before any step."""
         if self.schedule.makes_tables and (self.schedule.begins_together or not self.memory.is_beside):
-            self._rebuild(ahead=True)
+            self.rebuild(ahead=True)
 
-    def _fitting_tables(self, *, ahead: bool = False) -> StepPlan:
+    def fitting_tables(self, *, ahead: bool = False) -> StepPlan:
         """The tables, built anew if groups, parameters or states are others; see `build_tables`."""
         fits = self._tables is not None and self._tables.fit(self) and not (ahead and self._tables.leaves_out_training)
-        return self._tables if fits and self._tables is not None else self._rebuild(ahead=ahead)
+        return self._tables if fits and self._tables is not None else self.rebuild(ahead=ahead)
 
-    def _rebuild(self, *, ahead: bool = False) -> StepPlan:
+    def rebuild(self, *, ahead: bool = False) -> StepPlan:
         with unchanged_on_error(self), keeping_squares(self):
             return self._make_tables(ahead=ahead) if ahead or self._tables is None else self._build()
 
     def _rebuild_prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
-        """As `_rebuild`, with gradients; without state that a step would have made if it fails."""
+        """As `rebuild`, with gradients; without state that a step would have made if it fails."""
         with unchanged_on_error(self):
-            tables = self._rebuild()
+            tables = self.rebuild()
             return tables, tables.prepare()
 
     def _take_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
         """Have other states, from a checkpoint with these groups; those of `ahead` begin with their first step."""
-        self._drop_tables()
+        self.drop_tables()
         # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
         self._masters = None
         self.state = state = WatchedState(dict)
@@ -425,7 +425,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             float64[1] on a device, not waited for; None without parameters.
         """
-        tables = self._tables if prepared and self._tables is not None else self._prepared()[0]
+        tables = self._tables if prepared and self._tables is not None else self.prepared()[0]
         return self.control.power_sum(tables)
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
@@ -530,7 +530,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _current(self) -> list[DeviceEngine]:
         updating = self.schedule.updating(self)
-        return (updating._tables or updating._rebuild(ahead=True)).engines  # type: ignore[no-any-return]
+        return (updating._tables or updating.rebuild(ahead=True)).engines  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -602,7 +602,7 @@ class Optimizer(torch.optim.Optimizer):
             plan.begin_states(self, all_of_them=begins_together(self))
         plan.run(self, inputs, gradients, marked=not ordinary, taps=self._taps)
 
-    def _prepared(self, inputs: StepInputs | None = None) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
+    def prepared(self, inputs: StepInputs | None = None) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
         """A plan that is up to date, and the gradients of each engine's entries if they were looked at one by one."""
         plan = self._tables
         if plan is not None:
@@ -668,7 +668,7 @@ class Optimizer(torch.optim.Optimizer):
         if not keeps_averages(self):
             return
         if self.state and self._tables is None:
-            self._rebuild()
+            self.rebuild()
         hold_averages(self)
         self.is_evaluating = True
 

@@ -47,7 +47,6 @@ class Optimizer(Protocol):
     schedule: Any
     _optimizer_load_state_dict_post_hooks: Any
     _optimizer_load_state_dict_pre_hooks: Any
-    _tables: Any
     _taps: Any
 
     @property
@@ -67,6 +66,9 @@ class Optimizer(Protocol):
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         """Take a step."""
 
+    def drop_tables(self) -> None:
+        """Use the tables no more."""
+
     def attach(self, names: Sequence[str]) -> None:
         """Have something attached."""
 
@@ -76,7 +78,7 @@ class Optimizer(Protocol):
     def prepare_capture(self) -> None:
         """Make ready for a capture."""
 
-    def _rebuild(self, *, ahead: bool = False) -> Any:
+    def rebuild(self, *, ahead: bool = False) -> Any:
         """Build the plan anew."""
 
     def _take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None:
@@ -85,5 +87,5 @@ class Optimizer(Protocol):
     def _current(self) -> Any:
         """The engines, up to date."""
 
-    def _fitting_tables(self, *, ahead: bool = False) -> Any:
+    def fitting_tables(self, *, ahead: bool = False) -> Any:
         """The tables, built if there are none that fit."""

@@ -196,7 +196,7 @@ class OverlapSchedule(Schedule):
             self._trial.note_step()
             if self._trial.during != self.during:
                 self.during = self._trial.during
-                self._optimizer._rebuild()
+                self._optimizer.rebuild()
 
     def _step_at_once(self, plain: Callable[[], None]) -> None:
         """The optimizer's own step; gradients are used up as by any other schedule."""
@@ -230,7 +230,7 @@ class OverlapSchedule(Schedule):
         self.lane.join()
         optimizer = self._optimizer
         with self.lane.after():
-            tables, gradients = optimizer._prepared()
+            tables, gradients = optimizer.prepared()
             tables.begin_states(optimizer, all_of_them=True)
             tables.follow_parameters()
             if hasattr(optimizer, "found_inf"):

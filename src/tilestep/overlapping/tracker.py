@@ -234,7 +234,7 @@ class BackwardTracker(Accumulating):
             moved = self.follow_later_wrappers() | self._hooks.move_last()
         else:
             moved = self._hooks.move_last()
-        tables = optimizer._fitting_tables()
+        tables = optimizer.fitting_tables()
         if tables.ahead:
             tables.begin_states(optimizer, all_of_them=True)
         self.applies = not (self._schedule.is_scaled or optimizer.control.needs_norm(optimizer.param_groups))
@@ -330,12 +330,12 @@ class BackwardTracker(Accumulating):
     @gradientless
     def _run(self, group: Group) -> None:
         optimizer = self._optimizer
-        tables = optimizer._tables
+        tables = optimizer.tables
         assert tables is not None
         try:
             gradients = self._prepared(tables, group)
         except Stale:
-            tables = optimizer._rebuild()
+            tables = optimizer.rebuild()
             gradients = self._prepared(tables, group)
         places = tables.places.get(group.index, [])
         with tables.own_writes(group.params) if tables.masters else nullcontext():
@@ -352,7 +352,7 @@ class BackwardTracker(Accumulating):
     def _sum(self, group: Group) -> None:
         """Sum the squares of a group's gradients, for a norm that the step finishes."""
         optimizer = self._optimizer
-        tables = optimizer._tables
+        tables = optimizer.tables
         if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
             return
         _await_copies(group)
@@ -396,7 +396,7 @@ class BackwardTracker(Accumulating):
         for param in self._schedule.params:
             if id(param) in self._updated:
                 param.grad = None
-        tables = optimizer._fitting_tables()
+        tables = optimizer.fitting_tables()
         changed = [
             group.name
             for group in self.applied

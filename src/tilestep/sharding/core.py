@@ -346,7 +346,7 @@ class Sharding:
             return bool(self.inner.state.get(member.piece))
         if member.has_begun is None:
             # Tables that are there before a step have state for whatever trains.
-            return member.param.requires_grad and self.inner._tables is not None
+            return member.param.requires_grad and self.inner.tables is not None
         return member.has_begun
 
     def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:

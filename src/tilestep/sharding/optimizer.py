@@ -111,12 +111,12 @@ def shard(
     state = begun_state(optimizer)
     if state is None:
         optimizer.state.clear()
-    optimizer._drop_tables()
+    optimizer.drop_tables()
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     if state is not None:
         load_into_pieces(sharding, optimizer, state)
     else:
-        sharding.inner._rebuild(ahead=True)
+        sharding.inner.rebuild(ahead=True)
     schedule = ShardedSchedule(optimizer, sharding)
     optimizer.attach(("shard",), schedule=schedule, offers=schedule.offers)
     schedule.show_states()
