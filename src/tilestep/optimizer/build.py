@@ -142,9 +142,9 @@ def check_params(optimizer: Optimizer) -> None:
     """
     plans, by_device = _Plans(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
-    at_home = optimizer.memory.is_beside
+    at_home, state = optimizer.memory.is_beside, vars(optimizer)["state"]
     for label, group_index, group, param in listed_once(optimizer):
-        if not _begins(param, optimizer.state, all_that_train=True):
+        if not _begins(param, state, all_that_train=True):
             continue
         if not at_home:
             optimizer.memory.check(label, param)
@@ -286,9 +286,10 @@ def _plan(optimizer: Optimizer, later: Later, every: bool) -> tuple[list[_Planne
     plans, exchanges = _Plans(optimizer), Exchanges()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
+    state = optimizer.state
     for label, group_index, group, param in listed_once(optimizer):
-        known = optimizer.state.get(param, {})
-        if not _begins(param, optimizer.state, all_that_train=every):
+        known = state.get(param, {})
+        if not _begins(param, state, all_that_train=every):
             dormant.append(param)
             continue
         one = _planned(optimizer, plans, (label, group_index, group, param), known, later)

@@ -35,7 +35,7 @@ _LIKE_PARAM = State("param")
 def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Put an optimizer's groups, state and tables back as they were if the block raises."""
     attributes = dict(vars(optimizer))
-    groups, state = optimizer.param_groups, optimizer.state
+    groups, state = optimizer.param_groups, attributes["state"]
     members, states = list(groups), dict(state)
     contents = [(group, dict(group), list(group["params"])) for group in groups]
     changes, numbers = getattr(state, "changes", 0), optimizer.control.numbers

@@ -259,7 +259,10 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: for a hyperparameter out of its range.
             GradientError: for parameters that cannot be updated. Nothing is changed then.
         """
-        self.schedule.add_param_group(param_group, self._add_param_group)
+        if self.schedule is AT_STEP:
+            self._add_param_group(param_group)
+        else:
+            self.schedule.add_param_group(param_group, self._add_param_group)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, dict):
