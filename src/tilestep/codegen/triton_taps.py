@@ -7,7 +7,11 @@ from .taps import FAR, NEAR, SPLIT, PassTaps
 from .triton_math import TileMath
 from .triton_text import POINTERS, TileBody
 
-_WORDS_INSIDE = "tap_lane * 32 < stop - start"
+_BYTES_INSIDE = "tap_lane * 8 < stop - start"
+
+_TOGETHER = 4
+"""Neighbours that are combined before they are accumulated: a thread has at least as many, and keeps one number for
+them. With a number for each element, a kernel's registers leave room for few programs."""
 
 
 class TapText:
@@ -34,7 +38,7 @@ class TapText:
         if not self.stats:
             return []
         kind = f"tl.{self._math.type}"
-        made = [f"{indent}tap_{slot} = tl.zeros((TILE,), {kind})" for slot in self._taps.slots]
+        made = [f"{indent}tap_{slot} = tl.zeros((TILE // {_TOGETHER},), {kind})" for slot in self._taps.slots]
         return [*made, f"{indent}tap_keep = (tl.zeros((TILE,), tl.float64) + skip) == 0.0"]
 
     def _known(self, buffer: str) -> str | None:
@@ -50,10 +54,11 @@ class TapText:
         arrays = self._spec.storages["param"].arrays("param")
         lines += [f"{indent}tap_was_{place} = {body.loaded(arrays[place])}" for place in taps.compared]
         if taps.changes and not strided:
-            inside = f", mask={_WORDS_INSIDE}, other=0" if body.mask else ""
-            lines += [f"{indent}tap_lane = tl.arange(0, TILE // 32)"]
-            lines += [f"{indent}tap_place = tap_words + tap_first + start // 32 + tap_lane"]
-            lines += [f"{indent}tap_word = tl.load(tap_place{inside})"]
+            inside = f", mask={_BYTES_INSIDE}, other=0" if body.mask else ""
+            bytes_ = "tap_words.to(tl.pointer_type(tl.uint8), bitcast=True)"
+            lines += [f"{indent}tap_lane = tl.arange(0, TILE // 8)"]
+            lines += [f"{indent}tap_place = {bytes_} + tap_first * 4 + start // 8 + tap_lane"]
+            lines += [f"{indent}tap_byte = tl.load(tap_place{inside})"]
 
     def after(self, body: TileBody, *, strided: bool) -> None:
         """Accumulate, and mark changed weights."""
@@ -84,11 +89,12 @@ class TapText:
 
         def add(column: str, term: str) -> None:
             slot = taps.columns.slot(column)
-            lines.append(f"tap_{slot} += {term}")
+            lines.append(f"tap_{slot} += tl.sum({_grouped(term)}, 1)")
 
         def extreme(column: str, term: str) -> None:
             slot = taps.columns.slot(column)
-            lines.append(f"tap_{slot} = larger(tap_{slot}, tl.abs({term}))")
+            together = f"tl.reduce({_grouped(f'tl.abs({term})')}, 1, larger)"
+            lines.append(f"tap_{slot} = larger(tap_{slot}, {together})")
 
         def after(name: str) -> None:
             kept = f"new_{name}"
@@ -123,12 +129,13 @@ class TapText:
 
     @staticmethod
     def _packed(masked: bool) -> list[str]:
-        """32 neighbours are a word; one whose bits are set already is not written."""
-        changed = "(tap_word | tap_bits) != tap_word"
-        changed = f"({_WORDS_INSIDE}) & ({changed})" if masked else changed
+        """8 neighbours, which one thread has in half precision, are a byte; one whose bits are set is not written."""
+        changed = "(tap_byte | tap_bits) != tap_byte"
+        changed = f"({_BYTES_INSIDE}) & ({changed})" if masked else changed
+        flags = "tl.reshape(tap_flag, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]"
         return [
-            "tap_bits = tl.sum(tl.reshape(tap_flag, (TILE // 32, 32)) << tl.arange(0, 32)[None, :], 1)",
-            f"tl.store(tap_place, tap_word | tap_bits, mask={changed})",
+            f"tap_bits = tl.sum({flags}, 1).to(tl.uint8)",
+            f"tl.store(tap_place, tap_byte | tap_bits, mask={changed})",
         ]
 
     @staticmethod
@@ -148,3 +155,7 @@ class TapText:
             total = f"tl.reduce(tap_{slot}, 0, larger)" if columns.is_extreme(slot) else f"tl.sum(tap_{slot}, 0)"
             lines.append(f"{indent}tl.store(tap_partials + tile.to(tl.int64) * {len(columns)} + {slot}, {total})")
         return lines
+
+
+def _grouped(term: str) -> str:
+    return f"tl.reshape({term}, (TILE // {_TOGETHER}, {_TOGETHER}))"
