@@ -80,6 +80,8 @@ PARTS = [
     _tests("offload", 1, 140, "tests/gpu/test_offload_gpu.py"),
     _tests("scaler", 1, 130, "tests/gpu/test_scaler_gpu.py"),
     _tests("torch", 1, 145, "tests/gpu/test_torch_gpu.py"),
+    _tests("taps", 1, 90, "tests/gpu/test_taps_gpu.py"),
+    _tests("blocks", 1, 90, "tests/gpu/test_blocks_gpu.py"),
     _tests(
         "later",
         1,

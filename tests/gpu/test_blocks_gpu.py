@@ -59,7 +59,7 @@ def test_a_captured_step_is_an_eager_one(format: str) -> None:
         optimizer = tilestep.AdamW([("a", params[0]), ("b", params[1])], lr=1e-2, state_dtype=format, max_grad_norm=1.0)
         for param in params:
             param.grad = torch.zeros_like(param)
-        step = tilestep.capture(optimizer) if captures else optimizer.step
+        step = tilestep.capture(optimizer).replay if captures else optimizer.step
         for _ in range(6):
             for param in params:
                 gradient = torch.randn_like(param)

@@ -375,13 +375,13 @@ def _interrupt(model: Any) -> None:
 
 def sums_by_hand_come_too_late_and_it_is_said() -> None:
     for wrapped, during, expected in ((False, "backward", 1), (True, "backward", 0), (False, "forward", 0)):
-        inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(device())
         model: nn.Module = DistributedDataParallel(inner) if wrapped else inner
         optimizer = tilestep.overlap(adamw(model.parameters()), model, during=during)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                model(torch.ones(2, 3)).sum().backward()
+                model(torch.ones(2, 3, device=device())).sum().backward()
                 optimizer.step()
         said = [str(each.message) for each in caught if "before they could be summed by hand" in str(each.message)]
         assert len(said) == expected, (wrapped, during, said)

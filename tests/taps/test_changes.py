@@ -58,6 +58,7 @@ def train(optimizer: Any, params: list[torch.nn.Parameter], steps: int = 5, ever
         for param in params:
             gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
             gradient[torch.rand(param.shape, generator=generator) < 0.4] = 0
+            gradient = gradient.to(param.device)
             param.grad = (
                 gradient if step % 3 or param.dim() < 2 else gradient.transpose(0, 1).contiguous().transpose(0, 1)
             )
