@@ -10,11 +10,13 @@ says when checks that have not ended are given up, so that those before them hav
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -85,8 +87,10 @@ def run_on_ranks(
     return {name: text for part in found for name, text in part.items()}
 
 
-def _failures(named: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool) -> dict[str, str]:
-    """Those of one set of processes."""
+def _failures(
+    named: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool, again: bool = True
+) -> dict[str, str]:
+    """Those of one set of processes; a set of which a signal ends one before any check is done is started once more."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (named, ranks, backend, default_gpu, folder, dict(os.environ))
         context: Any = multiprocessing.start_processes(
@@ -100,6 +104,11 @@ def _failures(named: Mapping[str, Check], ranks: int, backend: str, default_gpu:
         if not finished:
             for process in context.processes:
                 process.kill()
+            stacks = "\n".join(each.read_text() for each in sorted(Path(folder).glob("stacks.*")))
+            if again and "signal" in reason and not list(Path(folder).glob("0.*")):
+                warnings.warn(f"ranks begin once more: {reason}\n{stacks}", stacklevel=2)
+                return _failures(named, ranks, backend, default_gpu, again=False)
+            reason = f"{reason}\n{stacks}"
         outcomes = {name: _outcome(Path(folder), place, ranks, reason) for place, name in enumerate(named)}
     return {name: text for name, text in outcomes.items() if text}
 
@@ -164,6 +173,9 @@ def _run(
         del os.environ[name]
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
+    # A signal that ends the process leaves its stacks for the message.
+    stacks = open(Path(folder, f"stacks.{rank}"), "w", encoding="utf-8")  # noqa: SIM115
+    faulthandler.enable(stacks)
     options: dict[str, Any] = {}
     if backend == "nccl":
         torch.cuda.set_device(rank)

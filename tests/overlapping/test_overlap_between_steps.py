@@ -269,6 +269,23 @@ def test_compiled_blocks_wait_for_their_own_parameters(during: str, wrapped: boo
     twins.compare()
 
 
+def test_other_models_can_be_compiled_while_updates_are_to_come() -> None:
+    torch._dynamo.reset()
+    model = small()
+    optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    other = Doubled().to(overlapped_models.DEVICE)
+    other.compile(backend="eager", fullgraph=True)
+    data = torch.ones(2, 6).to(overlapped_models.DEVICE)
+    assert torch.equal(other(data), 2 * data)
+
+
+class Doubled(nn.Module):
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return 2 * data
+
+
 def test_what_is_refused() -> None:
     model = small()
     optimizer = adamw(model.parameters())

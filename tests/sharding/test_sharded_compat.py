@@ -136,9 +136,9 @@ def test_nccl_is_known_behind_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
         like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
         assert not ranks.can_average(like)  # type: ignore[arg-type]
         for size, copies, expected in ((2, 1, True), (4, 2, True), (1, 2, True), (3, 1, False), (2, 3, False)):
-            ranks.size, ranks.copies, ranks.replicate = size, copies, ranks.shard
+            ranks.size, ranks.copies, ranks.count, ranks.replicate = size, copies, size * copies, ranks.shard
             assert ranks.can_average(like) == expected  # type: ignore[arg-type]
-        ranks.size, ranks.copies = 2, 1
+        ranks.size, ranks.copies, ranks.count = 2, 1, 2
         for like.dtype in (torch.int32, torch.float16):
             assert not ranks.can_average(like)  # type: ignore[arg-type]
         least = torch.finfo(torch.float16).smallest_normal

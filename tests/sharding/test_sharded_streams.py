@@ -56,7 +56,7 @@ def counted() -> Iterator[Streams]:
 
     def made(self: Channel, device: torch.device) -> None:
         before(self, device)
-        self._stream, self._index = found, 0  # type: ignore[assignment]
+        self._stream, self._index, self.in_order = found, 0, True  # type: ignore[assignment]
 
     @contextmanager
     def after_compute(self: Channel, *tensors: Any) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import before_gathering, watch_all_forwards
-from ..guards import CompiledRegion, guard_model, guard_sharers
+from ..compat import before_gathering
+from ..guards import guard_model, guard_sharers
 from .groups import Group, Grouping
 from .lanes import Lane
 
@@ -45,12 +44,6 @@ class _Update:
         return self._event.query()
 
 
-def _called(living: Callable[[], Callable[..., None] | None], *given: Any) -> None:
-    method = living()
-    if method is not None:
-        method(*given)
-
-
 class Pending:
     """The updates of the last step.
 
@@ -72,13 +65,9 @@ class Pending:
         """Events of updates that backward has made, which its step waits for."""
         self._needed: list[int] = []
         """Groups in the order in which they were asked for since the last step."""
-        self._forwards: Any = None
         self.compiled = False
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
-        self._guarded = {id(module) for module in model.modules()}
-        handles = guard_model(model, self, lambda param: True)
-        # A hook on all forwards that comes and goes would have them traced again.
-        self._watches = not any(isinstance(handle, CompiledRegion) for handle in handles)
+        guard_model(model, self, lambda param: True)
         guard_sharers(model, self)
         for group in grouping().groups:
             if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
@@ -128,9 +117,6 @@ class Pending:
         if self._lane.stream is not None:
             for update in self.updates.values():
                 update.launch(self._lane)
-        if self.updates and self._forwards is None and self._watches:
-            living = weakref.WeakMethod(self._before_forward)
-            self._forwards = watch_all_forwards(lambda module, given: _called(living, module, given))
 
     def settle(self) -> None:
         """Wait for what nobody could be made to wait for later."""
@@ -138,7 +124,6 @@ class Pending:
             self.complete()
             # Whatever compiled code does comes after that on this stream.
             self.updates.clear()
-            self._end_watch()
             return
         for update in list(self.updates.values()):
             if not update.group.is_guarded:
@@ -178,15 +163,3 @@ class Pending:
             streams = [] if current is None else [current]
         if update.wait(streams):
             self.updates.pop(group.index, None)
-            self._end_watch()
-
-    def _end_watch(self) -> None:
-        if not self.updates and self._forwards is not None:
-            self._forwards.remove()
-            self._forwards = None
-
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        """Another model may have the same parameters, without looking them up where this one does."""
-        if id(module) not in self._guarded:
-            for param in dict.values(module._parameters):
-                self.wait(param)
