@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -92,3 +94,33 @@ def test_a_compiled_module_waits_where_it_is_called(wrapped: bool) -> None:
     waits.waited.clear()
     model.blocks[3](data)
     assert waits.compiled or waits.waited
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compiled_model_is_let_go(wrapped: bool) -> None:
+    model, waits = Blocks(wrapped, "eager"), Waiting()
+    handles = guard_model(model, waits, lambda param: True)
+    living = weakref.ref(model.blocks[0])
+    del model
+    gc.collect()
+    assert living() is None
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_second_optimizer_of_the_model_is_waited_for_too() -> None:
+    torch._dynamo.reset()
+    model, first, second = Blocks(False, "eager"), Waiting(), Waiting()
+    calls = [block._compiled_call_impl for block in model.blocks]
+    into = {id(param) for block in model.blocks for param in block.into.parameters()}
+    handles = guard_model(model, first, lambda param: id(param) in into)
+    handles += guard_model(model, second, lambda param: id(param) not in into)
+    data = torch.randn(3, 4)
+    model(data)
+    first.waited.clear(), second.waited.clear()
+    model(data)
+    assert len(first.waited) == len(second.waited) == 2 * BLOCKS
+    assert not first.compiled and not second.compiled
+    for handle in handles:
+        handle.remove()
+    assert [block._compiled_call_impl for block in model.blocks] == calls

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from .compat import (
+    compiled_call,
     guard_parameters,
     is_dropping_gradients,
     kept_parameters,
+    replace_compiled_call,
     watch_all_parameters,
-    wrap_compiled_call,
 )
 
 
@@ -53,6 +54,8 @@ class CompiledRegion:
     Code that was traced in such a call depends on `is_entered`, as one of its guards: called from elsewhere, it is
     traced again and says that it takes parameters without a region (`Waits.compiled`).
 
+    It hangs on the module alone, by the call that it puts around the compiled one: the module can be let go.
+
     Args:
         module: the module, in place or as `torch.compile` wraps it.
     """
@@ -61,28 +64,30 @@ class CompiledRegion:
         self.is_entered = False
         """Whether the module is being called."""
         self._users = 0
-        self._guarded = [
-            entries for part in module.modules() if isinstance(entries := kept_parameters(part), GuardedParameters)
-        ]
-        for entries in self._guarded:
-            entries.regions = (*entries.regions, self)
-        self._unwrap: Callable[[], None] | None = None
+        self._module = weakref.ref(module)
+        self._guarded: list[GuardedParameters] = []
 
     @classmethod
     def of(cls, module: nn.Module) -> CompiledRegion | None:
-        """The region of a compiled module whose parameters are guarded; None for other modules."""
-        region = _regions.get(module)
+        """The region of a compiled module whose parameters are guarded, one user more; None for other modules."""
+        call = compiled_call(module)
+        if call is None:
+            return None
+        kept = [entries for part in module.modules() if isinstance(entries := kept_parameters(part), GuardedParameters)]
+        if not kept:
+            return None
+        region, _ = getattr(call, _REGION, (None, None))
         if region is None:
             region = cls(module)
-            region._unwrap = wrap_compiled_call(module, region._entering) if region._guarded else None
-            if region._unwrap is None:
-                region._forget()
-                return None
-            _regions[module] = region
+            replace_compiled_call(module, region._around(call))
+        for entries in kept:
+            if region not in entries.regions:
+                entries.regions = (*entries.regions, region)
+        region._guarded = kept
         region._users += 1
         return region
 
-    def _entering(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def entered(*args: Any, **kwargs: Any) -> Any:
             if _is_traced():
                 # Part of other compiled code, which waits for nothing in here.
@@ -95,23 +100,25 @@ class CompiledRegion:
             finally:
                 self.is_entered = before
 
+        setattr(entered, _REGION, (self, call))
         return entered
 
     def remove(self) -> None:
-        """One guard less; without any, the module is as it was."""
+        """One user less; without any, the module is as it was."""
         self._users -= 1
-        if self._users == 0 and self._unwrap is not None:
-            self._unwrap()
-            self._forget()
-
-    def _forget(self) -> None:
+        module = self._module()
+        if self._users or module is None:
+            return
         for entries in self._guarded:
             entries.regions = tuple(region for region in entries.regions if region is not self)
-        for module in [module for module, region in _regions.items() if region is self]:
-            del _regions[module]
+        # Another call stands there if the module was compiled anew.
+        region, call = getattr(compiled_call(module), _REGION, (None, None))
+        if region is self:
+            replace_compiled_call(module, call)
 
 
-_regions: weakref.WeakKeyDictionary[nn.Module, CompiledRegion] = weakref.WeakKeyDictionary()
+_REGION = "tilestep_region"
+"""The attribute of a call that is a region's: the region, and the compiled call."""
 
 
 def _guard(module: nn.Module, waits: Waits) -> list[Any]:

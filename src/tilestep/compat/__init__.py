@@ -29,6 +29,7 @@ from .dtensors import (
 )
 from .modules import (
     before_gathering,
+    compiled_call,
     fsdp_module_type,
     guard_parameters,
     is_compiled,
@@ -36,10 +37,10 @@ from .modules import (
     is_flat_part,
     kept_parameters,
     opaque,
+    replace_compiled_call,
     uncompiled,
     watch_all_parameters,
     watch_all_submodules,
-    wrap_compiled_call,
 )
 from .optimizers import (
     count_scaled_losses,
@@ -127,5 +128,6 @@ __all__ = [
     "watch_clips",
     "wrapper_tensor",
     "zero_all",
-    "wrap_compiled_call",
+    "compiled_call",
+    "replace_compiled_call",
 ]

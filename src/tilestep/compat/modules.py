@@ -92,30 +92,21 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def wrap_compiled_call(
-    module: torch.nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None] | None:
-    """Have something run around a compiled module's calls, outside of what is compiled.
+def _name_of_compiled_call(module: torch.nn.Module) -> str:
+    return "_compiled_call_impl" if is_compiled(module) else "forward" if uncompiled(module) is not module else ""
 
-    Args:
-        module: a module after `module.compile()`, or what `torch.compile` has made of one; any other.
-        wrapped: makes what is called from the compiled call.
 
-    Returns:
-        What takes it back; None for a module that is not compiled, or where torch keeps the compiled call elsewhere.
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What runs when a compiled module is called; None if it is not compiled, or where torch keeps that elsewhere.
+
+    Compiled is a module after `module.compile()`, or what `torch.compile` has made of one.
     """
-    name = "_compiled_call_impl" if is_compiled(module) else "forward" if uncompiled(module) is not module else ""
-    call = vars(module).get(name)
-    if call is None:
-        return None
-    around = wrapped(call)
-    setattr(module, name, around)
+    return vars(module).get(_name_of_compiled_call(module))
 
-    def take_back() -> None:
-        if vars(module).get(name) is around:
-            setattr(module, name, call)
 
-    return take_back
+def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Have something else run in its place, outside of what is compiled."""
+    setattr(module, _name_of_compiled_call(module), call)
 
 
 def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
