@@ -76,7 +76,7 @@ class CompiledRegion:
         kept = [entries for part in module.modules() if isinstance(entries := kept_parameters(part), GuardedParameters)]
         if not kept:
             return None
-        region, _ = getattr(call, _REGION, (None, None))
+        region = _put_around(call)[0]
         if region is None:
             region = cls(module)
             replace_compiled_call(module, region._around(call))
@@ -112,13 +112,18 @@ class CompiledRegion:
         for entries in self._guarded:
             entries.regions = tuple(region for region in entries.regions if region is not self)
         # Another call stands there if the module was compiled anew.
-        region, call = getattr(compiled_call(module), _REGION, (None, None))
-        if region is self:
+        region, call = _put_around(compiled_call(module))
+        if region is self and call is not None:
             replace_compiled_call(module, call)
 
 
 _REGION = "tilestep_region"
 """The attribute of a call that is a region's: the region, and the compiled call."""
+
+
+def _put_around(call: Any) -> tuple[CompiledRegion | None, Callable[..., Any] | None]:
+    """The region that a module's call is of, and what it is put around."""
+    return getattr(call, _REGION, (None, None))
 
 
 def _guard(module: nn.Module, waits: Waits) -> list[Any]:
