@@ -12,6 +12,7 @@ from .cpp_support import PRELUDE
 from .cpp_taps import TapText
 from .cpp_text import (
     COMBINERS,
+    TILES_OF_TENSORS,
     TileBody,
     array_lines,
     combine,
@@ -178,13 +179,7 @@ def _finish(spec: KernelSpec, tile: TilePass) -> list[str]:
     if not tile.reductions:
         return []
     count = spec.reduction_count
-    lines = [
-        "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
-        "  for (int64_t t = 0; t < launch->tensors; ++t) {",
-        "    if (launch->grads[t] == 0) continue;",
-        "    const int64_t first = launch->first_tile[t];",
-        "    const int64_t stop = first + (launch->numel[t] + launch->tile_size - 1) / launch->tile_size;",
-    ]
+    lines = [*TILES_OF_TENSORS]
     for slot, reduction in tile.reductions:
         lines.append(f"    double total_{slot} = {neutral(reduction)};")
         lines.append("    for (int64_t tile = first; tile < stop; ++tile)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..storage import Array, codec_of
-from .cpp_text import TileBody
+from .cpp_text import TILES_OF_TENSORS, TileBody
 from .emit import Writer
 from .taps import FAR, NEAR, SPLIT, PassTaps
 
@@ -153,13 +153,7 @@ class TapText:
         if not self._slots:
             return []
         width = len(self._columns)
-        lines = [
-            "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
-            "  for (int64_t t = 0; t < launch->tensors; ++t) {",
-            "    if (launch->grads[t] == 0) continue;",
-            "    const int64_t first = launch->first_tile[t];",
-            "    const int64_t stop = first + (launch->numel[t] + launch->tile_size - 1) / launch->tile_size;",
-        ]
+        lines = [*TILES_OF_TENSORS]
         for slot in self._slots:
             part = f"launch->tap_partials[tile * {width} + {slot}]"
             extreme = self._columns.is_extreme(slot)

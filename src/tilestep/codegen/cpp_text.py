@@ -301,3 +301,13 @@ def array_lines(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[str]:
         address = "launch->grads[t]" if position == 0 else f"launch->addresses[{position - 1} * launch->tensors + t]"
         lines.append(f"    {c_type}* __restrict {array.name}_array = reinterpret_cast<{c_type}*>({address});")
     return lines
+
+
+TILES_OF_TENSORS = (
+    "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
+    "  for (int64_t t = 0; t < launch->tensors; ++t) {",
+    "    if (launch->grads[t] == 0) continue;",
+    "    const int64_t first = launch->first_tile[t];",
+    "    const int64_t stop = first + (launch->numel[t] + launch->tile_size - 1) / launch->tile_size;",
+)
+"""A loop over tensors that take part, each with its tiles from `first` up to `stop`."""

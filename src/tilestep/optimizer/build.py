@@ -36,6 +36,7 @@ from ..rules import Rule
 from ..storage import entries_of, scale_names
 from .hyperparameters import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
+from .muon_groups import sorted_for
 from .overlap import check_not_shared
 from .parameters import check_pairs, check_parameter, further_rounds, labelled, listed_once
 from .parts import build_engines
@@ -477,7 +478,7 @@ def _graph_of_pairs(label: str, rule: Rule, group: dict[str, Any], shape: torch.
 def _makes_groups(rule: Rule, dim: int) -> str:
     """What sorts out the parameters that a rule for matrices does not take, such as this one."""
     if rule.fallback is not None:
-        return "tilestep.muon_groups(model" + (")" if rule.name == "Muon" else ', muon={"rule": ...})')
+        return sorted_for(rule)
     dims = "> 2" if dim > 2 else "!= 2"
     return f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
 

@@ -16,6 +16,14 @@ OUTSIDE = r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|c
 """Names of parameters that lie at a model's ends: embeddings and heads."""
 
 
+_RULE = "Muon"
+
+
+def sorted_for(rule: Rule) -> str:
+    """The call that sorts a model's parameters for a rule that takes matrices alone, for messages."""
+    return "tilestep.muon_groups(model" + (")" if rule.name == _RULE else ', muon={"rule": ...})')
+
+
 def muon_groups(
     model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     *,
@@ -65,7 +73,7 @@ def muon_groups(
         (inside if is_inside else rest).append((name, param))
     if not inside:
         raise ValueError(f"no matrix is left for Muon: {_why(rest)}")
-    first = {"rule": "Muon", **(muon or {}), "params": inside}
+    first = {"rule": _RULE, **(muon or {}), "params": inside}
     if not rest:
         return [first]
     taken = find_rule(first["rule"], {})
