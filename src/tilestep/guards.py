@@ -16,6 +16,7 @@ from .compat import (
     is_dropping_gradients,
     kept_parameters,
     replace_compiled_call,
+    watch_all_forwards,
     watch_all_parameters,
 )
 
@@ -170,6 +171,31 @@ def _guard_sharer(waits: Knows, module: nn.Module, param: Any) -> None:
     if guarded is not None and waits.knows(param) and module not in guarded:
         guarded.add(module)
         _guard(module, waits)
+
+
+_late: weakref.WeakSet[Knows] = weakref.WeakSet()
+"""Those of `guard_sharers` for which modules of any model wait when they are called, too."""
+
+_forwards: list[Any] = []
+
+
+def guard_forwards(waits: Knows) -> None:
+    """After `guard_sharers`: have modules wait that get a parameter unseen, as `functional_call` gives it to them."""
+    _late.add(waits)
+    if not _forwards:
+        # It stays as long as one of them: compiled code is traced again when it comes or goes.
+        _forwards.append(watch_all_forwards(_before_any_forward))
+
+
+def _before_any_forward(module: nn.Module, _: Any) -> None:
+    if _is_traced():
+        return
+    if not len(_late):
+        _forwards.pop().remove()
+    for waits in list(_late):
+        if waits.is_pending and module not in _sharers[waits]:
+            for param in list(dict.values(kept_parameters(module))):
+                waits.wait(param)
 
 
 def _waiting_before_forward(waits: Waits) -> Callable[[nn.Module, Any], None]:

@@ -65,6 +65,19 @@ def test_another_model_with_the_same_weights_waits() -> None:
         assert torch.equal(other(given), nn.functional.linear(given, serial.first.weight, other.bias))
 
 
+def test_another_module_that_is_called_with_the_weights_waits() -> None:
+    model, serial, other = small(), small(), nn.Linear(6, 9).to(overlapped_models.DEVICE)
+    optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)
+    reference = clipped(serial.parameters())
+    held = dict(model.first.named_parameters())
+    for each, own in ((model, optimizer), (serial, reference)):
+        loss_of(each, 0).backward()
+        own.step()
+    with torch.no_grad():
+        given = torch.ones(1, 6).to(overlapped_models.DEVICE)
+        assert torch.equal(torch.func.functional_call(other, held, (given,)), serial.first(given))
+
+
 def test_two_optimizers_of_one_model() -> None:
     model, serial = small(), small()
     pairs = []

@@ -39,6 +39,7 @@ from .modules import (
     opaque,
     replace_compiled_call,
     uncompiled,
+    watch_all_forwards,
     watch_all_parameters,
     watch_all_submodules,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "tensor_guards",
     "triton_hash",
     "uncompiled",
+    "watch_all_forwards",
     "watch_all_parameters",
     "watch_all_submodules",
     "watch_clips",

@@ -127,6 +127,13 @@ def kept_parameters(module: torch.nn.Module) -> dict[str, Any]:
     return vars(module).get("_parameters") or {}
 
 
+def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
+    """Have something called before every module's forward, of any model; a handle ends that."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    return register_module_forward_pre_hook(before)
+
+
 def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
     """Have something called before any module gets a parameter; a handle ends that, None without such calls."""
     from torch.nn.modules import module as modules

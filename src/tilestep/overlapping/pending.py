@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..compat import before_gathering
-from ..guards import guard_model, guard_sharers
+from ..guards import guard_forwards, guard_model, guard_sharers
 from .groups import Group, Grouping
 from .lanes import Lane
 
@@ -69,6 +69,7 @@ class Pending:
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         guard_model(model, self, lambda param: True)
         guard_sharers(model, self)
+        guard_forwards(self)
         for group in grouping().groups:
             if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
                 group.module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
