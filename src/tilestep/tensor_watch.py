@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import native
-from .compat import DTENSOR_PARTS, addresses_equal, description, local_parts, tensor_guards
+from .compat import DTENSOR_PARTS, addresses_equal, description, local_parts, tensor_guards, version_of
 
 
 class TensorWatch:
@@ -182,7 +182,7 @@ def sum_of_versions(tensors: list[torch.Tensor]) -> int:
     module = native.module(len(tensors))
     if module is not None:
         return module.survey(tensors)[0]
-    return sum([tensor._version for tensor in tensors])
+    return sum(map(version_of, tensors))
 
 
 def any_gradient(params: list[torch.Tensor]) -> bool:

@@ -79,7 +79,7 @@ def has_matrix_work(optimizer: Optimizer) -> bool:
 
 
 def _spec(optimizer: Optimizer) -> KernelSpec:
-    return optimizer._current()[0].segments[0].spec
+    return optimizer.fitting_tables(ahead=True).engines[0].segments[0].spec
 
 
 def tiled_rules() -> list[Rule]:

@@ -17,6 +17,7 @@ import torch
 
 from ..compat import compile_together, direct_launch
 from ..counters import count_build
+from ..devices import has_streams
 
 EXACT = {"enable_fp_fusion": False}
 """Options of kernels whose elements come out the same wherever in a tile they lie: one loop would fuse a product into
@@ -40,14 +41,14 @@ class Launcher:
         self._run: Any = None
         self._direct: Callable[[tuple[torch.Tensor | float, ...]], bool] | None = None
         self._proven = False
-        self._compiles = device.type == "cuda" and hasattr(kernel, "warmup") and hasattr(kernel, "params")
+        self._compiles = has_streams(device) and hasattr(kernel, "warmup") and hasattr(kernel, "params")
         if self._compiles:
             _require_one_specialization(kernel, self._constants)
 
     def __call__(self, *arguments: torch.Tensor | float) -> None:
         """Launch on the device's current stream."""
         device = self._device
-        if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        if not has_streams(device) or device.index is None or device.index == torch.cuda.current_device():
             self._launch(arguments)
         else:
             with torch.cuda.device(device):

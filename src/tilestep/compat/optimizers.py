@@ -54,6 +54,14 @@ def _seen(original: Any) -> Any:
     return clip
 
 
+def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
+    """The hooks that torch calls before and after it loads a checkpoint; empty where torch keeps them otherwise."""
+    known = vars(optimizer)
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    before, after = (list(known.get(name, {}).values()) for name in names)
+    return before, after
+
+
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody wants to know of an optimizer's steps: hooks, its own or of all optimizers, or a profiler.
 

@@ -130,8 +130,37 @@ def description(tensor: torch.Tensor) -> tuple[Any, ...]:
     subclass = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.is_nested
-    lazy = tensor.is_neg(), tensor.is_conj(), tensor._is_zerotensor()
+    lazy = tensor.is_neg(), tensor.is_conj(), is_zero_tensor(tensor)
     return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(), lazy
+
+
+version_of: Callable[[Any], int] = operator.attrgetter("_version")
+"""How often a tensor has been written to, as autograd counts it."""
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of autograd's zeros, which have no memory."""
+    return tensor._is_zerotensor()
+
+
+def operation_name(operation: Any) -> str:
+    """The name of an operation without its namespace and overload.
+
+    Example:
+        >>> operation_name(torch.ops.aten.add_.Tensor)
+        'add_'
+    """
+    return str(operation._schema.name.split("::")[-1])
+
+
+def is_mutable(operation: Any) -> bool:
+    """Whether an operation writes to one of its arguments."""
+    return bool(operation._schema.is_mutable)
+
+
+def returns_view(operation: Any) -> bool:
+    """Whether the result of an operation shares memory with an argument."""
+    return operation._schema.returns[0].alias_info is not None
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -162,7 +191,7 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
         >>> resolved(torch._neg_view(torch.ones(2))).is_neg(), resolved(torch._efficientzerotensor(2))
         (False, tensor([0., 0.]))
     """
-    if tensor._is_zerotensor():
+    if is_zero_tensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_conj().resolve_neg()
 

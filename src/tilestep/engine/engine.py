@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..codegen.spec import KernelSpec
+from ..devices import is_host
 from ..errors import StateError
 from ..norm import NormTable
 from ..tensor_watch import FixedTensors, TensorWatch
@@ -120,7 +121,7 @@ class DeviceEngine:
     @property
     def looking_threads(self) -> int:
         """How many threads look at the tensors before a step: on a CPU those that will update them, awake anyway."""
-        most = _MOST_LOOKING if self.device.type == "cpu" else _MOST_WOKEN
+        most = _MOST_LOOKING if is_host(self.device) else _MOST_WOKEN
         return min(thread_count(), most) if self.is_large else 1
 
     @property
@@ -244,7 +245,7 @@ class DeviceEngine:
         if not all(segment.can_be_captured for segment in self.segments):
             on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
             without = "without Triton its steps are operations that the host decides on"
-            require(False, on_cpu if self.device.type == "cpu" else without)
+            require(False, on_cpu if is_host(self.device) else without)
         require_no_choices(self.segments, alone=alone)
 
     def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:

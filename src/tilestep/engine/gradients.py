@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..compat import has_memory, ready, resolved
+from ..compat import has_memory, is_zero_tensor, ready, resolved
 from ..errors import GradientError
 from ..tensor_watch import TensorWatch
 from .layout import is_dense, same_walk
@@ -197,7 +197,7 @@ class Gradients:
         """
         for gradient, copy in self._copies:
             expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
-            if not expanded and not gradient._is_zerotensor():
+            if not expanded and not is_zero_tensor(gradient):
                 gradient.copy_(copy)
 
     def _upload(self) -> None:
@@ -243,7 +243,7 @@ _LOW = 1 << 32
 
 
 def _check_kind(entry: Entry, gradient: torch.Tensor) -> None:
-    if gradient.layout is torch.strided and not gradient._is_zerotensor() and not has_memory(gradient):
+    if gradient.layout is torch.strided and not is_zero_tensor(gradient) and not has_memory(gradient):
         kind = type(gradient).__name__
         what = "no memory: its storage was freed" if kind in ("Tensor", "Parameter") else f"the type {kind}"
         raise GradientError(

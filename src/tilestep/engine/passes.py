@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..devices import is_host
 from ..marks import HOST_UPDATE, UPDATE, marked
 from .segment import Segment
 
@@ -24,7 +25,7 @@ def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = (
 
 def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEngine]) -> None:
     """Make the calls of `pass_calls` under the name that profilers show, and without autocast."""
-    on_host = all(engine.device.type == "cpu" for engine in engines)
+    on_host = all(is_host(engine.device) for engine in engines)
     with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
         for call in calls:
             call()

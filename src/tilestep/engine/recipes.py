@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..codegen.spec import KernelSpec, Taps
+from ..devices import is_host
 from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
 from ..rules import Rule
 from ..rules.scalars import PYTHON_TYPES, as_python
@@ -114,7 +115,7 @@ def _on_host(value: Any) -> Any:
     value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(_on_host(entry) for entry in value)
-    return float(value) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+    return float(value) if isinstance(value, torch.Tensor) and is_host(value.device) else value
 
 
 def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any], shape: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..codegen.taps import NEAR, kept_states, tap_columns, taps_fit
+from ..devices import is_host
 from ..storage import values_of
 from ..tensor_watch import sum_of_versions
 from .control import SKIP
@@ -71,7 +72,7 @@ class SegmentTaps:
 
     def begin(self) -> None:
         """Before the passes: copy parameters and look at gradients, where kernels do not."""
-        if self.measures and self.totals.device.type == "cpu":
+        if self.measures and is_host(self.totals.device):
             self.totals.fill_(math.nan)
         if not self.goes_round:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..compat import operation_name
 from ..errors import MatrixError
 from ..matrices import MATRIX_OPERATIONS
 from ..matrices.operations import PARAMETER, Space
@@ -28,7 +29,7 @@ def is_matrix_work(value: Value) -> bool:
 
 def is_called(func: Any) -> bool:
     """Whether an operator is one of `tilestep.matrices`, called by a rule."""
-    return bool(func.namespace == "tilestep" and func._schema.name.split("::")[-1] in MATRIX_OPERATIONS)
+    return bool(func.namespace == "tilestep" and operation_name(func) in MATRIX_OPERATIONS)
 
 
 def _operand(build: Builder, item: Any, name: str) -> Value:

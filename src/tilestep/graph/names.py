@@ -6,7 +6,6 @@ import ast
 import functools
 import inspect
 import linecache
-import sys
 import textwrap
 import traceback
 import types
@@ -23,7 +22,7 @@ class Place(NamedTuple):
 
 def rule_place() -> Place:
     """The place of the innermost frame outside torch and this package's machinery."""
-    frame: types.FrameType | None = sys._getframe(1)
+    frame: types.FrameType | None = inspect.currentframe()
     while frame is not None and _is_internal(frame):
         frame = frame.f_back
     if frame is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat import TensorDispatch, decomposition
+from ..compat import TensorDispatch, decomposition, is_mutable, operation_name, returns_view
 from ..errors import MatrixError, RuleError
 from ..rules import Rule
 from ..rules.protocol import at_step, changes
@@ -148,14 +148,14 @@ class Recorder(TensorDispatch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[-1]
+        name = operation_name(func)
         if func.namespace == "prim" or name == "empty":
             return func(*args, **kwargs)
         if name == "_local_scalar_dense":
             raise self.read_error(args[0])
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
             return self._lift(func, args[0])
-        mutates = func._schema.is_mutable
+        mutates = is_mutable(func)
         base = name.rstrip("_") if mutates else name
         if base not in LOWERINGS:
             decomposed = decomposition(func)
@@ -177,7 +177,7 @@ class Recorder(TensorDispatch):
         return self.placeholder(result, self.build.constant(number))
 
     def _record(self, func: Any, base: str, mutates: bool, args: Any, kwargs: Any) -> torch.Tensor:
-        if mutates and (base == func._schema.name.split("::")[-1] or self.memory.is_view(args[0])):
+        if mutates and (base == operation_name(func) or self.memory.is_view(args[0])):
             raise self.unsupported(f"torch.ops.{func} writes through a view or an out= argument")
         lowered = torch.utils._pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
         # Work on whole matrices keeps the shape of its first operand; without fake tensors it would be done on garbage.
@@ -198,7 +198,7 @@ class Recorder(TensorDispatch):
         self._bind(result, node)
         if mutates:
             self._written(args[0], node)
-        elif func._schema.returns[0].alias_info is not None:
+        elif returns_view(func):
             self.memory.share(args[0], result, same_order=base in ("detach", "alias"))
         return result
 

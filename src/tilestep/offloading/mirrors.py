@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..compat import version_of
 from ..engine import Stale, grad_dtype, is_dense
 from ..engine.layout import same_walk
 from .lanes import Lane, Mark
@@ -84,7 +85,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
     def versions(self) -> int:
         """A number that grows whenever somebody writes to a parameter in place."""
         return sum(
-            each.param._version + (0 if each.part is each.param else each.part._version) for each in self.values()
+            version_of(each.param) + (0 if each.part is each.param else version_of(each.part)) for each in self.values()
         )
 
 

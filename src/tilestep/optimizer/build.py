@@ -119,7 +119,7 @@ class _Plans:
             if is_distributed(param):
                 check_cut_blocks(label, param, formats)
             spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
-            taps = self._optimizer._taps
+            taps = self._optimizer.taps
             if taps is not None:
                 if param.is_complex():
                     raise GradientError(

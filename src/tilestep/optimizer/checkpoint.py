@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compat import load_hooks
 from ..errors import StateError
 from ..placements.local import copy_into, distribute, gathered, is_distributed, local_part
 from ..rules import Rule, State
@@ -77,8 +78,8 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                 _add_training(param, values, states.setdefault(param, dict(values)))
             known = set(identifiers)
             others = {key: value for key, value in given["state"].items() if key not in known}
-            optimizer._take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
-            for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            optimizer.take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
+            for hook in load_hooks(optimizer)[1]:
                 hook(optimizer)
     except BaseException:
         if not optimizer.memory.is_beside:
@@ -90,7 +91,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def after_hooks(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint as the hooks that were registered for loading leave it; the caller's dict is left alone."""
     given = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    for hook in load_hooks(optimizer)[0]:
         replaced = hook(optimizer, given)
         given = given if replaced is None else replaced
     return given

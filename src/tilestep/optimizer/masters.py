@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..compat import local_parts
+from ..compat import local_parts, version_of
 from ..errors import GradientError
 from ..placements.local import local_part
 from ..rules import State
@@ -129,9 +129,9 @@ class Masters:
         return sum_of_versions(self._params) + sum_of_versions(parts)
 
     def _versions_of(self, params: list[torch.Tensor]) -> list[int]:
-        versions = [param._version for param in params]
+        versions = list(map(version_of, params))
         if self._have_parts:
-            versions = [own + part._version for own, part in zip(versions, local_parts(params))]
+            versions = [own + version_of(part) for own, part in zip(versions, local_parts(params))]
         return versions
 
     def carry(self, before: Masters | None) -> None:

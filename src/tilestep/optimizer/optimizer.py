@@ -114,10 +114,10 @@ class Optimizer(torch.optim.Optimizer):
     attached: tuple[str, ...] = ()
     """What `shard`, `overlap`, `offload` and `joint_norm` have attached, as `combinations.REFUSED` calls it."""
 
-    _taps: Taps | None = None
+    taps: Taps | None = None
     """What it gives out beside updates."""
 
-    _workspace: int | None = None
+    workspace_limit: int | None = None
     """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""
 
     @opaque
@@ -153,13 +153,13 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
         without_defaults(defaults)
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
-        self._taps = Taps.of(stats, track_changes)
-        self.attached = () if self._taps is None else self._taps.attached
+        self.taps = Taps.of(stats, track_changes)
+        self.attached = () if self.taps is None else self.taps.attached
         self._tables: StepPlan | None = None
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateHome()
         self.is_evaluating = self._ready = False
-        self._workspace = workspace.limit
+        self.workspace_limit = workspace.limit
         super().__init__(params, defaults)
         self._ready = True
         check_params(self)
@@ -330,12 +330,12 @@ class Optimizer(torch.optim.Optimizer):
     def _made_tables(self, *, ahead: bool) -> StepPlan:
         self.drop_tables()
         self.control.flat_part = flat_part(self)
-        with keeping_to(self._workspace):
+        with keeping_to(self.workspace_limit):
             self._tables = build_tables(self, ahead=ahead)
         self.placement.take_part(self._tables)
         self._tables.masters.carry(self._masters)
-        if self._taps is not None:
-            self._taps.attach(self._tables, self.param_groups)
+        if self.taps is not None:
+            self.taps.attach(self._tables, self.param_groups)
         self._masters = self._tables.masters
         self.control.carry_to(self._tables.engines)
         return self._tables
@@ -370,7 +370,7 @@ class Optimizer(torch.optim.Optimizer):
             tables = self.rebuild()
             return tables, tables.prepare()
 
-    def _take_states(
+    def take_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
         """Have other states, from a checkpoint with these groups; those of `ahead` begin with their first step."""
@@ -466,9 +466,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if the optimizer was made without `stats`, and before a step has measured.
         """
-        if self._taps is None:
+        if self.taps is None:
             raise RuntimeError("stats: make the optimizer with stats=tilestep.Stats(every=...)")
-        return self._taps.stats
+        return self.taps.stats
 
     def first_nonfinite(self) -> str | None:
         """The name of the parameter whose gradient was the first that was not finite; None for none. The host waits.
@@ -478,9 +478,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if the optimizer was made without `stats`.
         """
-        if self._taps is None:
+        if self.taps is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
-        return self._taps.first_nonfinite(self.param_groups)
+        return self.taps.first_nonfinite(self.param_groups)
 
     def changes(self, *, clear: bool = True, gather: bool = False) -> Iterator[Change]:
         """The stored weights whose bits have changed since the beginning, or since the list was last cleared.
@@ -513,10 +513,10 @@ class Optimizer(torch.optim.Optimizer):
             >>> list(optimizer.changes())
             []
         """
-        if self._taps is None or self._taps.changes is None:
+        if self.taps is None or self.taps.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
         self.schedule.settle()
-        return self._taps.changes.list(clear=clear, gather=gather)
+        return self.taps.changes.list(clear=clear, gather=gather)
 
     @property
     def agreement(self) -> Agreement | None:
@@ -581,13 +581,13 @@ class Optimizer(torch.optim.Optimizer):
                 the parameters since; their versions are not counted then.
         """
         plan = self._tables
-        if known and self._taps is None and plan is not None and plan.repeats(self):
+        if known and self.taps is None and plan is not None and plan.repeats(self):
             plan.run(self, self.control.inputs(self), [], marked=not step_is_ordinary(), counts_versions=False)
             return
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
-            step_in_capture(self, self._taps)
+            step_in_capture(self, self.taps)
             return
         ordinary = step_is_ordinary()
         if not ordinary and fake_mode_is_active():
@@ -603,7 +603,7 @@ class Optimizer(torch.optim.Optimizer):
             plan, gradients = self._rebuild_prepared()
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))
-        plan.run(self, inputs, gradients, marked=not ordinary, taps=self._taps)
+        plan.run(self, inputs, gradients, marked=not ordinary, taps=self.taps)
 
     def prepared(self, inputs: StepInputs | None = None) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
         """A plan that is up to date, and the gradients of each engine's entries if they were looked at one by one."""
@@ -743,7 +743,7 @@ class Optimizer(torch.optim.Optimizer):
             "_rules": self._rules,
             "_given": self._given,
             "control": self.control,
-            "_taps": self._taps.again() if self._taps is not None else None,
+            "taps": self.taps.again() if self.taps is not None else None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -755,8 +755,8 @@ class Optimizer(torch.optim.Optimizer):
             kept = {name: vars(self).pop(own) for name, own in names.items() if own in state}
             self.control = StepControl(kept["policy"])
             vars(self.control).update(kept)
-        vars(self).setdefault("_taps", None)
-        self.attached = () if self._taps is None else self._taps.attached
+        vars(self).setdefault("taps", None)
+        self.attached = () if self.taps is None else self.taps.attached
         if "_rule" in state:
             self._ready = True
             self._tables = self._masters = None

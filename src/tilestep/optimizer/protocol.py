@@ -47,7 +47,7 @@ class Optimizer(Protocol):
     schedule: Any
     _optimizer_load_state_dict_post_hooks: Any
     _optimizer_load_state_dict_pre_hooks: Any
-    _taps: Any
+    taps: Any
 
     @property
     def tables(self) -> Any:
@@ -81,7 +81,7 @@ class Optimizer(Protocol):
     def rebuild(self, *, ahead: bool = False) -> Any:
         """Build the plan anew."""
 
-    def _take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None:
+    def take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None:
         """Have other states."""
 
     def _current(self) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..compat import zero_all
+from ..compat import is_zero_tensor, zero_all
 from ..engine import grad_dtype, is_dense
 from ..errors import StateError
 from ..graph import Graph
@@ -355,7 +355,7 @@ def _lies_well(value: torch.Tensor, param: torch.Tensor, home: StateHome, *, is_
     follows = value.stride() == param.stride() or not is_dense(param)
     lies_well = follows if is_like_param else value.is_contiguous()
     lives_well = home.keeps(value, param) if is_like_param else value.device == param.device
-    is_lazy = value.is_neg() or value.is_conj() or value._is_zerotensor()
+    is_lazy = value.is_neg() or value.is_conj() or is_zero_tensor(value)
     return lives_well and lies_well and not is_lazy
 
 

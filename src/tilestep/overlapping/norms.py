@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..compat import local_parts
+from ..compat import local_parts, version_of
 from ..engine import JointNorm
 from ..optimizer.plan import StepPlan
 
@@ -65,7 +65,7 @@ class EarlyNorms:
 def _look(params: Sequence[torch.Tensor]) -> Seen:
     gradients = [param.grad for param in params]
     return [
-        (None, 0, 0) if gradient is None else (weakref.ref(gradient), gradient._version, part._version)
+        (None, 0, 0) if gradient is None else (weakref.ref(gradient), version_of(gradient), version_of(part))
         for gradient, part in zip(gradients, local_parts(gradients))
     ]
 
@@ -76,6 +76,6 @@ def _same(seen: Seen, params: Sequence[torch.Tensor]) -> bool:
         if reference is None or gradient is None:
             if reference is not None or gradient is not None:
                 return False
-        elif reference() is not gradient or gradient._version != version or part._version != part_version:
+        elif reference() is not gradient or version_of(gradient) != version or version_of(part) != part_version:
             return False
     return True

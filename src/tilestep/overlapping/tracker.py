@@ -15,7 +15,7 @@ from torch import nn
 from ..accumulating import Accumulating, GradientHooks
 from ..combinations import follow_wrappers, refusal
 from ..compat import after_backward, backward_pass, count_scaled_losses, local_parts
-from ..devices import is_host
+from ..devices import has_streams, is_host
 from ..engine import Stale
 from ..errors import GradientError
 from ..gradientless import gradientless
@@ -446,7 +446,7 @@ def _await_copies(group: Group) -> None:
     """Wait for gradients that are still on their way from a GPU to the host, as FSDP2's CPU offloading leaves them."""
     for param in group.params:
         mesh = getattr(param, "device_mesh", None)
-        if mesh is not None and mesh.device_type == "cuda" and is_host(param.device):
+        if mesh is not None and has_streams(torch.device(mesh.device_type)) and is_host(param.device):
             torch.cuda.current_stream().synchronize()
             return
 

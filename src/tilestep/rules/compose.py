@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..compat import version_of
 from ..errors import RuleError
 from .protocol import Interval, Rule, State, at_least, between, registry
 
@@ -308,12 +309,12 @@ def scaled_states(rule: Rule) -> Rule:
         kept = dict(zip(rule.state_names, states))
         scales = dict(zip(scaled, states[len(kept) :]))
         wide = {name: kept[name] if kept[name] is None else kept[name] * scales[name] for name in scaled}
-        versions = {name: None if value is None else value._version for name, value in wide.items()}
+        versions = {name: None if value is None else version_of(value) for name, value in wide.items()}
         param, *after = rule(param, grad, *{**kept, **wide}.values(), **hyper)
         found = dict(zip(rule.state_names, after))
         for name in scaled:
             value = found[name]
-            if value is None or (value is wide[name] and value._version == versions[name]):
+            if value is None or (value is wide[name] and version_of(value) == versions[name]):
                 # The rule has no use for it with these hyperparameters.
                 found[name] = kept[name]
                 continue

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compat import load_hooks
 from ..errors import StateError
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import after_hooks, loaded_groups
@@ -113,7 +114,7 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
     inner.load_state_dict({"state": states, "param_groups": merged})
     sharding.note_loaded(param for number, param in zip(numbers, params) if state_dict["state"].get(number))
     mirror([_hyperparameters(group) for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
-    for post in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for post in load_hooks(optimizer)[1]:
         post(optimizer)
 
 

@@ -71,10 +71,11 @@ def make_inner(
         nothing = torch.zeros(0, device=device, requires_grad=True)
         nothing.grad = torch.zeros(0, device=device)
         params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True, "master_weights": False})
-    given = {key: outer.defaults[key] for key in outer._rule.hyperparameters}
+    rule = outer.rule_of({})
+    given = {key: outer.defaults[key] for key in rule.hyperparameters}
     made = Optimizer.composed(
         params,
-        outer._rule,
+        rule,
         placement=Pieces(ranks, deciders, wholes),
         schedule=PieceSchedule(),
         max_grad_norm=outer.defaults.get("max_grad_norm"),
@@ -84,7 +85,7 @@ def make_inner(
         track_grad_norm=outer.control.policy.tracks_norm,
         **given,
     )
-    made.control.history, made._workspace = outer.control.history, outer._workspace
+    made.control.history, made.workspace_limit = outer.control.history, outer.workspace_limit
     return made
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat import version_of
 from ..engine.capturing import is_capturing
 from ..guards import guard_model, guard_sharers
 from ..tensor_watch import TensorWatch, sum_of_versions
@@ -295,7 +296,7 @@ class ParameterSync:
 
     def _written_by_others(self) -> list[int]:
         """For each parameter how many of its versions no update has counted, in the order of the buckets."""
-        return [param._version - self._updates[id(bucket)] for bucket in self._buckets for param in bucket.params]
+        return [version_of(param) - self._updates[id(bucket)] for bucket in self._buckets for param in bucket.params]
 
     def _note_writes(self) -> None:
         self._versions = sum_of_versions(self.params)
