@@ -1,9 +1,16 @@
-"""What formats of states do to AdamW's update, on states of a small GPT trained in float32.
+"""What formats of states and weights do to a training: a small GPT over the bytes of this repository's source code.
 
-    python benchmarks/quality.py [--steps 300] [--out benchmarks/results]
+    python benchmarks/quality.py errors [--steps 100]      # of AdamW's update, on states of a training in float32
+    python benchmarks/quality.py train [--only int8 int4]  # three seeds with each format; rows of others stay
+    python benchmarks/quality.py picture                   # of what `train` has written
 
-Each format is applied to both states of every tensor of 4,096 and more elements after the last step; the figure is the
-normalized mean squared error of m / (sqrt(v) + eps), over all of them: |kept - exact|^2 / |exact|^2.
+Each writes to `--out`, benchmarks/results unless said: quality.json, quality-training.json, quality.png.
+
+Errors: each format is applied to both states of every tensor of 4,096 and more elements after the last step; the
+figure is the normalized mean squared error of m / (sqrt(v) + eps), over all of them: |kept - exact|^2 / |exact|^2.
+
+Trainings: seeds choose initial weights and batches. Weights are widened to float32 before they are used, so that runs
+differ by what the optimizer keeps alone, and by gradients of bfloat16 where weights are.
 """
 
 from __future__ import annotations
@@ -11,34 +18,94 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import statistics
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.func import functional_call
 
 import tilestep
-from tilestep.demo.model import GPT, Size, documentation
+from tilestep.demo.model import GPT, Size
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
 EPS = 1e-8
+SIZE = Size(layers=4, width=128, heads=4, context=128)
+BATCH = 16
+SEEDS = (0, 1, 2)
+BETWEEN = 50
+"""Steps from one look at the validation loss to the next."""
+
+BF16: dict[str, Any] = {"weights": "bfloat16"}
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16 states": {"state_dtype": "bfloat16"},
+    "int8 states": {"state_dtype": "int8"},
+    "float8_e4m3 states": {"state_dtype": "float8_e4m3"},
+    "int4 states": {"state_dtype": "int4"},
+    "bfloat16 weights, to nearest": BF16,
+    "bfloat16 weights, kahan": {**BF16, "master_weights": "kahan"},
+    "bfloat16 weights, remainder": {**BF16, "master_weights": "remainder"},
+    "bfloat16 weights, int8 masters": {**BF16, "master_weights": "int8"},
+    "int8 states, int8 masters": {**BF16, "state_dtype": "int8", "master_weights": "int8"},
+    "bfloat16 states and weights, to nearest": {**BF16, "state_dtype": "bfloat16"},
+}
+"""What is trained: the dtype of weights where it is not float32, and options of the optimizer."""
 
 
-def trained(steps: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The states of all large tensors after a training with beta2 = 0.95."""
-    torch.manual_seed(0)
-    size = Size(layers=4, width=128, heads=4, context=128)
-    model = GPT(size).to(device)
-    text = documentation()
-    optimizer = tilestep.AdamW(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), max_grad_norm=1.0)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        starts = torch.randint(0, len(text) - size.context - 1, (8,), generator=generator)
-        batch = torch.stack([text[start : start + size.context + 1] for start in starts.tolist()])
-        loss = model.loss(batch.to(device).long())
+def source_code() -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of the library's modules, to train on and, every twentieth piece of 2,048, to validate with."""
+    folder = Path(tilestep.__file__).parent
+    text = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8).split(2048)
+    return torch.cat([piece for place, piece in enumerate(pieces) if place % 20]), torch.cat(pieces[::20])
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Sequences of the text that begin at these places."""
+    return text[starts.to(text.device)[:, None] + torch.arange(SIZE.context + 1, device=text.device)].long()
+
+
+def trained(options: dict[str, Any], seed: int, steps: int, device: str) -> tuple[tilestep.Optimizer, dict[str, float]]:
+    """The optimizer of a training, and the validation loss after every so many steps."""
+    torch.manual_seed(seed)
+    options = dict(options)
+    model = GPT(SIZE).to(device)
+    dtype = getattr(torch, options.pop("weights", "float32"))
+    weights = {name: param.detach().to(dtype).requires_grad_() for name, param in model.named_parameters()}
+    optimizer = tilestep.AdamW(weights.items(), lr=1e-3, max_grad_norm=1.0, **options)
+    text, validation = (part.to(device) for part in source_code())
+    held = windows(validation, torch.arange(0, len(validation) - SIZE.context - 1, SIZE.context + 1)[:256]).split(64)
+    generator = torch.Generator().manual_seed(seed)
+    module = _Loss(model)
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        wide = {f"model.{name}": weight.float() for name, weight in weights.items()}
+        return functional_call(module, wide, (batch,))
+
+    curve: dict[str, float] = {}
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(step / 50, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+        starts = torch.randint(0, len(text) - SIZE.context - 1, (BATCH,), generator=generator)
         optimizer.zero_grad()
-        loss.backward()
+        loss_of(windows(text, starts)).backward()
         optimizer.step()
-    states = [optimizer.state[param] for param in model.parameters() if param.numel() >= 4096]
-    return [(state["exp_avg"].cpu(), state["exp_avg_sq"].cpu()) for state in states]
+        if step % BETWEEN == 0:
+            with torch.no_grad():
+                curve[str(step)] = float(torch.stack([loss_of(batch) for batch in held]).mean())
+    return optimizer, curve
+
+
+class _Loss(torch.nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.model.loss(batch)
 
 
 def kept(name: str, values: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -65,19 +132,92 @@ def measured(name: str, states: list[tuple[torch.Tensor, torch.Tensor]]) -> dict
     return {"format": name, "error of the update": wrong / all_of_it, "largest update over the exact one": most}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--out", default="")
-    given = parser.parse_args()
-    states = trained(given.steps, "cuda" if torch.cuda.is_available() else "cpu")
-    found = [measured(name, states) for name in STATE_FORMATS]
-    for row in found:
-        print(json.dumps(row))
+def errors(steps: int, device: str) -> dict[str, Any]:
+    """What each format does to the update, on states of a training."""
+    optimizer, _ = trained({"betas": (0.9, 0.95)}, 0, steps, device)
+    states = [state for param, state in optimizer.state.items() if param.numel() >= 4096]
+    pairs = [(state["exp_avg"].cpu(), state["exp_avg_sq"].cpu()) for state in states]
+    found = [measured(name, pairs) for name in STATE_FORMATS]
     assert all(math.isfinite(float(row["error of the update"])) for row in found)
-    if given.out:
-        rows = {"steps": given.steps, "formats": found}
-        Path(given.out, "quality.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return {"steps": steps, "formats": found}
+
+
+def _curve(job: tuple[str, int, int, str]) -> dict[str, float]:
+    name, seed, steps, device = job
+    return trained(FORMATS[name], seed, steps, device)[1]
+
+
+def trainings(names: list[str], steps: int, device: str, processes: int) -> dict[str, Any]:
+    """Validation losses of all trainings, which run in processes beside each other."""
+    jobs = [(name, seed, steps, device) for name in names for seed in SEEDS]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        curves = list(pool.map(_curve, jobs))
+    rows: dict[str, list[dict[str, float]]] = {}
+    for (name, *_), curve in zip(jobs, curves):
+        rows.setdefault(name, []).append(curve)
+    return {"steps": steps, "bytes": sum(map(len, source_code())), "torch": torch.__version__, "curves": rows}
+
+
+def final(curve: dict[str, float]) -> float:
+    """A run's validation loss at its end: the mean of the last two looks."""
+    return statistics.fmean(list(curve.values())[-2:])
+
+
+def picture(results: dict[str, Any], path: Path) -> None:
+    """Draw the curves with the spread between seeds, and how they end beside float32's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = results["curves"]
+    figure, (lines, ends) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    colors = ["black", *pyplot.get_cmap("tab20").colors]
+    exact = [final(curve) for curve in curves["float32"]]
+    ends.axvspan(min(exact), max(exact), color="black", alpha=0.1)
+    for place, (name, runs) in enumerate(curves.items()):
+        steps = [int(step) for step in runs[0]]
+        by_step = list(zip(*(run.values() for run in runs)))
+        style = {"color": colors[place], "zorder": 3 if name == "float32" else 2}
+        lines.plot(steps, [statistics.fmean(values) for values in by_step], label=name, linewidth=1.2, **style)
+        lines.fill_between(steps, [*map(min, by_step)], [*map(max, by_step)], color=colors[place], alpha=0.12)
+        found = [final(run) for run in runs]
+        ends.plot(found, [-place] * len(found), "o", markersize=4, color=colors[place], alpha=0.6)
+        ends.plot(statistics.fmean(found), -place, "|", markersize=16, color=colors[place])
+    ends.set_yticks([-place for place in range(len(curves))], list(curves), fontsize=8)
+    lines.set_yscale("log")
+    lines.set_title("validation loss, nats a byte: mean and spread of three seeds", fontsize=10)
+    ends.set_title("at the end: each seed, the mean, and float32's spread", fontsize=10)
+    lines.set_xlabel("step")
+    lines.legend(fontsize=7)
+    for panel in (lines, ends):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("errors", "train", "picture"))
+    parser.add_argument("--steps", type=int, default=0, help="by default 100 for errors, 1000 for trainings")
+    parser.add_argument("--only", nargs="*", choices=list(FORMATS), default=list(FORMATS), help="formats to train")
+    parser.add_argument("--processes", type=int, default=1, help="trainings beside each other")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = given.out / ("quality.json" if given.what == "errors" else "quality-training.json")
+    if given.what == "picture":
+        picture(json.loads(path.read_text()), path.with_name("quality.png"))
+        return
+    if given.what == "errors":
+        results = errors(given.steps or 100, device)
+    else:
+        before = json.loads(path.read_text())["curves"] if path.exists() else {}
+        results = trainings(given.only, given.steps or 1000, device, given.processes)
+        both = {**before, **results["curves"]}
+        results["curves"] = {name: both[name] for name in FORMATS if name in both}
+        for name, runs in results["curves"].items():
+            print(f"{name:42}", *(f"{final(run):.4f}" for run in runs))
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
