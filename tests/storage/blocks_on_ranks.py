@@ -143,4 +143,40 @@ def cut_blocks_are_refused() -> None:
         loaded.load_state_dict(saved)
 
 
-CHECKS = [shards, fsdp_shards, cut_blocks_are_refused]
+def checkpoints_of_other_libraries() -> None:
+    """bitsandbytes' into a sharded optimizer, and what each rank of FSDP2 has saved of FlashOptim's."""
+    net = model()
+    params = list(net.parameters())
+    table = torch.linspace(-1, 1, 256)
+    states, wanted = {}, []
+    for number, param in enumerate(params):
+        codes = torch.randint(0, 256, param.shape, generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
+        most = torch.rand(-(-param.numel() // 256), generator=torch.Generator().manual_seed(number)) + 0.5
+        scales = most.repeat_interleave(256)[: param.numel()].reshape(param.shape)
+        wanted.append(table[codes.long()] * scales)
+        arrays = {f"{name}{place}": value for place in "12" for name, value in (("state", codes), ("absmax", most))}
+        states[number] = {"step": 3, **arrays, "qmap1": table, "qmap2": table.abs()}
+    saved = {"state": states, "param_groups": [{"lr": 0.1, "params": list(states)}]}
+    optimizer = tilestep.shard(tilestep.AdamW(net.named_parameters()), net)
+    optimizer.load_state_dict(saved)
+    found = optimizer.full_state_dict()["state"]
+    for number, values in enumerate(wanted):
+        assert torch.equal(found[number]["exp_avg"], values) and torch.equal(found[number]["exp_avg_sq"], values.abs())
+
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(64, 32), mesh, [Shard(0)]))
+    local = torch.arange(1024).reshape(32, 32).remainder(100).to(torch.int8) * (1 - 2 * dist.get_rank())
+    most = torch.full((32,), 2.0).half()
+    codes, scales = (DTensor.from_local(value, mesh, [Shard(0)]) for value in (local, most))
+    state = {"step": 3, "exp_avg::quantized": codes, "exp_avg::scales": scales, "exp_avg_sq": weight.detach()}
+    own = tilestep.AdamW([weight])
+    own.load_state_dict({"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]})
+    share = local.float() / 127
+    assert torch.equal(own.state[weight]["exp_avg"].to_local(), share / (2 - share.abs()) * 2)
+    single = nn.Parameter(torch.ones(64, 32))
+    alone = tilestep.AdamW([single])
+    alone.load_state_dict({"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]})
+    assert torch.equal(alone.state[single]["exp_avg"], whole(own.state[weight]["exp_avg"]))
+
+
+CHECKS = [shards, fsdp_shards, cut_blocks_are_refused, checkpoints_of_other_libraries]

@@ -16,8 +16,9 @@ from ..errors import StateError
 from ..placements.local import copy_into, distribute, gathered, is_distributed, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
-from ..storage import Storage, kept_in_blocks, scale_names, shape_of_entries
+from ..storage import Storage, dtype_name, kept_in_blocks, scale_names, shape_of_entries
 from .build import loaded_states
+from .full_precision import read_by_value
 from .hyperparameters import about_group, check_group, without_defaults
 from .masters import MASTER_KEYS, master_kind
 from .parameters import labelled
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 _LIKE_PARAM = State("param")
+_NOTHING = {type(None)}
 
 
 @contextmanager
@@ -71,12 +73,11 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             optimizer.param_groups = groups = loaded_groups(optimizer, given["param_groups"])
             for group in groups:
                 without_defaults(group)
-            identifiers = [identifier for group in given["param_groups"] for identifier in group["params"]]
-            saved = _saved_states(optimizer, identifiers, given["state"])
+            saved = _saved_states(optimizer, given)
             states = loaded_states(optimizer, saved)
             for param, values in saved.items():
                 _add_training(param, values, states.setdefault(param, dict(values)))
-            known = set(identifiers)
+            known = {identifier for group in given["param_groups"] for identifier in group["params"]}
             others = {key: value for key, value in given["state"].items() if key not in known}
             optimizer.take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
             for hook in load_hooks(optimizer)[1]:
@@ -201,16 +202,18 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
 
 
-def _saved_states(
-    optimizer: Optimizer, identifiers: Sequence[Any], state: Mapping[Any, Mapping[str, Any]]
-) -> dict[torch.Tensor, dict[str, Any]]:
+def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
     """The values that a checkpoint has for each parameter, checked as far as names and shapes tell."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
-    for key, (label, _, group, param) in zip(identifiers, labelled(optimizer)):
+    keys = [(key, saved) for saved in given["param_groups"] for key in saved["params"]]
+    for (key, saved), (label, _, group, param) in zip(keys, labelled(optimizer)):
+        values = given["state"].get(key, {})
         # A state without anything in it is one that has not begun.
-        if any(value is not None for value in state.get(key, {}).values()):
-            _check_known(label, optimizer.rule_of(group), state[key], optimizer.state.get(param, {}))
-            found[param] = _saved_state(label, optimizer.rule_of(group), group, param, state[key])
+        if not _NOTHING.issuperset(map(type, values.values())):
+            rule = optimizer.rule_of(group)
+            values = read_by_value(label, values, saved, rule.name, param)
+            _check_known(label, rule, values, optimizer.state.get(param, {}))
+            found[param] = _saved_state(label, rule, group, param, values)
     return found
 
 
@@ -235,6 +238,11 @@ def _saved_state(
         if blocks is not None:
             _check_blocks(label, name, blocks, values, param)
             continue
+        if name not in MASTER_KEYS and not (value.is_floating_point() or value.is_complex()):
+            raise StateError(
+                f"state {name!r} of {label} is {dtype_name(value.dtype)} in the checkpoint, without scales that say "
+                "what its codes stand for: give it in floating point"
+            )
         wanted = shape_of(start, param, param.shape)
         if tuple(value.shape) != wanted and value.numel() == 1 and math.prod(wanted) == 1:
             values[name] = value = value.detach().reshape(wanted)

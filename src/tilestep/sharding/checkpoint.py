@@ -13,6 +13,7 @@ from ..compat import load_hooks
 from ..errors import StateError
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import after_hooks, loaded_groups
+from ..optimizer.full_precision import read_by_value
 from ..optimizer.homes import StateHome
 from ..optimizer.masters import MASTER_KEYS
 from ..optimizer.parameters import labelled
@@ -98,12 +99,15 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
     given = inner.state_dict()
     states: dict[int, Any] = {}
     own = {piece: number for number, (_, _, _, piece) in enumerate(labelled(inner))}
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    saved_groups = state_dict["param_groups"]
+    groups_of = {number: group for group in saved_groups for number in group["params"]}
+    numbers = [number for group in saved_groups for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params):
         member, saved = sharding.member_of[param], state_dict["state"].get(number)
         if saved is not None and member.piece is not None:
             rule = optimizer.rule_of(optimizer.param_groups[member.group])
+            saved = read_by_value(member.name, saved, groups_of[number], rule.name, param)
             states[own[member.piece]] = {name: _local(member, rule, name, value) for name, value in saved.items()}
     kept = ("params", "param_names", "rule")
     merged = [
