@@ -4,8 +4,8 @@
     python benchmarks/two_versions.py ../before/src src --out benchmarks/results/two-versions.json
 
 Each version runs in a process of its own, one round at a time, so that a machine whose speed drifts slows both alike;
-the figure to quote is the ratio within rounds. Only what both versions have in common is used: AdamW, `max_grad_norm`,
-`master_weights`, `state_dict`.
+the figure to quote is the ratio within rounds. Only what both versions have in common is used: named rules,
+`max_grad_norm`, `master_weights`, `state_dict`, `total_norm`, `capture`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,42 @@ def _steps(
         optimizer.step()
     flush = _flush()
     return (flush if not on_device else lambda: None), optimizer.step, on_device
+
+
+def _rule(name: str, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Case:
+    """The step of a named rule on a GPU, on the device's clock."""
+    import tilestep
+
+    params = [torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = getattr(tilestep, name)(params, max_grad_norm=1.0)
+    for _ in range(3):
+        optimizer.step()
+    return (lambda: None), optimizer.step, True
+
+
+def _norm(count: int, elements: int) -> Case:
+    """The total norm of many tensors on a GPU, on the device's clock."""
+    import tilestep
+
+    tensors = [torch.randn(elements, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    for _ in range(3):
+        tilestep.total_norm(tensors)
+    return (lambda: None), lambda: tilestep.total_norm(tensors), True
+
+
+def _replay(count: int, elements: int, on_device: bool) -> Case:
+    """A captured step, replayed."""
+    import tilestep
+
+    params = [torch.nn.Parameter(torch.randn(elements, device="cuda", dtype=torch.bfloat16)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    step = tilestep.capture(tilestep.AdamW(params, lr=1e-5, max_grad_norm=1.0))
+    for _ in range(3):
+        step()
+    return (_flush() if not on_device else lambda: None), step, on_device
 
 
 def _constructor(device: str, count: int) -> Case:
@@ -109,6 +145,20 @@ def cases(device: str) -> dict[str, Callable[[], Case]]:
         }.items():
             made[f"cuda: device time of AdamW, 219 bf16 tensors of 1.19 B{name}"] = lambda options=options: _steps(
                 "cuda", 219, LARGE // 219, torch.bfloat16, options, True
+            )
+        for rule in ("SGD", "Lion", "LAMB", "Adafactor", "AdEMAMix", "ScheduleFreeAdamW"):
+            made[f"cuda: device time of {rule}, 100 float32 matrices of 2048 x 1024, clip"] = lambda rule=rule: _rule(
+                rule, (2048, 1024), 100, torch.float32
+            )
+        made["cuda: device time of Muon, 24 bf16 matrices of 2048 x 1024, clip"] = lambda: _rule(
+            "Muon", (2048, 1024), 24, torch.bfloat16
+        )
+        for count, elements in ((219, LARGE // 219), (2000, 65536)):
+            made[f"cuda: total norm of {count} bf16 tensors of {elements}"] = lambda count=count, elements=elements: (
+                _norm(count, elements)
+            )
+            made[f"cuda: captured step, replayed, {count} bf16 tensors of {elements}"] = (
+                lambda count=count, elements=elements: _replay(count, elements, True)
             )
     return made
 
