@@ -86,10 +86,11 @@ def _replay(count: int, elements: int, on_device: bool) -> Case:
     params = [torch.nn.Parameter(torch.randn(elements, device="cuda", dtype=torch.bfloat16)) for _ in range(count)]
     for param in params:
         param.grad = torch.randn_like(param)
-    step = tilestep.capture(tilestep.AdamW(params, lr=1e-5, max_grad_norm=1.0))
-    for _ in range(3):
-        step()
-    return (_flush() if not on_device else lambda: None), step, on_device
+    optimizer = tilestep.AdamW(params, lr=1e-5, max_grad_norm=1.0)
+    optimizer.step()
+    captured = tilestep.capture(optimizer)
+    captured.replay()
+    return (_flush() if not on_device else lambda: None), captured.replay, on_device
 
 
 def _constructor(device: str, count: int) -> Case:
