@@ -142,12 +142,12 @@ class Trained:
     has_parts: bool = True
 
 
-def sharded(shape: Shape, device: torch.device, **options: Any) -> Trained:
+def sharded(shape: Shape, device: torch.device, master_weights: Any = True, **options: Any) -> Trained:
     """tilestep: bfloat16 parameters, float32 master and moments, split."""
     model = make_model(shape, device, torch.bfloat16)
 
     def whole() -> tilestep.Optimizer:
-        return tilestep.AdamW(model.parameters(), master_weights=True, **_OURS)  # type: ignore[attr-defined]
+        return tilestep.AdamW(model.parameters(), master_weights=master_weights, **_OURS)  # type: ignore[attr-defined]
 
     optimizer = tilestep.shard(whole, model, **options)
     return Trained(model, optimizer, optimizer.step, optimizer.zero_grad, optimizer.no_sync)
@@ -301,6 +301,75 @@ def fully_sharded_forward(shape: Shape, device: torch.device) -> Trained:
     return fully_sharded_ours(shape, device, "forward")
 
 
+def sharded_remainder(shape: Shape, device: torch.device) -> Trained:
+    """tilestep: masters as 16-bit remainders of the bfloat16 parameters."""
+    return sharded(shape, device, master_weights="remainder")
+
+
+def apex(shape: Shape, device: torch.device, **options: Any) -> Trained:
+    """apex's DistributedFusedAdam: bfloat16 parameters, gradients and messages, float32 master and moments, split."""
+    from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+
+    model, low = make_model(shape, device, torch.bfloat16), torch.bfloat16
+    settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    settings |= {"grad_sync_dtype": low, "param_sync_dtype": low}
+    settings |= {"contiguous_param_buffer": True, "contiguous_grad_buffer": True}
+    optimizer = DistributedFusedAdam(model.parameters(), **settings, **options)
+
+    def step() -> None:
+        optimizer.clip_grad_norm(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trained(model, optimizer, step, optimizer.zero_grad, optimizer.no_sync)
+
+
+def apex_remainder(shape: Shape, device: torch.device) -> Trained:
+    """The same with masters as 16-bit remainders of the parameters."""
+    return apex(shape, device, store_params=False, store_param_remainders=True)
+
+
+def megatron(shape: Shape, device: torch.device) -> Trained:
+    """Megatron-Core's distributed optimizer: bfloat16 parameters and sums, float32 master and moments, split."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    # Its hooks before modules' forwards would wait for gathers, but not in compiled code.
+    both = {"use_distributed_optimizer": True, "overlap_param_gather": not _block_backend}
+    sums = DistributedDataParallelConfig(overlap_grad_reduce=True, average_in_collective=True, **both)
+    whole = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, bf16=True)
+    model = DistributedDataParallel(whole, sums, make_model(shape, device, torch.bfloat16))
+    settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP}
+    config = OptimizerConfig(optimizer="adam", bf16=True, params_dtype=torch.bfloat16, **settings, **both)
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    summed = [True]
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        summed[0] = False
+        with model.no_sync():
+            yield
+
+    def drop() -> None:
+        if summed[0]:
+            model.finish_grad_sync()
+        summed[0] = True
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        model.finish_grad_sync()
+        optimizer.step()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    return Trained(model, optimizer, step, drop, alone)
+
+
 CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "sharded": sharded,
     "sharded_waiting": sharded_waiting,
@@ -311,4 +380,8 @@ CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "fully_sharded_ours": fully_sharded_ours,
     "fully_sharded_forward": fully_sharded_forward,
     "zero_redundancy": zero_redundancy,
+    "apex": apex,
+    "sharded_remainder": sharded_remainder,
+    "apex_remainder": apex_remainder,
+    "megatron": megatron,
 }

@@ -140,6 +140,8 @@ def _made(bench: Bench, name: str, failures: dict[str, str]) -> Run | None:
                 run.iteration(bench.text(batch))
             if run.trained.has_parts:
                 run.summed(bench.text(batch))
+    except ModuleNotFoundError as error:
+        failures[name] = f"{error.name} is not installed"
     except Exception:
         failures[name] = traceback.format_exc()
     if bench.on_any(name in failures):

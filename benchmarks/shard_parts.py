@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shard_bench import Bench, quartiles
-from shard_contenders import CONTENDERS, Trained, compiled_blocks
+from shard_beside import beside
+from shard_contenders import CONTENDERS, Trained, compiled_blocks, make_model
 from shard_iterations import iterations
 from torch import nn
 
@@ -228,7 +229,47 @@ def captured(bench: Bench) -> dict[str, Any]:
         return {**found, "compiled": iterations(fast, names)}
 
 
-ON_REQUEST = ("compiled", "captured")
+RIVALS = ("sharded", "apex", "megatron", "sharded_remainder", "apex_remainder")
+
+
+def rivals(bench: Bench) -> dict[str, Any]:
+    """Iterations beside those of other sharded optimizers, as far as they can be imported; eager."""
+    return iterations(bench, RIVALS)
+
+
+def rivals_compiled(bench: Bench) -> dict[str, Any]:
+    """The same with every block compiled by itself."""
+    with compiled_blocks("aot_eager" if bench.quick else "inductor"):
+        return iterations(bench, RIVALS)
+
+
+def models(bench: Bench) -> dict[str, Any]:
+    """Forward and backward of the model alone, eager and with compiled blocks: time by tokens, and the host's part."""
+    found: dict[str, Any] = {"eager": _model(bench)}
+    bench.note(found)
+    with compiled_blocks("aot_eager" if bench.quick else "inductor"):
+        return {**found, "compiled": _model(bench)}
+
+
+def _model(bench: Bench) -> dict[str, Any]:
+    bench.forget_peak()
+    trained = Trained(make_model(bench.shape, bench.device, torch.bfloat16), None, lambda: None, lambda: None)
+    texts = {batch: bench.text(batch) for batch in (1, 2 if bench.quick else 3, 3 if bench.quick else 6)}
+
+    def run(batch: int) -> None:
+        trained.model(texts[batch]).backward()
+
+    for batch in texts:
+        run(batch)
+    times: dict[int, list[float]] = {batch: [] for batch in texts}
+    for _ in range(2 if bench.quick else 5):
+        for batch, own in times.items():
+            own.append(bench.period(partial(run, batch), 2))
+    found: dict[str, Any] = {f"batch {batch}, ms": quartiles(own) for batch, own in times.items()}
+    return {**found, "host_ms": bench.host(partial(run, 1), lambda: None, 3 if bench.quick else 8)}
+
+
+ON_REQUEST = ("compiled", "captured", "models", "beside", "rivals", "rivals_compiled")
 """Parts that run where they are named: compiling blocks takes longer than all others."""
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
@@ -238,5 +279,9 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "collectives": collectives,
     "compiled": compiled,
     "captured": captured,
+    "models": models,
+    "beside": beside,
+    "rivals": rivals,
+    "rivals_compiled": rivals_compiled,
     "zero_redundancy": partial(iterations, names=("sharded", "zero_redundancy")),
 }
