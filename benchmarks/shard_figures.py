@@ -10,6 +10,7 @@ harness.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -233,13 +234,16 @@ def constants_of(found: dict[str, Any], source: str, device: torch.device) -> Co
     except (KeyError, IndexError, ZeroDivisionError):
         pass
     try:
-        parts, memory = found["sharded"]["parts of a step"], found["sharded"]["memory"]
+        parts = found["sharded"]["parts of a step"]
         values["memory_bandwidth"] = parts["copy_bytes_per_second"]
-        batch = max((key for key in found["iterations"] if key.isdigit()), key=int)
-        milliseconds = found["iterations"][batch]["sharded"]["forward_backward_ms"]["median"]
-        values["compute"] = 6 * memory["elements"] * int(batch) * found["length"] / (milliseconds / 1e3)
-    except (KeyError, ValueError):
+        values["step_latency"] = (1 - parts["update_of_copy"]) * parts["update_ms"]["median"] / 1e3
+    except KeyError:
         pass
+    values |= _of_models(found, values.get("memory_bandwidth", known.memory_bandwidth))
+    values |= _of_host(found)
+    for name in ("sums", "gathers"):
+        with contextlib.suppress(KeyError):
+            values[f"beside_{name}"] = found["beside"][name]["added_over_alone"]
     if device.type == "cuda":
         values["gpu_memory"] = float(torch.cuda.get_device_properties(device).total_memory)
     values = {name: value for name, value in values.items() if value > 0}
@@ -247,6 +251,43 @@ def constants_of(found: dict[str, Any], source: str, device: torch.device) -> Co
     if "gpu_memory" in values:
         sources["gpu_memory"] = "what torch says of the device; in no recorded file"
     return dataclasses.replace(known, **values, sources=sources)
+
+
+def _of_models(found: dict[str, Any], bandwidth: float) -> dict[str, float]:
+    """Speed of forward and backward from their times at two batches, and the host's part of them."""
+    if "failure" in found.get("models", {"failure": ""}):
+        return {}
+    elements, tensors = found["models"]["elements"], found["models"]["tensors"]
+    values: dict[str, float] = {}
+    fixed: list[float] = []
+    for regime, prefix in (("eager", ""), ("compiled", "compiled_")):
+        own = found["models"][regime]
+        (few, first), (many, second) = sorted(
+            (int(key.split()[1].rstrip(",")), figures["median"] / 1e3)
+            for key, figures in own.items()
+            if key.startswith("batch ") and not key.startswith("batch 1,")
+        )
+        each = (second - first) / (many - few)
+        values[f"{prefix}compute"] = 6 * elements * found["length"] / each
+        values[f"{prefix}model_host"] = own["host_ms"]["median"] / 1e3 / tensors
+        fixed.append(first - few * each)
+    return {**values, "model_bytes": max(sum(fixed) / len(fixed), 1e-5) * bandwidth / elements}
+
+
+def _of_host(found: dict[str, Any]) -> dict[str, float]:
+    """What tensors and collectives add to the host's part of a step."""
+    try:
+        own, many = found["sharded"], found["host_of_many"]
+        rows = [(own["memory"]["tensors"], own["memory"]["buckets"], own["host"]["step"]["median"])]
+        rows += [
+            (int(count), each["buckets"], each["step"]["median"]) for count, each in many.items() if count.isdigit()
+        ]
+        sizes = torch.tensor([[1.0, tensors, messages] for tensors, messages, _ in rows], dtype=torch.float64)
+        times = torch.tensor([[milliseconds / 1e3] for *_, milliseconds in rows], dtype=torch.float64)
+        solved = torch.linalg.lstsq(sizes, times).solution.flatten().tolist()
+    except (KeyError, RuntimeError):
+        return {}
+    return dict(zip(("step_host", "tensor_host", "message_host"), solved)) if len(rows) >= 3 else {}
 
 
 def latency_of(rows: list[dict[str, float]]) -> float:
@@ -262,9 +303,18 @@ def main(
     constants: Annotated[Path | None, typer.Option(help="Write constants for `tilestep plan` there.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
     add: Annotated[bool, typer.Option(help="Keep the parts that --output has and this run does not take.")] = False,
+    again: Annotated[bool, typer.Option(help="Measure nothing: write --constants of what --output has.")] = False,
 ) -> None:
     """Measure, print, write."""
     start = time.monotonic()
+    if again:
+        if output is None or constants is None:
+            raise SystemExit("--again takes --output and --constants")
+        stored = json.loads(output.read_text())
+        device, source = stored["environment"]["device"], output.resolve().relative_to(RESULTS.parent.parent)
+        measured = f"measured: {stored['ranks']} x {device}, {source}"
+        constants_of(stored, measured, torch.device("cpu")).save(constants)
+        return
     cuda = torch.cuda.is_available()
     if not cuda and not quick:
         raise SystemExit("these figures are about GPUs, and there is none here; --quick checks the harness")

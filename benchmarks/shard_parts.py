@@ -245,10 +245,12 @@ def rivals_compiled(bench: Bench) -> dict[str, Any]:
 
 def models(bench: Bench) -> dict[str, Any]:
     """Forward and backward of the model alone, eager and with compiled blocks: time by tokens, and the host's part."""
-    found: dict[str, Any] = {"eager": _model(bench)}
-    bench.note(found)
+    params = list(make_model(bench.shape, torch.device("meta"), torch.bfloat16).parameters())
+    found: dict[str, Any] = {"elements": sum(map(torch.Tensor.numel, params)), "tensors": len(params)}
+    found["eager"] = _model(replace(bench, note=lambda more: bench.note({**found, "eager": more})))
+    fast = replace(bench, note=lambda more: bench.note({**found, "compiled": more}))
     with compiled_blocks("aot_eager" if bench.quick else "inductor"):
-        return {**found, "compiled": _model(bench)}
+        return {**found, "compiled": _model(fast)}
 
 
 def _model(bench: Bench) -> dict[str, Any]:
@@ -266,6 +268,7 @@ def _model(bench: Bench) -> dict[str, Any]:
         for batch, own in times.items():
             own.append(bench.period(partial(run, batch), 2))
     found: dict[str, Any] = {f"batch {batch}, ms": quartiles(own) for batch, own in times.items()}
+    bench.note(found)
     return {**found, "host_ms": bench.host(partial(run, 1), lambda: None, 3 if bench.quick else 8)}
 
 

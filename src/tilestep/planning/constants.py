@@ -30,7 +30,16 @@ class Constants:
     network_hop_latency: float  # seconds that each further node adds
     memory_bandwidth: float  # bytes a second of a copy on one GPU, read and written
     step_latency: float  # seconds of a step without parameters: launches, one after the other
-    compute: float  # floating-point operations a second in forward and backward, as reached by a model
+    compute: float  # floating-point operations a second in forward and backward of an eager model, for further tokens
+    compiled_compute: float  # the same with blocks that are compiled
+    model_bytes: float  # bytes an element that forward and backward move whatever the tokens: weights and gradients
+    model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
+    compiled_model_host: float  # the same with blocks that are compiled
+    step_host: float  # seconds of the host in a step without parameters
+    tensor_host: float  # seconds that each tensor adds to it
+    message_host: float  # seconds that each collective adds to it
+    beside_sums: float  # seconds that backward takes longer for each second of sums beside it
+    beside_gathers: float  # seconds that forward takes longer for each second of gathers beside it
     gpu_memory: float  # bytes
     gpus_per_node: int  # GPUs that reach each other without the network
     sources: dict[str, str] = field(default_factory=dict)

@@ -1,5 +1,9 @@
 """Memory and time of a rank in an iteration: the arithmetic behind `tilestep plan` and docs/scaling.md.
 
+What hides behind what is simulated bucket by bucket: a sum begins when backward has completed its bucket and the one
+before has ended, and the next forward goes on when the parameters that it needs have arrived. What is hidden is not
+free: its kernels take multiprocessors from the model's.
+
 A collective over n ranks of which each holds B bytes at its end takes `latency(n) + B (n - 1) / n / bandwidth`, as a
 ring does. The bandwidth is that inside a node, or of the network if that is less; GPUs of a node that are in the same
 group share their network links.
@@ -9,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from ..sharding.layout import default_sizes
 from .constants import Constants
@@ -23,6 +28,12 @@ _CLOSE = 1.005
 """Iterations that differ by less are taken for equal."""
 
 
+Regime = Literal["eager", "blocks", "whole"]
+"""How the model runs: eager, every block compiled by itself, or compiled as a whole."""
+
+_HOST_IS_NEAR = 0.85
+"""From this part of the GPU's time on the host may be what is waited for; hosts of one kind of GPU differ by a half."""
+
 _MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5
 """Each bucket is looked at: more would take minutes, or all memory."""
 
@@ -33,6 +44,7 @@ class Job:
 
     Args:
         bucket: bytes of gradients in a bucket; None for the buckets that `shard` makes by itself.
+        tensors: how many tensors the parameters are; None if that is not known, and so not what the host needs.
     """
 
     elements: float  # of all parameters
@@ -43,11 +55,17 @@ class Job:
     bucket: float | None = field(default=None, kw_only=True)
     contiguous: bool = True  # whether memory for all gradients is kept, as `shard(grad_buffer="contiguous")` does
     clips: bool = True  # whether steps need the norm of all gradients
+    regime: Regime = field(default="eager", kw_only=True)  # how the model runs
+    captured: bool = field(default=False, kw_only=True)  # whether iterations are replayed from a CUDA graph
+    tensors: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("elements", "shard", "replicate", "tokens", *([] if self.bucket is None else ["bucket"])):
+        optional = [name for name in ("bucket", "tensors") if getattr(self, name) is not None]
+        for name in ("elements", "shard", "replicate", "tokens", *optional):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
+        if self.regime not in get_args(Regime):
+            raise ValueError(f"Invalid regime: {self.regime!r}; it must be one of {', '.join(get_args(Regime))}")
         for name, most in (("elements", _MOST_ELEMENTS), ("ranks", _MOST_RANKS), ("tokens", _MOST_ELEMENTS)):
             if not getattr(self, name) <= most:
                 raise ValueError(f"Invalid {name}: it must be at most {most:g}")
@@ -88,6 +106,8 @@ class Plan:
     messages: int  # collectives in an iteration, each of which has a latency
     times: dict[str, float]  # seconds by what is done, one after the other if nothing were hidden
     exposed: dict[str, float]  # seconds of each that nothing hides
+    host: float | None  # seconds of the host in an iteration; None where the number of tensors is not known
+    unclaimed: tuple[str, ...]  # why the iteration may be further off than 5%; empty where it is claimed
 
     @property
     def total_memory(self) -> float:
@@ -96,8 +116,8 @@ class Plan:
 
     @property
     def iteration(self) -> float:
-        """Seconds of an iteration."""
-        return sum(self.exposed.values())
+        """Seconds of an iteration: of the GPU, or of the host if that takes longer."""
+        return max(sum(self.exposed.values()), self.host or 0.0)
 
     @property
     def compute(self) -> float:
@@ -164,23 +184,29 @@ def plan(job: Job, constants: Constants) -> Plan:
     def one_gather(bucket: float) -> float:
         return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
 
-    flops = 6 * elements * job.tokens / constants.compute
+    compiled = job.regime != "eager"
+    fixed = elements * constants.model_bytes / constants.memory_bandwidth
+    flops = 6 * elements * job.tokens / (constants.compiled_compute if compiled else constants.compute)
     share = elements / job.shard
     norm = (share * size.gradient / constants.memory_bandwidth + 2 * split.latency) if job.clips else 0.0
+    model = fixed + flops
     times = {
-        "forward": flops / 3,
-        "backward": flops * 2 / 3,
+        "forward": model / 3,
+        "backward": model * 2 / 3,
         "sum gradients": sum(map(one_sum, buckets)),
         "clip": norm,
         "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
         "gather parameters": sum(map(one_gather, buckets)),
     }
-    exposed = {
-        **times,
-        # The last bucket is complete when backward ends, and the first one is needed when forward begins.
-        "sum gradients": max(one_sum(buckets[-1]), times["sum gradients"] - times["backward"]),
-        "gather parameters": max(one_gather(buckets[-1]), times["gather parameters"] - times["forward"]),
-    }
+    sums, gathers = times["sum gradients"], times["gather parameters"]
+    waited = _after_backward(buckets, times["backward"], one_sum)
+    # Code that is compiled as a whole takes its parameters at once, and what follows a graph knows nothing of it.
+    at_once = job.regime == "whole" or job.captured
+    gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], one_gather)
+    slowed = max(sums - waited, 0.0) * constants.beside_sums + (gathers - gathered) * constants.beside_gathers
+    times["communication beside the model"] = slowed
+    exposed = {**times, "sum gradients": waited, "gather parameters": gathered}
+    host = None if job.captured else _host(job, constants)
     latencies = len(buckets) * (2 * split.latency + 2 * copies.latency)
     return Plan(
         job=job,
@@ -199,7 +225,48 @@ def plan(job: Job, constants: Constants) -> Plan:
         messages=len(buckets) * (2 if job.replicate == 1 else 3) + 1 + job.clips,
         times={**times, "latencies of both": latencies},
         exposed=exposed,
+        host=host,
+        unclaimed=tuple(_unclaimed(job, constants, sum(exposed.values()), host)),
     )
+
+
+def _after_backward(buckets: Sequence[float], backward: float, one_sum: Callable[[float], float]) -> float:
+    """Seconds from the end of backward until all sums are there; one is begun after the other."""
+    total, done, end = sum(buckets), 0.0, 0.0
+    for bucket in buckets:
+        done += bucket
+        end = max(end, backward * done / total) + one_sum(bucket)
+    return end - backward
+
+
+def _before_blocks(buckets: Sequence[float], forward: float, one_gather: Callable[[float], float]) -> float:
+    """Seconds that a forward waits for its parameters, which arrive one bucket after the other in its order."""
+    total, arrived, now = sum(buckets), 0.0, 0.0
+    for bucket in buckets:
+        arrived += one_gather(bucket)
+        now = max(now, arrived) + forward * bucket / total
+    return max(now - forward, 0.0)
+
+
+def _host(job: Job, constants: Constants) -> float | None:
+    """Seconds of the host in an iteration that is not replayed."""
+    if job.tensors is None:
+        return None
+    each = constants.model_host if job.regime == "eager" else constants.compiled_model_host
+    messages = len(job.buckets) * constants.message_host
+    return constants.step_host + messages + job.tensors * (each + constants.tensor_host)
+
+
+def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | None) -> Iterator[str]:
+    """Why an iteration may take another time than this arithmetic says."""
+    if job.ranks > constants.gpus_per_node and "network_bandwidth" in constants.assumed:
+        yield "the network between nodes is assumed, not measured"
+    if not job.captured and host is None:
+        yield "the host's part is not known: say how many tensors there are"
+    elif host is not None and host > _HOST_IS_NEAR * seconds:
+        yield f"the host takes {host * 1e3:.0f} ms, and hosts differ"
+    if any("matrix products" in note for note in job.footprint.notes):
+        yield "the time of matrix products is not in it"
 
 
 def best_bucket(job: Job, constants: Constants) -> float:
