@@ -5,9 +5,12 @@ A comment in the page says what follows it: `<!-- table: NAME -->`.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tilestep.planning import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
 from tilestep.planning.plan import crossover
@@ -17,6 +20,10 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)+")
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = 8192
+RESULTS = PAGE.parent.parent / "benchmarks" / "results" / "h200"
+ELEMENTS, TENSORS = 1194428416, 219
+"""Of the model in benchmarks/shard_figures.py."""
+PARTS_OF_RIVALS = ("compiled", "rivals", "rivals_compiled")
 SIZES = {"1.2 B": 1.2e9, "8 B": 8e9}
 
 Rows = list[tuple[str, ...]]
@@ -33,10 +40,16 @@ def _job(elements: float, ranks: int) -> Job:
 
 def constants_table(constants: Constants) -> Rows:
     rows: Rows = [("constant", "value", "source")]
-    units = {"bandwidth": (1e9, "GB/s"), "latency": (1e-6, "us"), "compute": (1e12, "TFLOP/s"), "memory": (1e9, "GB")}
+    units = {
+        "bandwidth": (1e9, "GB/s"),
+        "latency": (1e-6, "us"),
+        "compute": (1e12, "TFLOP/s"),
+        "memory": (1e9, "GB"),
+        "host": (1e-6, "us"),
+    }
     for name, source in constants.sources.items():
         factor, unit = units.get(name.rsplit("_", 1)[-1], (1, ""))
-        rows.append((name, f"{getattr(constants, name) / factor:g} {unit}".strip(), source))
+        rows.append((name, f"{getattr(constants, name) / factor:.4g} {unit}".strip(), source))
     return rows
 
 
@@ -89,11 +102,56 @@ def meshes_table(constants: Constants) -> Rows:
     return rows
 
 
+def _measured() -> Iterator[tuple[str, int, str, Mapping[str, Any]]]:
+    """Committed iterations of several GPUs: the file, its GPUs, how the model runs, and what was measured."""
+    for path in sorted(RESULTS.glob("shard-*.json")):
+        stored = json.loads(path.read_text())
+        parts = {"eager": stored.get("iterations"), **{name: stored.get(name) for name in PARTS_OF_RIVALS}}
+        parts |= {f"captured {name}": part for name, part in stored.get("captured", {}).items()}
+        for name, part in parts.items():
+            if isinstance(part, dict):
+                yield path.name, stored["ranks"], name, part
+
+
+def errors_table(constants: Constants) -> Rows:
+    """What `plan` says of every iteration that was measured on several GPUs, beside it."""
+    rows: Rows = [("iteration", "GPUs", "batch", "measured, ms", "plan, ms", "error", "claimed")]
+    for file, ranks, how, part in _measured():
+        for batch in ("1", "4"):
+            for name, figures in part.get(batch, {}).items():
+                title = f"{how.replace('_', ', ')}: `{name}` ({file})"
+                measured = figures["iteration_ms"]["median"]
+                job = _job_of(name, how, file, ranks, int(batch))
+                if job is None:
+                    continue
+                found = plan(job, constants)
+                milliseconds = found.iteration * 1e3
+                error = f"{100 * (milliseconds / measured - 1):+.1f}%"
+                claimed = "; ".join(found.unclaimed).partition(",")[0] or "yes"
+                rows.append((title, str(ranks), batch, f"{measured:.1f}", f"{milliseconds:.1f}", error, claimed))
+    return rows
+
+
+def _job_of(name: str, how: str, file: str, ranks: int, batch: int) -> Job | None:
+    """The job that a contender's iteration is; None for those that are not `shard`'s, of which no plan is made."""
+    if not name.startswith("sharded"):
+        return None
+    needs = footprint(registry["AdamW"], master_weights="remainder" if name.endswith("remainder") else True)
+    regime: Any = "blocks" if "compiled" in how else "eager"
+    # Earlier figures of four GPUs are of equal buckets.
+    bucket = ELEMENTS * needs.gradient / 15 if file == "shard-4.json" else None
+    captured = name.endswith("captured")
+    regime = "whole" if name.endswith("waiting") else regime
+    job = Job(ELEMENTS, needs, ranks, tokens=2048 * batch, bucket=bucket, captured=captured, regime=regime)
+    return dataclasses.replace(job, tensors=TENSORS)
+
+
 TABLES: dict[str, Callable[[Constants], Rows]] = {
     "constants": constants_table,
     "traffic": traffic_table,
     "buckets": buckets_table,
     "meshes": meshes_table,
+    "errors": errors_table,
 }
 
 

@@ -55,6 +55,21 @@ def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> 
     assert code == 0 and "too much" in out
 
 
+def test_regimes_claims_and_hosts(capfd: pytest.CaptureFixture[str]) -> None:
+    code, eager, _ = run(capfd, "1.2B", "--tensors", "219")
+    assert code == 0 and ": claimed to 5%" in eager and float(cells(eager, "host")[1]) > 0
+    code, blocks, _ = run(capfd, "1.2B", "--tensors", "219", "--model", "blocks")
+    assert code == 0 and float(cells(blocks, "forward")[1]) < float(cells(eager, "forward")[1])
+    code, graph, _ = run(capfd, "1.2B", "--tokens", "2048", "--captured")
+    assert code == 0 and ": claimed to 5%" in graph and "│ host" not in graph
+    code, out, _ = run(capfd, "1.2B", "--tokens", "2048", "--tensors", "2190")
+    assert code == 0 and "not claimed to 5%: the host takes" in out
+    code, out, _ = run(capfd, "1.2B", "--mesh", "8x4", "--tensors", "219")
+    assert code == 0 and "not claimed to 5%: the network between nodes is assumed" in out
+    code, out, _ = run(capfd, "1.2B", "--mesh", "8x4", "--tensors", "219", "--network", "48", "--gpus-per-node", "4")
+    assert code == 0 and ": claimed to 5%" in out and "network_bandwidth" not in out
+
+
 def test_constants_of_a_machine(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     machine = {name: {"value": value, "source": "measured"} for name, value in (("compute", 1e15), ("step_latency", 1))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..planning import Constants, Job, Plan
+
+
+class Model(str, Enum):
+    """How the model runs: eager, its blocks compiled one by one, or compiled as a whole."""
+
+    eager = "eager"
+    blocks = "blocks"
+    whole = "whole"
+
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -71,9 +81,16 @@ def register(app: typer.Typer) -> None:
         bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for those shard() makes.")] = 0,
         tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in an iteration.")] = 8192,
         clip: Annotated[bool, typer.Option(help="With max_grad_norm.")] = True,
+        model: Annotated[Model, typer.Option(help="Eager, blocks compiled one by one, or compiled as a whole.")] = (
+            Model.eager
+        ),
+        captured: Annotated[bool, typer.Option(help="Iterations are replayed from a CUDA graph.")] = False,
+        tensors: Annotated[int, typer.Option(min=0, help="How many tensors; 0 if that is not known.")] = 0,
         settings: Annotated[
             list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
         ] = None,
+        gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a host; 0 for those of the constants.")] = 0,
+        network: Annotated[float, typer.Option(min=0, help="GB/s between hosts for each GPU, as measured.")] = 0,
         constants: Annotated[
             Path | None, typer.Option(help="Constants of a machine, as benchmarks/shard_figures.py writes them.")
         ] = None,
@@ -100,7 +117,13 @@ def register(app: typer.Typer) -> None:
         split, copies = mesh_of(mesh)
         known = default_constants() if constants is None else Constants.load(constants)
         whole = grad_buffer is Buffer.contiguous
-        job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=bucket_mb * 2**20 or None)
+        measured: dict[str, float] = {"network_bandwidth": network * 1e9} if network else {}
+        measured |= {"gpus_per_node": gpus_per_node} if gpus_per_node else {}
+        said = {name: "as the command line says" for name in measured}
+        known = replace(known, **measured, sources={**known.sources, **said})  # type: ignore[arg-type]
+        runs: dict[str, Any] = {"regime": model.value, "captured": captured, "tensors": tensors or None}
+        bucket = bucket_mb * 2**20 or None
+        job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=bucket, **runs)
         console = Console()
         chosen = planned(job, known)
         console.print(
@@ -111,6 +134,9 @@ def register(app: typer.Typer) -> None:
         _print_memory(console, chosen)
         _print_time(console, chosen)
         _print_meshes(console, list(meshes(job, known)), job, known)
+        claim = "; ".join(chosen.unclaimed)
+        claimed = f"not claimed to 5%: {claim}" if claim else "claimed to 5%, see docs/scaling.md"
+        console.print(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}", markup=False)
         for note in needs.notes:
             console.print(f"not in it: {note}", style="dim", markup=False)
         if known.assumed:
@@ -138,6 +164,8 @@ def _print_memory(console: Any, plan: Plan) -> None:
 
 def _print_time(console: Any, plan: Plan) -> None:
     rows = [(name, _milliseconds(plan.times[name]), _milliseconds(value)) for name, value in plan.exposed.items()]
+    if plan.host is not None:
+        rows += [("host", _milliseconds(plan.host), "")]
     rows += [("an iteration", "", _milliseconds(plan.iteration))]
     rows += [("beyond forward and backward", "", f"{plan.iteration / plan.compute - 1:.1%}")]
     _table(console, "time of a rank", ["", "ms", "ms exposed"], rows)
