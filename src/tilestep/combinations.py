@@ -28,17 +28,6 @@ _JOINT = (
     "plain optimizers, or with FSDP2"
 )
 
-_TAPPED = (
-    "the optimizer was made with {}, which {} whole parameters or DTensors, and pieces of a sharded optimizer are "
-    "neither: leave it out, or shard the model with fully_shard"
-)
-_TAPPED_LATER = (
-    "the optimizer was made with {}, which looks at a step when it returns, before all overlapped updates have run"
-)
-_TAPPED_AWAY = (
-    "the optimizer was made with {}, which kernels put out beside the parameters, not where state is streamed"
-)
-
 REFUSED: dict[tuple[str, str], str] = {
     ("shard", "joint norm"): _JOINT.format("shard()"),
     ("overlap", "joint norm"): _JOINT.format("overlap()"),
@@ -49,12 +38,10 @@ REFUSED: dict[tuple[str, str], str] = {
         "capture",
         "joint norm",
     ): "the host works a joint norm out once for all of its optimizers, which no graph can hold",
-    ("shard", "stats"): _TAPPED.format("stats=...", "measures"),
-    ("shard", "track_changes"): _TAPPED.format("track_changes=True", "marks"),
-    ("overlap", "stats"): _TAPPED_LATER.format("stats=..."),
-    ("overlap", "track_changes"): _TAPPED_LATER.format("track_changes=True"),
-    ("offload", "stats"): _TAPPED_AWAY.format("stats=..."),
-    ("offload", "track_changes"): _TAPPED_AWAY.format("track_changes=True"),
+    ("shard with narrower parameters", "track_changes"): (
+        "track_changes=True, but with this param_sync_dtype each rank keeps exact weights that the model's are rounded "
+        "from: take a type that holds the parameters'"
+    ),
     ("shard", "shard"): "the optimizer is sharded already",
     ("shard", "overlap"): (
         "the optimizer is overlapped already, and shard() overlaps communication by itself: give shard() the optimizer "

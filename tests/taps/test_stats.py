@@ -270,18 +270,6 @@ def test_plots_and_their_errors(tmp_path: Any) -> None:
         tilestep.StatsPlot("loss").add(optimizer.stats)
 
 
-@pytest.mark.parametrize("asked", [{"stats": tilestep.Stats()}, {"track_changes": True}], ids=str)
-def test_schedules_that_look_elsewhere_are_refused(asked: dict[str, Any]) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = tilestep.SGD(model.parameters(), lr=0.1, **asked)
-    for attach in (tilestep.offload, lambda made: tilestep.overlap(made, model)):
-        with pytest.raises((ValueError, tilestep.OffloadError), match=f"made with {next(iter(asked))}="):
-            attach(optimizer)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-
-
 def test_complex_parameters_are_refused_when_the_optimizer_is_made() -> None:
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(tilestep.GradientError, match="is complex: stats and track_changes"):

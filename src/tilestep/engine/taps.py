@@ -49,6 +49,8 @@ class SegmentTaps:
         self.by_kernels = segment.has_taps and taps_fit(segment.spec)
         self.columns = tap_columns(segment.spec)
         self.measures = False
+        self.has_run = False
+        """Whether its passes have run in this step."""
         device, entries = segment.device, segment.entries
         width = len(self.columns)
         self.totals = torch.full((len(entries), width), math.nan, dtype=torch.float64, device=device)
@@ -58,12 +60,22 @@ class SegmentTaps:
         self._before: list[torch.Tensor] = []
         self._raw: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self._arrays = [dict(entry.arrays) for entry in entries]
+        """Where the arrays live; what is streamed is elsewhere while passes work on it."""
+        self.watched: list[list[torch.Tensor]] = [[entry.param] for entry in entries]
+        """The tensors whose versions tell of writes to each parameter."""
         self.writes = np.zeros(len(entries), dtype=np.int64)
-        """Versions that passes which are torch's operations have counted for each parameter."""
+        """Versions of these that a step's own torch operations have counted."""
 
     def bits(self, position: int) -> torch.Tensor:
         """int32[words], a view of the bits of the tensor at this position."""
         return self.words[int(self.first_word[position]) : int(self.first_word[position + 1])]
+
+    def carry(self, position: int, other: SegmentTaps, place: int) -> None:
+        """Take over what another segment has measured of a tensor in the same step."""
+        if other.has_run and other.columns.names == self.columns.names:
+            self.totals[position] = other.totals[place].to(self.totals.device)
+            self.has_run = True
 
     @property
     def goes_round(self) -> bool:
@@ -72,24 +84,37 @@ class SegmentTaps:
 
     def begin(self) -> None:
         """Before the passes: copy parameters and look at gradients, where kernels do not."""
-        if self.measures and is_host(self.totals.device):
+        if self.measures and (is_host(self.totals.device) or not self.by_kernels):
             self.totals.fill_(math.nan)
+        self.has_run = True
+        if self._sees_writes:
+            self._versions = list(map(sum_of_versions, self.watched))
         if not self.goes_round:
             return
         segment = self._segment
-        self._versions = [sum_of_versions([entry.param]) for entry in segment.entries]
+        self._settle()
         self._raw = [entry.param.detach().clone() for entry in segment.entries]
         if self.measures:
-            self.totals.fill_(math.nan)
             self._before = [self._number("param", position) for position in range(len(segment.entries))]
             self._gradient_columns()
 
+    @property
+    def _sees_writes(self) -> bool:
+        """Whether parameters are written by torch operations: of passes, or of what brings them where they live."""
+        return self.changes and (not self.by_kernels or self._segment.mover is not None)
+
+    def _settle(self) -> None:
+        """Where statistics read arrays on the host: have them arrive there."""
+        if self.measures and self._segment.mover is not None:
+            self._segment.mover.settle()
+
     def _number(self, name: str, position: int) -> torch.Tensor:
-        """A buffer's numbers, in float64."""
+        """A buffer's numbers, in float64 beside the parameter."""
         segment = self._segment
-        entry, spec = segment.entries[position], segment.spec
+        entry, storage = segment.entries[position], segment.spec.storages[name]
+        here = {own.name: self._arrays[position][own.name].to(segment.device) for own in storage.arrays(name)}
         shape, columns = entry.param.shape, entry.columns or None
-        return values_of(spec.storages[name], entry.arrays, name, spec.compute, shape, columns).to(torch.float64)
+        return values_of(storage, here, name, segment.spec.compute, shape, columns).to(torch.float64)
 
     def _put(self, position: int, column: str, value: torch.Tensor) -> None:
         self.totals[position, self.columns.slot(column)] = value
@@ -97,20 +122,21 @@ class SegmentTaps:
     def _gradient_columns(self) -> None:
         for position, gradient in enumerate(self._segment.gradients):
             if gradient is not None:
-                exact = gradient.detach().to(torch.float64)
+                exact = gradient.detach().to(self._segment.device, torch.float64)
                 self._put(position, "grad_squares", exact.square().sum())
                 self._put(position, "grad_max", _largest(exact))
                 self._put(position, "grad_zeros", (exact == 0).sum())
 
     def end(self) -> None:
         """After the passes: compare."""
+        if self._sees_writes and self._versions:
+            self.writes += np.asarray(list(map(sum_of_versions, self.watched))) - np.asarray(self._versions)
         if not self.goes_round:
             return
         segment = self._segment
+        self._settle()
         before, self._before = self._before, []
         raw, self._raw = self._raw, []
-        now = [sum_of_versions([entry.param]) for entry in segment.entries]
-        self.writes += np.asarray(now) - np.asarray(self._versions)
         for position, entry in enumerate(segment.entries):
             others = _bits_of(entry.param.detach()) != _bits_of(raw[position])
             if self.changes:
@@ -125,7 +151,8 @@ class SegmentTaps:
         gradient = segment.gradients[position]
         assert gradient is not None
         taken = segment.control[SKIP] == 0
-        same = (gradient.detach() != 0) & (update == 0) & ~others & taken.to(others.device)
+        has_gradient = gradient.detach().to(others.device) != 0
+        same = has_gradient & (update == 0) & ~others & taken.to(others.device)
         self._put(position, "param_squares", now.square().sum())
         self._put(position, "param_max", _largest(now))
         self._put(position, "update_squares", update.square().sum())
@@ -146,7 +173,10 @@ class SegmentTaps:
         Args:
             grads: int64[tensors], 0 for those without a gradient, whose rows have nothing.
         """
-        for name in kept_states(self._segment.spec):
+        names = kept_states(self._segment.spec)
+        if names:
+            self._settle()
+        for name in names:
             for position in range(len(self._segment.entries)):
                 self._put_state(name, position)
         self.totals.masked_fill_((grads == 0)[:, None], math.nan)

@@ -28,3 +28,6 @@ class Mover(Protocol):
 
     def run(self, index: int) -> None:
         """Run tile pass `index`."""
+
+    def settle(self) -> None:
+        """Have the host see gradients and arrays that live in its memory."""

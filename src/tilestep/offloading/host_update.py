@@ -230,6 +230,10 @@ class HostUpdate:
         if not self._in_slices:
             segment.set_windows(self.windows)
 
+    def settle(self) -> None:
+        """Wait for gradients; the state is here."""
+        self._home.arrivals.wait(self._mirrors)
+
     @property
     def _segment(self) -> CpuSegment:
         segment = self._segment_ref()

@@ -92,16 +92,21 @@ class KeptGradients:
         """Whether there are gradients on the host."""
         return any(mirror.present for mirror in self._mirrors.values())
 
+    def arrived(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with their gradients on the host; the host waits for these."""
+        mirrors = [self._mirrors[param] for param in params if param in self._mirrors and self._mirrors[param].present]
+        if mirrors:
+            self._arrivals.close()
+            self._arrivals.wait(mirrors)
+        return [(mirror.param, mirror.gradient) for mirror in mirrors]
+
     @contextmanager
     def as_parameters(self) -> Iterator[list[torch.Tensor]]:
         """A block with tensors on the host whose `grad` is what has arrived there; the host waits for that."""
-        self._arrivals.close()
-        mirrors = [mirror for mirror in self._mirrors.values() if mirror.present]
-        self._arrivals.wait(mirrors)
         leaves = []
-        for mirror in mirrors:
-            leaves.append(mirror.gradient.detach())
-            leaves[-1].grad = mirror.gradient
+        for _, gradient in self.arrived(list(self._mirrors)):
+            leaves.append(gradient.detach())
+            leaves[-1].grad = gradient
         try:
             yield leaves
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,11 @@ class OffloadedState(StateHome):
         """Note whether the step has gradients, which it uses up."""
         kept = self.kept
         self.had_gradients = kept is not None and (kept.is_there or any(param.grad is not None for param in params))
+
+    def present_gradients(self, params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those on the host, too."""
+        params = list(params)
+        return [*super().present_gradients(params), *(self.kept.arrived(params) if self.kept is not None else ())]
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have a scaler's function unscale the gradients on the host, and those that are still beside parameters."""

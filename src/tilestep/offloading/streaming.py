@@ -143,6 +143,12 @@ class StreamedState(OffloadedState):
         """Device memory of the buffers, once the first step has made them."""
         return self.buffer_size * len(self.lanes.buffers)
 
+    def settle(self) -> None:
+        """As `wait`, for gradients that are here too."""
+        self.wait()
+        if self.kept is not None:
+            self.kept.arrived(list(self._mirrors))
+
     def wait(self) -> None:
         """Have the host wait until all updates so far are in its memory."""
         self.lanes.wait()
@@ -166,6 +172,10 @@ class StreamedUpdate:
         segment = self._segment_ref()
         assert segment is not None, "only its segment runs it"
         return segment
+
+    def settle(self) -> None:
+        """Have the host wait for updates so far, and for gradients that it keeps."""
+        self._home.settle()
 
     def _buffer(self, position: int) -> Buffer:
         buffers = self._home.lanes.buffers

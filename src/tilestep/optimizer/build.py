@@ -216,6 +216,7 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         masters=Masters(stated, fresh, have_parts=agreement is not None),
         agreement=agreement,
         ranks=agreement,
+        sharers=agreement,
         places=places,
         home=home,
         further_rounds=further_rounds(optimizer),

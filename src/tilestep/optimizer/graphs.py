@@ -187,7 +187,7 @@ def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
         engine.refresh_device_hypers()
         tables.update(gradients, (0,), counts_versions=True)
         if taps is not None:
-            taps.finish(captured=True)
+            taps.finish()
     tables.note_versions()
     if optimizer.graphs.kept is not None:
         optimizer.graphs.kept.read(gradients[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..codegen.spec import KernelSpec
 from ..engine import DeviceEngine, Entry, JointNorm
 from ..engine.segment import Segment
+from ..placements.local import local_part
 
 
 class StateHome:
@@ -72,6 +73,10 @@ class StateHome:
     ) -> list[list[torch.Tensor | None]]:
         """The gradients that kernels read, for each engine one for each of its parameters."""
         return gradients
+
+    def present_gradients(self, params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with what there is of their gradients on this rank."""
+        return [(param, local_part(param.grad)) for param in params if param.grad is not None]
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
         """Sums of squares of this step's gradients, float64[1] each on any device, not waited for."""

@@ -36,6 +36,7 @@ from .hyperparameters import about_group, check_group, current_value, find_rule,
 from .masters import Masters, MasterWeights
 from .plan import StepPlan
 from .schedules import AT_STEP, Schedule
+from .specs import spec_of
 from .squares import keeping_squares
 from .state_formats import StateDtype
 from .watched_state import WatchedState, plain_states
@@ -153,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
         without_defaults(defaults)
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
-        self.taps = Taps.of(stats, track_changes)
+        self.taps = self.taps or Taps.of(stats, track_changes)
         self.attached = () if self.taps is None else self.taps.attached
         self._tables: StepPlan | None = None
         self._masters: Masters | None = None
@@ -225,17 +226,20 @@ class Optimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     @classmethod
-    def composed(cls, *args: Any, placement: Placement, schedule: Schedule, **given: Any) -> Optimizer:
+    def composed(
+        cls, *args: Any, placement: Placement, schedule: Schedule, taps: Taps | None = None, **given: Any
+    ) -> Optimizer:
         """An optimizer of parameters that lie elsewhere, or are updated at other times, from the beginning.
 
         Args:
             args: what its class takes.
             placement: where its parameters lie.
             schedule: when they are updated.
+            taps: what gives out what their updates see.
             given: what its class takes.
         """
         made = cls.__new__(cls)
-        made.placement, made.schedule = placement, schedule
+        made.placement, made.schedule, made.taps = placement, schedule, taps
         Optimizer.__init__(made, *args, **given)
         return made
 
@@ -335,7 +339,7 @@ class Optimizer(torch.optim.Optimizer):
         self.placement.take_part(self._tables)
         self._tables.masters.carry(self._masters)
         if self.taps is not None:
-            self.taps.attach(self._tables, self.param_groups)
+            self.taps.attach(self._tables, self, spec_of)
         self._masters = self._tables.masters
         self.control.carry_to(self._tables.engines)
         return self._tables
@@ -473,14 +477,18 @@ class Optimizer(torch.optim.Optimizer):
     def first_nonfinite(self) -> str | None:
         """The name of the parameter whose gradient was the first that was not finite; None for none. The host waits.
 
-        Measured steps are looked at, skipped ones too; where they have seen none, the gradients that are there now.
+        Measured steps are looked at, skipped ones too; where they have seen none, the gradients that are there now. On
+        DTensors and after `shard` all ranks call it.
 
         Raises:
             RuntimeError: if the optimizer was made without `stats`.
         """
         if self.taps is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
-        return self.taps.first_nonfinite(self.param_groups)
+        tables = self.schedule.updating(self).tables
+        params = [param for group in self.param_groups for param in group["params"]]
+        sharers = self.placement.sharers(params) if tables is None else tables.sharers
+        return self.taps.first_nonfinite(self.param_groups, lambda: self.schedule.present_gradients(self), sharers)
 
     def changes(self, *, clear: bool = True, gather: bool = False) -> Iterator[Change]:
         """The stored weights whose bits have changed since the beginning, or since the list was last cleared.
@@ -491,12 +499,14 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             clear: begin anew after it.
-            gather: on DTensors: all ranks' changes on every rank, which all must call; else those of this rank's parts.
+            gather: on DTensors and after `shard`: all ranks' changes on every rank, which all must call; else those of
+                this rank's parts.
 
         Returns:
             For each parameter that has some: its name, as given with named parameters, else `"group.index"`; flat
-            indices into the logical tensor, int32 (int64 beyond 2**31 elements), in ascending order unless the
-            parameter is a DTensor cut along another dimension than the first; and the new values.
+            indices into the logical tensor, int32 (int64 beyond 2**31 elements); and the new values. Indices are
+            ascending, but without `gather` those of a DTensor cut along another dimension than the first and those of a
+            piece of a tensor whose memory has another order (channels_last).
 
         Raises:
             RuntimeError: if the optimizer was made without `track_changes=True`.
@@ -515,7 +525,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.taps is None or self.taps.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
-        self.schedule.settle()
+        self.schedule.follow_parameters(self)
         return self.taps.changes.list(clear=clear, gather=gather)
 
     @property
@@ -581,8 +591,9 @@ class Optimizer(torch.optim.Optimizer):
                 the parameters since; their versions are not counted then.
         """
         plan = self._tables
-        if known and self.taps is None and plan is not None and plan.repeats(self):
-            plan.run(self, self.control.inputs(self), [], marked=not step_is_ordinary(), counts_versions=False)
+        if known and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
+            marked = not step_is_ordinary()
+            plan.run(self, self.control.inputs(self), [], marked=marked, counts_versions=False, taps=self.taps)
             return
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")

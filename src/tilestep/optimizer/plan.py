@@ -56,6 +56,7 @@ class StepPlan:
     masters: Masters  # the low-precision parameters whose masters do not show what other code writes to them
     agreement: Agreement | None = None  # the ranks of the meshes, if some parameters are DTensors
     ranks: Any = None  # those that decide steps together, if there are several
+    sharers: Any = None  # those that hold parts of the same parameters, if there are several
     local_gradients: Sequence[LocalGradients] = ()  # then for each engine what finds the local parts of its gradients
     shared_sums: Sequence[SharedSums] = ()  # then for each engine what combines reductions over one tensor
     scan: Scan | None = None  # the quick look at all tensors, once there is one

@@ -35,6 +35,17 @@ class Schedule:
     def settle(self) -> None:
         """Let what comes next see all updates: before parameters or state are read."""
 
+    def follow_parameters(self, optimizer: Any) -> None:
+        """Have what updates work on see all updates, and what other code has written to parameters."""
+        self.settle()
+        if optimizer.tables is not None:
+            optimizer.tables.home.follow_parameters()
+            optimizer.tables.home.note_parameters()
+
+    def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
+        """Parameters with what there is of their gradients on this rank."""
+        return optimizer.memory.present_gradients(p for group in optimizer.param_groups for p in group["params"])  # type: ignore[no-any-return]
+
     def before_zero_grad(self) -> None:
         """Let go of gradients that are kept elsewhere."""
 

@@ -107,15 +107,16 @@ class Pending:
         unknown = len(places)
         return sorted(reversed(groups), key=lambda group: places.get(group.index, unknown))
 
-    def put(self, works: Sequence[tuple[Group, Callable[[], None]]]) -> None:
+    def put(self, works: Sequence[tuple[Group, Callable[[], None]]], *, at_once: bool = False) -> None:
         """Take over updates; those before are complete.
 
         Args:
             works: groups in the order in which they are needed, and what updates each.
+            at_once: whether to run them now, on a CPU too.
         """
         self.updates = {group.index: _Update(group, work) for group, work in works}
         self._needed = []
-        if self._lane.stream is not None:
+        if self._lane.stream is not None or at_once:
             for update in self.updates.values():
                 update.launch(self._lane)
 

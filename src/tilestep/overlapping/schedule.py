@@ -240,6 +240,7 @@ class OverlapSchedule(Schedule):
                 self.norms.complete(tables)
             optimizer.control.decide(optimizer, tables)
             self.norms.forget()
+            measures = optimizer.taps is not None and optimizer.taps.begin(tables.engines) and optimizer.taps.measures
             self._count_versions(tables)
             groups = self.pending.order(self.grouping.groups)
             held = {group: self._take_gradients(group) for group in groups}
@@ -252,7 +253,10 @@ class OverlapSchedule(Schedule):
             decided = self.lane.mark()
             taken = [gradient for each in held.values() for gradient in each]
             self.lane.keep(list(map(ready, local_parts(taken))))
-            self.pending.put(works)
+            # Ranks send one another what they have measured: at the step, not where one of them asks for it.
+            self.pending.put(works, at_once=measures)
+            if optimizer.taps is not None:
+                optimizer.taps.finish()
         current = self.lane.current()
         if current is not None and decided is not None:
             current.wait_event(decided)
@@ -278,6 +282,8 @@ class OverlapSchedule(Schedule):
         else:
             for engine in tables.engines:
                 torch.autograd.graph.increment_version(engine.gradients.active)
+        for engine in tables.engines:
+            engine.note_written()
         tables.note_versions()
 
     def _take_gradients(self, group: Group) -> list[torch.Tensor]:

@@ -249,6 +249,8 @@ class BackwardTracker(Accumulating):
         }
         if not self.applies:
             return moved
+        if optimizer.taps is not None:
+            optimizer.taps.begin(tables.engines)
         inputs = optimizer.control.inputs(optimizer)
         decides = inputs is not None or not tables.decided_plainly
         if decides or tables.follows:
@@ -407,6 +409,9 @@ class BackwardTracker(Accumulating):
         for group in self._schedule.grouping.groups:
             if any(param.grad is not None for param in group.params):
                 self._update(group)
+        if optimizer.taps is not None:
+            with self._lane.after():
+                optimizer.taps.finish()
         self._lane.join()
         self.forget()
         if changed:

@@ -6,7 +6,7 @@ from .agreement import Agreement
 from .gradients import LocalGradients
 from .local import checked_part, distribute, is_distributed, is_whole, local_state
 from .matrices import Exchanges
-from .placement import LOCAL, Pieces, Placement
+from .placement import LOCAL, Origin, Pieces, Placement
 from .sums import SharedSums
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Agreement",
     "Exchanges",
     "LocalGradients",
+    "Origin",
     "Pieces",
     "Placement",
     "SharedSums",

@@ -55,9 +55,19 @@ class Agreement:
             return [values]
         if self._group is None:
             self._group = group_of(self.ranks, self.meshes)
+        values = self._sendable(values)
         found = [torch.empty_like(values) for _ in self.ranks]
         dist.all_gather(found, values, self._group)
         return found
+
+    def leads(self, tensor: Any) -> bool:
+        """Whether this is the first of the ranks that hold the same part of a tensor."""
+        if not is_distributed(tensor):
+            return self.rank == 0
+        mesh, placements = tensor.device_mesh, tensor.placements
+        place = mesh.get_coordinate()
+        firsts = (not at or not each.is_replicate() for at, each in zip(place, placements))
+        return self.ranks[0] in mesh.mesh and all(firsts)
 
     def share(self, tensor: Any, over: tuple[int, int] | None = None) -> float:
         """What a rank's sums over its part of a tensor count: 1 over the number of ranks that hold the same part."""
@@ -88,14 +98,16 @@ class Agreement:
             return
         if self._group is None:
             self._group = group_of(self.ranks, self.meshes)
+        sent = self._sendable(values)
+        dist.all_reduce(sent, operation, self._group)
+        if sent is not values:
+            values.copy_(sent)
+
+    def _sendable(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers where the group takes them: parameters may be on the host under a backend for GPUs alone."""
         able = group_device_types(self._group)
-        if is_host(values.device) and able is not None and "cpu" not in able and torch.cuda.is_available():
-            # Parameters offloaded to the host under a backend for GPUs alone.
-            moved = values.cuda()
-            dist.all_reduce(moved, operation, self._group)
-            values.copy_(moved)
-            return
-        dist.all_reduce(values, operation, self._group)
+        on_gpus_alone = is_host(values.device) and able is not None and "cpu" not in able
+        return values.cuda() if on_gpus_alone and torch.cuda.is_available() else values
 
 
 def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:

@@ -53,6 +53,12 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)) if is_dense(tensor) else dims)
 
 
+def loses_bits(dtype: torch.dtype, sync_dtype: torch.dtype | None) -> bool:
+    """Whether numbers lose bits when they travel in another type; in an integer type their bytes travel."""
+    sent = sync_dtype or dtype
+    return sent.is_floating_point and torch.promote_types(dtype, sent) != sent
+
+
 def view_of(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape and memory format of another, over flat memory."""
     strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
@@ -88,7 +94,7 @@ class Bucket:
                 self.views.append(view)
         self.exact: torch.Tensor | None = None
         """This rank's section as the optimizer keeps it, where what travels has lost bits."""
-        if self.sync_dtype.is_floating_point and torch.promote_types(self.dtype, self.sync_dtype) != self.sync_dtype:
+        if loses_bits(self.dtype, self.sync_dtype):
             self.exact = self.section_of(memory).clone()
 
     def follow_writes(self) -> None:

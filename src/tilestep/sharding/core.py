@@ -17,9 +17,10 @@ from ..gradientless import gradientless
 from ..norm import NormTable
 from ..norm.orders import combine
 from ..optimizer import Optimizer
+from ..placements import Origin
 from ..tensor_watch import survey
 from .alike import Alike
-from .buckets import Bucket, Options, make_buckets, view_of
+from .buckets import Bucket, Options, make_buckets, memory_order, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
 from .inner import add_pieces, costs_of_wholes, make_inner, mirror
@@ -143,9 +144,9 @@ class Sharding:
         self.channel = Channel(self.buckets[0].flat.device)
         self._align(self.buckets)
         self._align_others()
-        wholes = self._cut(self.members)
+        origins = self._cut(self.members)
         pieces = [self._named_pieces(group["params"]) for group in optimizer.param_groups]
-        self.inner = make_inner(optimizer, pieces, ranks, self.deciders, wholes)
+        self.inner = make_inner(optimizer, pieces, ranks, self.deciders, origins)
         self.alike = Alike(weakref.ref(optimizer), ranks)
         self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel, self.alike, model)
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
@@ -188,8 +189,8 @@ class Sharding:
         buckets, members, group = len(self.buckets), len(self.members), optimizer.param_groups[-1]
         places = self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
-        wholes = self._cut(self.members[members:])
-        add_pieces(self.inner, group, optimizer.rule_of(group), self._named_pieces(group["params"]), wholes)
+        origins = self._cut(self.members[members:])
+        add_pieces(self.inner, group, optimizer.rule_of(group), self._named_pieces(group["params"]), origins)
         self.gradients.take_in(self.buckets[buckets:], places)
         self.parameters.take_in(self.model, self.buckets[buckets:])
         self._known = self._begun = None
@@ -215,9 +216,9 @@ class Sharding:
                 self.ranks.broadcast(whole.view(-1).view(torch.uint8))
                 here.copy_(whole)
 
-    def _cut(self, members: Sequence[Member]) -> dict[Any, torch.Tensor]:
-        """Give parameters this rank's pieces of them; what stands for a parameter that is cut, by its piece."""
-        wholes: dict[Any, torch.Tensor] = {}
+    def _cut(self, members: Sequence[Member]) -> dict[Any, Origin]:
+        """Give parameters this rank's pieces of them; where each piece comes from."""
+        origins: dict[Any, Origin] = {}
         for member in members:
             start, stop = member.bucket.piece(member.slot)
             if member.is_whole and start == stop and member.slot.numel:
@@ -227,9 +228,9 @@ class Sharding:
             member.piece = member.shaped(flat).data.requires_grad_(member.param.requires_grad)
             if member.bucket.grad_dtype != member.piece.dtype:
                 member.piece.grad_dtype = member.bucket.grad_dtype
-            if not member.is_whole:
-                wholes[member.piece] = torch.empty(member.param.shape, dtype=member.param.dtype, device="meta")
-        return wholes
+            cut = (None, ()) if member.is_whole else (start, memory_order(member.param))
+            origins[member.piece] = Origin(member.param, *cut)
+        return origins
 
     def _named_pieces(self, params: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         members = [self.member_of[param] for param in params]

@@ -199,6 +199,17 @@ class Ranks:
         with self.monitor:
             dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
 
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank that splits the state has; of one shape on all of them."""
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        with self.monitor:
+            dist.all_gather(found, values, self.shard)
+        return found
+
+    def leads(self, tensor: Any) -> bool:
+        """Whether this is the first of them that holds a piece: no other has it."""
+        return True
+
     def everyone(self, value: Any) -> list[Any]:
         """One object of each rank, on every rank."""
         found = [value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..optimizer.hyperparameters import GROUP_OPTIONS
 from ..optimizer.parameters import labelled
 from ..optimizer.schedules import Schedule
 from ..optimizer.specs import spec_of
-from ..placements import Pieces
+from ..placements import Origin, Pieces
 from ..rules import rule
 from .groups import Deciders, Ranks
 
@@ -62,7 +63,7 @@ def make_inner(
     groups: Sequence[Iterable[Any]],
     ranks: Ranks,
     deciders: Deciders,
-    wholes: Mapping[Any, torch.Tensor],
+    origins: Mapping[Any, Origin],
 ) -> Optimizer:
     """An optimizer with the rules and hyperparameters of another one."""
     params = [_mirrored(group, outer.rule_of(group), named) for group, named in zip(outer.param_groups, groups)]
@@ -76,8 +77,9 @@ def make_inner(
     made = Optimizer.composed(
         params,
         rule,
-        placement=Pieces(ranks, deciders, wholes),
+        placement=Pieces(weakref.ref(outer), ranks, deciders, origins),
         schedule=PieceSchedule(),
+        taps=outer.taps,
         max_grad_norm=outer.defaults.get("max_grad_norm"),
         master_weights=outer.defaults.get("master_weights", False),
         skip_nonfinite=outer.control.policy.nonfinite,
@@ -90,12 +92,12 @@ def make_inner(
 
 
 def add_pieces(
-    inner: Optimizer, group: Mapping[str, Any], rule: Any, named: Iterable[Any], wholes: Mapping[Any, torch.Tensor]
+    inner: Optimizer, group: Mapping[str, Any], rule: Any, named: Iterable[Any], origins: Mapping[Any, Origin]
 ) -> None:
     """Take in what this rank has of a further param group."""
     placement = inner.placement
     assert isinstance(placement, Pieces)
-    placement.add(wholes)
+    placement.add(origins)
     inner.add_param_group(_mirrored(group, rule, named))
     if ANCHOR in inner.param_groups[-2]:
         inner.param_groups.insert(-1, inner.param_groups.pop())

@@ -98,6 +98,17 @@ class ShardedSchedule(Schedule):
         self.sharding.step(optimizer)
         self._follow_states()
 
+    def follow_parameters(self, optimizer: Any) -> None:
+        """Have the pieces be what the parameters are, which all are here."""
+        self.sharding.follow_parameters()
+
+    @torch.no_grad()
+    def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
+        """Parameters with this rank's pieces of their gradients, summed up; all ranks call it."""
+        self.sharding.ready()
+        pieces = [(member.param, member.piece) for member in self.sharding.members if member.piece is not None]
+        return [(param, piece.grad) for param, piece in pieces if piece.grad is not None]
+
     def no_sync(self) -> Any:
         """A block in which backward only accumulates gradients on this rank; the next one outside sums them up."""
         return self.sharding.gradients.no_sync()

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..devices import is_host
 from ..engine import segment_class
 from ..engine.taps import WORD, extent_of
-from ..placements.local import is_distributed, logical_coordinates
+from ..placements import Origin
+from ..placements.local import is_distributed, local_part, logical_coordinates
 from ..tensor_watch import sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]
 """A parameter's name, flat indices of weights, and their values."""
+
+
+class Names(NamedTuple):
+    """A name for each parameter, and the place of each by `id`."""
+
+    names: list[str]
+    places: dict[int, int]
+
 
 _LARGEST = 2**31 - 1
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,37 +37,44 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Tracked:
     """A parameter's bits.
 
-    name: of the parameter. handle: as users have it. param: the part of it that is here. bits: int32[words] along its
-    memory. writes: int64[1], versions that its passes have counted. version: of both when they were last looked at,
-    less what steps have written since the beginning. wholly: whether other code has written to it since the list was
-    last made. to_logical: from flat indices into what is here to those into the logical tensor, where they differ.
+    place: of the parameter among all. handle: as users have it. param: the part of it that is here. bits: int32[words]
+    along its memory. writes: int64[1], versions that steps' own operations have counted. watched: the tensors whose
+    versions tell of writes. leads: whether this is the first of the ranks that hold the same part. logical: from flat
+    indices into what is here to those into the parameter. version: when it was last looked at, less what steps have
+    written since the beginning. wholly: whether other code has written to it since the list was last made.
     """
 
-    name: str
+    place: int
     handle: torch.Tensor
     param: torch.Tensor
     bits: torch.Tensor
     writes: np.ndarray
+    watched: list[torch.Tensor]
+    leads: bool
+    logical: Callable[[torch.Tensor], torch.Tensor]
     version: int | None = None
     wholly: bool = False
-    to_logical: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.int32 if self.handle.numel() <= _LARGEST else torch.int64
+        return index_dtype(self.handle)
 
     def versions(self) -> int:
         """How often any code but its passes has written to it, and steps."""
-        own = sum_of_versions([self.param]) - int(self.writes[0])
-        return own if self.handle is self.param else own + sum_of_versions([self.handle])
+        return sum_of_versions(self.watched) - int(self.writes[0])
 
-    def logical(self, found: torch.Tensor) -> torch.Tensor:
-        """Flat indices into the logical tensor, of flat indices into what is here of it."""
-        if self.to_logical is not None:
-            return self.to_logical(found).to(self.dtype)
-        if not is_distributed(self.handle):
-            return found
-        return _whole_index(self.handle, self.param, found).to(self.dtype)
+    def take_bits(self, known: _Tracked) -> None:
+        """Take over what was set before."""
+        self.wholly = known.wholly
+        if known.bits.shape == self.bits.shape and known.param.stride() == self.param.stride():
+            self.bits.copy_(known.bits)
+        else:
+            self.wholly |= bool(known.bits.any())
+
+
+def index_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype of flat indices into a parameter."""
+    return torch.int32 if param.numel() <= _LARGEST else torch.int64
 
 
 class Changes:
@@ -65,32 +83,50 @@ class Changes:
     def __init__(self) -> None:
         self._tracked: dict[int, _Tracked] = {}
         self._order: list[int] = []
-        self._agreement: Any = None
+        self._sharers: Any = None
+        self._names: Sequence[str] = ()
+        self._handles: list[torch.Tensor] = []
         self._written: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         self._counts: dict[int, int] = {}
 
-    def attach(self, tables: Any, names: Sequence[str], places: Mapping[int, int]) -> None:
-        """Use the bits of new tables; what was set before is set in them too."""
+    def attach(self, tables: Any, rows: Mapping[int, Origin], handles: Sequence[torch.Tensor], names: Names) -> None:
+        """Use the bits of new tables; what was set before is set in them too.
+
+        Args:
+            tables: the plan of steps.
+            rows: for the entries of its engines, by `id`, where they come from.
+            handles: every parameter, as users have it.
+            names: their names.
+        """
         self._see_writes()
         found: dict[int, _Tracked] = {}
-        self._agreement = tables.agreement
+        self._sharers, self._handles, self._names = tables.sharers, list(handles), names.names
         for engine, params in zip(tables.engines, tables.members):
-            handles = {id(entry): handle for entry, handle in zip(engine.entries, params)}
+            members = {id(entry): member for entry, member in zip(engine.entries, params)}
             for segment in engine.segments:
                 for position, entry in enumerate(segment.entries):
-                    handle = handles[id(entry)]
-                    name, taps = names[places[id(handle)]], segment.taps
-                    one = _Tracked(name, handle, entry.param, taps.bits(position), taps.writes[position : position + 1])
+                    origin = rows.get(id(entry))
+                    if origin is None:
+                        continue
+                    handle, member, taps = origin.param, members[id(entry)], segment.taps
+                    is_part = is_distributed(member)
+                    watched = taps.watched[position] = [local_part(member), member] if is_part else [member]
+                    one = _Tracked(
+                        names.places[id(handle)],
+                        handle,
+                        entry.param,
+                        taps.bits(position),
+                        taps.writes[position : position + 1],
+                        watched,
+                        self._sharers is None or self._sharers.leads(member),
+                        _Whole(member, entry.param).index if is_part else origin.logical,
+                    )
                     known = self._tracked.get(id(handle))
                     if known is not None and known.handle is handle:
-                        one.wholly = known.wholly
-                        if known.bits.shape == one.bits.shape and known.param.stride() == entry.param.stride():
-                            one.bits.copy_(known.bits)
-                        else:
-                            one.wholly = True
+                        one.take_bits(known)
                     found[id(handle)] = one
         self._tracked = found
-        self._order = sorted(found, key=lambda each: places[each])
+        self._order = sorted(found, key=lambda each: found[each].place)
         for engine in tables.engines:
             engine.wrote = self._note
         self._see_writes()
@@ -115,73 +151,167 @@ class Changes:
         """Take note of parameters that other code than steps has written to."""
         self._fold_counts()
         for one in self._tracked.values():
-            tensors = {id(one.param), id(one.handle)}
-            now = one.versions() - sum(self._counts.get(each, 0) for each in tensors)
+            now = one.versions() - sum(self._counts.get(id(each), 0) for each in one.watched)
             one.wholly |= one.version is not None and now != one.version
             one.version = now
 
+    @torch.no_grad()
     def list(self, *, clear: bool, gather: bool) -> Iterator[Change]:
-        """The changed weights of each parameter that has some."""
+        """The changed weights of each parameter that has some; the host waits once."""
         self._see_writes()
         tracked = [self._tracked[each] for each in self._order]
-        made = _listed(tracked)
+        gathers = gather and self._sharers is not None and self._sharers.size > 1
+        by_device: dict[torch.device, list[_Tracked]] = {}
+        for one in tracked:
+            if one.leads or not gathers:
+                by_device.setdefault(one.param.device, []).append(one)
+        lists = [_OnCpu(own) if _is_plain(device) else _OnDevice(own, device) for device, own in by_device.items()]
+        if gathers:
+            made = self._gathered(lists)
+        else:
+            made = {}
+            for each in lists:
+                for one, (index, values) in zip(each.tracked, each.made(each.counts().tolist())):
+                    made[one.place] = _moved(index, one.handle), _moved(values, one.handle)
         if clear:
             for one in tracked:
                 one.wholly = False
                 one.bits.zero_()
-        if gather and self._agreement is not None and self._agreement.size > 1:
-            made = _gathered(tracked, made, self._agreement)
-        return iter([(one.name, *made[place]) for place, one in enumerate(tracked) if len(made[place][0])])
+        return iter([(self._names[place], *made[place]) for place in sorted(made) if len(made[place][0])])
+
+    def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """The changes of all ranks on each of them, in two messages: how many there are, then all of them."""
+        sharers = self._sharers
+        device = next((each.device for each in lists if not is_host(each.device)), _parts_device(self._handles))
+        mine = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
+        for each in lists:
+            mine.index_copy_(0, sent([one.place for one in each.tracked], device), _moved(each.counts(), mine))
+        # The one time that the host waits.
+        counts = torch.stack(sharers.gather(mine)).tolist()
+        own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for each in lists:
+            made_here = each.made([counts[sharers.rank][one.place] for one in each.tracked])
+            own.update(zip([one.place for one in each.tracked], made_here))
+        # Wide elements first: then all of them lie where their types want them.
+        kinds = [(index_dtype(handle), handle.dtype) for handle in self._handles]
+        there = [place for place in range(len(kinds)) if any(rank[place] for rank in counts)]
+        runs = [(place, which) for place in there for which in (0, 1)]
+        runs.sort(key=lambda run: (-kinds[run[0]][run[1]].itemsize, str(kinds[run[0]][run[1]])))
+        sizes = [[rank[place] * kinds[place][which].itemsize for place, which in runs] for rank in counts]
+        message = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=device)
+        begin = 0
+        for _, alike in itertools.groupby(runs, key=lambda run: kinds[run[0]][run[1]]):
+            listed = [_moved(own[place][which], mine) for place, which in alike if place in own]
+            if listed:
+                sent_bytes = torch.cat(listed).view(torch.uint8)
+                message[begin : begin + len(sent_bytes)] = sent_bytes
+                begin += len(sent_bytes)
+        # As bytes: neither NCCL nor gloo knows 16-bit integers.
+        everyone = sharers.gather(message) if len(message) else []
+        arrived: dict[tuple[int, int], list[torch.Tensor]] = {run: [] for run in runs}
+        for received, widths in zip(everyone, sizes):
+            for run, part in zip(runs, received[: sum(widths)].split(widths)):
+                if len(part):
+                    arrived[run].append(part.view(kinds[run[0]][run[1]]))
+        whole = {run: each[0] if len(each) == 1 else torch.cat(each) for run, each in arrived.items()}
+        made = {}
+        for place in there:
+            handle, index, values = self._handles[place], whole[place, 0], whole[place, 1]
+            if not _is_in_order(handle):
+                index, order = torch.sort(index)
+                values = values[order]
+            made[place] = _moved(index, handle), _moved(values, handle)
+        return made
 
 
-def _whole_index(handle: Any, part: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def _parts_device(handles: Sequence[torch.Tensor]) -> torch.device:
+    return local_part(handles[0]).device if handles else torch.device("cpu")
+
+
+def _is_in_order(handle: Any) -> bool:
+    """Whether the lists of ranks, one after the other, have ascending indices."""
+    if not is_distributed(handle):
+        return handle.is_contiguous()  # type: ignore[no-any-return]
+    cut = [each for each in handle.placements if not each.is_replicate()]
+    return len(cut) <= 1 and all(each.is_shard(0) for each in cut)
+
+
+def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor beside another; the host does not wait for what goes to a GPU."""
+    if tensor.device == like.device:
+        return tensor
+    return sent(tensor, like.device) if is_host(tensor.device) else tensor.to(like.device)
+
+
+def sent(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers of the host on a device, without a wait."""
+    here = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return (
+        here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and here.numel() else here.to(device)
+    )
+
+
+class _Whole:
     """Flat indices into a DTensor, of flat indices into its local part."""
-    rest, whole, stride = found.to(torch.int64), torch.zeros_like(found, dtype=torch.int64), handle.numel()
-    sizes = part.shape
-    coordinates = logical_coordinates(handle)
-    inner = math.prod(sizes)
-    for dim, size in enumerate(sizes):
-        inner //= max(size, 1)
-        stride //= max(handle.shape[dim], 1)
-        whole += coordinates[dim].to(found.device)[rest // inner] * stride
-        rest = rest % inner
-    return whole
+
+    def __init__(self, handle: Any, part: torch.Tensor) -> None:
+        self._handle, self._part = handle, part
+        self._coordinates: list[torch.Tensor] = []
+
+    def index(self, found: torch.Tensor) -> torch.Tensor:
+        """Those of these."""
+        handle, sizes = self._handle, self._part.shape
+        if not self._coordinates:
+            self._coordinates = [sent(each, found.device) for each in logical_coordinates(handle)]
+        rest, whole, stride = found.to(torch.int64), torch.zeros_like(found, dtype=torch.int64), handle.numel()
+        inner = math.prod(sizes)
+        for dim, size in enumerate(sizes):
+            inner //= max(size, 1)
+            stride //= max(handle.shape[dim], 1)
+            whole += self._coordinates[dim][rest // inner] * stride
+            rest = rest % inner
+        return whole
 
 
-def _listed(tracked: Sequence[_Tracked]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Flat indices into the logical tensor and values for each parameter; the host waits once."""
-    with torch.no_grad():
-        by_device: dict[torch.device, list[int]] = {}
-        for place, one in enumerate(tracked):
-            by_device.setdefault(one.param.device, []).append(place)
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for device, places in by_device.items():
-            own = [tracked[place] for place in places]
-            lists = _on_cpu(own) if own[0].param.is_cpu and not _by_kernels(device) else _on_device(own, device)
-            found.update(zip(places, lists))
-        return [found[place] for place in range(len(tracked))]
+def _is_plain(device: torch.device) -> bool:
+    """Whether lists are made on the host."""
+    return is_host(device) and not _by_kernels(device)
 
 
 def _by_kernels(device: torch.device) -> bool:
     return segment_class(device).__name__ == "CudaSegment"
 
 
-def _on_cpu(tracked: Sequence[_Tracked]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    lists = []
-    for one in tracked:
-        values = one.param.detach()
+class _OnCpu:
+    """The lists of parameters on the host."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tracked: Sequence[_Tracked]) -> None:
+        self.tracked = list(tracked)
+        self._found = list(map(self._changed, tracked))
+
+    @staticmethod
+    def _changed(one: _Tracked) -> torch.Tensor:
+        """Flat indices into what is here."""
         if one.wholly:
-            index = torch.arange(values.numel(), dtype=one.dtype)
-        elif values.is_contiguous():
-            words = one.bits.numpy()
-            there = np.flatnonzero(words)
-            flags = np.unpackbits(words[there].view(np.uint8), bitorder="little").reshape(-1, WORD)
-            row, lane = np.nonzero(flags)
-            index = torch.from_numpy(there[row] * WORD + lane).to(one.dtype)
-        else:
-            index = _flags(one).reshape(-1).nonzero().reshape(-1).to(one.dtype)
-        lists.append((one.logical(index), values.reshape(-1)[index.long()]))
-    return lists
+            return torch.arange(one.param.numel(), dtype=torch.int64, device="cpu")
+        if not one.param.is_contiguous():
+            return _flags(one).reshape(-1).nonzero().reshape(-1)
+        words = one.bits.numpy()
+        there = np.flatnonzero(words)
+        flags = np.unpackbits(words[there].view(np.uint8), bitorder="little").reshape(-1, WORD)
+        row, lane = np.nonzero(flags)
+        return torch.from_numpy(there[row] * WORD + lane)
+
+    def counts(self) -> torch.Tensor:
+        """int64[parameters], how many weights of each have changed."""
+        return torch.tensor([len(each) for each in self._found], dtype=torch.int64, device="cpu")
+
+    def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Flat indices into the parameters, and values."""
+        pairs = zip(self.tracked, self._found)
+        return [(one.logical(index).to(one.dtype), one.param.detach().reshape(-1)[index]) for one, index in pairs]
 
 
 def _flags(one: _Tracked) -> torch.Tensor:
@@ -191,34 +321,45 @@ def _flags(one: _Tracked) -> torch.Tensor:
     return laid[: extent_of(one.param)].as_strided(one.param.shape, one.param.stride())
 
 
-def _on_device(tracked: Sequence[_Tracked], device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """As `_on_cpu`, where the host must not wait for each parameter."""
-    by_kernels = _by_kernels(device)
-    plain = [one for one in tracked if by_kernels and not one.wholly and one.param.is_contiguous() and len(one.bits)]
-    chosen = {id(one) for one in plain}
-    others = [one for one in tracked if id(one) not in chosen and not one.wholly and len(one.bits)]
-    flags = {id(one): _flags(one).reshape(-1) for one in others}
-    blocks = _Blocks(plain, device)
-    totals = [blocks.counted(), *(flags[id(one)].sum().reshape(1) for one in others)]
-    # The one time that the host waits.
-    counts = torch.cat(totals).tolist()
-    known = dict(zip(map(id, [*plain, *others]), counts))
-    listed = blocks.listed([known[id(one)] for one in plain])
-    lists = []
-    for one in tracked:
-        values = one.param.detach()
-        if id(one) in listed:
-            index, chosen_values = listed[id(one)]
-        else:
-            if one.wholly:
-                index = torch.arange(values.numel(), dtype=torch.int64, device=device)
-            elif id(one) in flags:
-                index = torch.nonzero_static(flags[id(one)], size=known[id(one)]).reshape(-1)
+class _OnDevice:
+    """As `_OnCpu`, where the host must not wait for each parameter."""
+
+    def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
+        self.tracked, self.device = list(tracked), device
+        by_kernels = _by_kernels(device)
+        there = [one for one in tracked if not one.wholly and len(one.bits)]
+        self._plain = [one for one in there if by_kernels and one.param.is_contiguous()]
+        chosen = set(map(id, self._plain))
+        self._others = [one for one in there if id(one) not in chosen]
+        self._flags = {id(one): _flags(one).reshape(-1) for one in self._others}
+        self._blocks = _Blocks(self._plain, device)
+
+    def counts(self) -> torch.Tensor:
+        """int64[parameters] on the device."""
+        counts = sent([one.param.numel() if one.wholly else 0 for one in self.tracked], self.device)
+        places = {id(one): place for place, one in enumerate(self.tracked)}
+        known = [*self._plain, *self._others]
+        if known:
+            totals = [self._blocks.counted(), *(self._flags[id(one)].sum().reshape(1) for one in self._others)]
+            counts.index_copy_(0, sent([places[id(one)] for one in known], self.device), torch.cat(totals))
+        return counts
+
+    def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Flat indices into the parameters, and values."""
+        known = {id(one): count for one, count in zip(self.tracked, counts)}
+        listed = self._blocks.listed([known[id(one)] for one in self._plain])
+        lists = []
+        for one in self.tracked:
+            if id(one) in listed:
+                index, values = listed[id(one)]
             else:
-                index = torch.zeros(0, dtype=torch.int64, device=device)
-            index, chosen_values = index.to(one.dtype), values.reshape(-1)[index]
-        lists.append((one.logical(index), chosen_values))
-    return lists
+                if id(one) in self._flags:
+                    index = torch.nonzero_static(self._flags[id(one)], size=known[id(one)]).reshape(-1)
+                else:
+                    index = torch.arange(known[id(one)], dtype=torch.int64, device=self.device)
+                values = one.param.detach().reshape(-1)[index]
+            lists.append((one.logical(index).to(one.dtype), values))
+        return lists
 
 
 class _Blocks:
@@ -301,45 +442,3 @@ class _Blocks:
 def _table_of(bits: torch.Tensor) -> torch.Tensor:
     """The table that a view is of."""
     return bits.as_strided((bits.untyped_storage().nbytes() // bits.itemsize,), (1,), 0)
-
-
-def _gathered(
-    tracked: Sequence[_Tracked], own: Sequence[tuple[torch.Tensor, torch.Tensor]], agreement: Any
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The changes of all ranks on each of them; what several ranks hold is there once."""
-    device = own[0][0].device
-    lengths = torch.tensor([len(index) for index, _ in own], dtype=torch.int64, device=device)
-    everywhere = torch.stack(agreement.gather(lengths)).tolist()
-    longest = [max(each) for each in zip(*everywhere)]
-    made = []
-    for kind in dict.fromkeys((one.dtype, one.param.dtype) for one in tracked):
-        places = [place for place, one in enumerate(tracked) if (one.dtype, one.param.dtype) == kind]
-        size = sum(longest[place] for place in places)
-        index = torch.zeros(size, dtype=kind[0], device=device)
-        values = torch.zeros(size, dtype=kind[1], device=device)
-        begin = 0
-        for place in places:
-            stop = begin + len(own[place][0])
-            index[begin:stop], values[begin:stop] = own[place]
-            begin += longest[place]
-        # As bytes: neither NCCL nor gloo knows 16-bit integers.
-        sent = agreement.gather(values.view(torch.uint8)) if size else [values]
-        made.append((places, agreement.gather(index), [each.view(kind[1]) for each in sent]))
-    lists: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for places, indices, values_of_ranks in made:
-        begin = 0
-        for place in places:
-            spans = [(rank, everywhere[rank][place]) for rank in range(len(everywhere))]
-            index = torch.cat([indices[rank][begin : begin + count] for rank, count in spans])
-            together = torch.cat([values_of_ranks[rank][begin : begin + count] for rank, count in spans])
-            begin += longest[place]
-            lists[place] = _once(index, together)
-    return [lists[place] for place in range(len(tracked))]
-
-
-def _once(index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the order of the indices, each once."""
-    ordered, order = torch.sort(index, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    keep[1:] = ordered[1:] != ordered[:-1]
-    return ordered[keep], values[order][keep]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..codegen.taps import FAR, NEAR
+from ..codegen.taps import FAR, NEAR, TapColumns, tap_columns
 from ..engine.capturing import is_capturing
 from ..engine.control import INVERSE_SCALE
-from ..placements.local import is_whole
+from ..placements.local import is_distributed
 
 if TYPE_CHECKING:
+    from ..codegen.spec import KernelSpec
     from ..engine import DeviceEngine
     from ..engine.segment import Entry, Segment
 
@@ -94,6 +96,13 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
             self._copied = torch.cuda.Event()
             self._copied.record()
 
+    def follow(self) -> None:
+        """Let the current stream wait for the table, which a stream of updates may have made."""
+        if self._copied is not None:
+            current = torch.cuda.current_stream(self.table.device)
+            current.wait_event(self._copied)
+            self.table.record_stream(current)
+
     def read(self) -> dict[str, dict[str, float]]:
         """The numbers on the host; waits for no more than the copy that the step itself has started.
 
@@ -122,59 +131,101 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
 class _Part:
     """The rows and columns of one segment in the table of all parameters."""
 
-    def __init__(self, segment: Segment, rows: Sequence[int], raw: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, segment: Segment, places: Mapping[int, int], raw: Sequence[str], sharers: Any, device: Any
+    ) -> None:
         self.segment = segment
         own = segment.taps
         assert own is not None
         self.taps = own
-        self.rows = torch.tensor(rows, device=device)
+        chosen = [place for place, entry in enumerate(segment.entries) if id(entry) in places]
+        self._entries = [segment.entries[place] for place in chosen]
+        self.rows = torch.tensor([places[id(entry)] for entry in self._entries], dtype=torch.int64, device=device)
+        is_all = len(self._entries) == len(segment.entries)
+        self._picks = slice(None) if is_all else torch.tensor(chosen, dtype=torch.int64, device=segment.device)
         self.columns = torch.tensor([raw.index(name) for name in own.columns.names], device=device)
+        self._raw, self._device = list(raw), device
         graph = segment.spec.program.graph
-        self.numbers = list(graph.scalar_states)
-        self.small = [*graph.slice_states, *graph.matrix_states] if _all_here(segment.entries) else []
+        self._numbers = list(graph.scalar_states)
+        self._factors = {}
+        for name in (*graph.slice_states, *graph.matrix_states):
+            over = graph.slice_states.get(name)
+            factors = [_share_of_state(entry, over, sharers) / entry.share for entry in self._entries]
+            self._factors[name] = torch.tensor(factors, dtype=torch.float64, device=segment.device)
 
-    def small_states(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm and largest magnitude of a state of rows, columns or a matrix, for each tensor."""
-        tensors = [{**entry.arrays, **entry.matrices}[name] for entry in self.segment.entries]
-        exact = [tensor.detach().to(torch.float64) for tensor in tensors]
-        return torch.stack(torch._foreach_norm(exact)), torch.stack(torch._foreach_norm(exact, math.inf))
+    def put_into(self, table: torch.Tensor) -> None:
+        """Write its columns into the table of all parameters."""
+        if not self.taps.has_run or not self._entries:
+            return
+        totals = self.taps.totals[self._picks]
+        table[self.rows[:, None], self.columns] = totals.to(self._device, non_blocking=True)
+        others = []
+        for name in self._numbers:
+            number = self.segment.scalar_states[name].to(torch.float64).abs()
+            others.append((f"{name}_number_max", number[self._picks]))
+        for name, factors in self._factors.items():
+            exact = [{**entry.arrays, **entry.matrices}[name].detach().to(torch.float64) for entry in self._entries]
+            others.append((f"{name}_squares", torch.stack(torch._foreach_norm(exact)).square() * factors))
+            largest = [each.abs().amax() if each.numel() else each.new_zeros(()) for each in exact]
+            others.append((f"{name}_max", torch.stack(largest)))
+        # Tensors without a gradient have nothing.
+        missing = table[self.rows, self._raw.index("grad_zeros")].isnan()
+        for column, numbers in others:
+            there = numbers.to(self._device, non_blocking=True).masked_fill(missing, math.nan)
+            table[:, self._raw.index(column)].index_copy_(0, self.rows, there)
 
 
-def _all_here(entries: Sequence[Entry]) -> bool:
-    return all(is_whole(entry.handle) and entry.share == 1 for entry in entries)
+def _share_of_state(entry: Entry, over: Any, sharers: Any) -> float:
+    """What a rank's sums over a state of rows, columns or a matrix count; matrices are the same on all ranks."""
+    if sharers is None or not is_distributed(entry.handle):
+        return entry.share
+    return 1 / sharers.size if over is None else sharers.share(entry.handle, over)
 
 
 class Measurer:
-    """Makes the table of all parameters of what segments have put out."""
+    """Makes the table of all parameters of what segments have put out.
+
+    Args:
+        engines: of a plan.
+        places: of the parameters, for entries by `id`; others are not measured.
+        names: of all parameters.
+        numels: their elements.
+        specs: the kernels of the parameters, those on other ranks included, in an order that all ranks have.
+        sharers: the ranks that hold parts of the same parameters, if there are several.
+    """
 
     def __init__(
-        self, engines: Sequence[DeviceEngine], places: Mapping[int, int], names: Sequence[str], agreement: Any
+        self,
+        engines: Sequence[DeviceEngine],
+        places: Mapping[int, int],
+        names: Sequence[str],
+        numels: Sequence[int],
+        specs: Sequence[KernelSpec],
+        sharers: Any,
     ) -> None:
-        self._engines, self.names, self._agreement = list(engines), list(names), agreement
-        segments = [segment for engine in engines for segment in engine.segments]
+        self._engines, self.names, self._sharers = list(engines), list(names), sharers
         self.device = engines[0].device
-        states: list[str] = []
-        raw = ["grad_squares", "grad_max", "grad_zeros", "param_squares", "param_max", "update_squares"]
-        raw += ["update_max", "lost"]
-        numel = torch.full((len(names),), math.nan, dtype=torch.float64)
+        raw = dict.fromkeys(TapColumns(()).names)
+        states: dict[str, None] = {}
+        for spec in {id(spec): spec for spec in specs}.values():
+            graph = spec.program.graph
+            states.update(dict.fromkeys(graph.states))
+            raw.update(dict.fromkeys(tap_columns(spec).names))
+            raw.update(dict.fromkeys(f"{name}_number_max" for name in graph.scalar_states))
+            small = (*graph.slice_states, *graph.matrix_states)
+            raw.update(dict.fromkeys(f"{name}_{what}" for name in small for what in ("squares", "max")))
+        self._raw = list(raw)
+        segments = [segment for engine in engines for segment in engine.segments]
         share = torch.ones(len(names), dtype=torch.float64)
         for segment in segments:
-            assert segment.taps is not None
-            graph = segment.spec.program.graph
-            for state in graph.states:
-                if state not in states:
-                    states.append(state)
-            raw += [name for name in segment.taps.columns.names if name not in raw]
             for entry in segment.entries:
-                numel[places[id(entry)]], share[places[id(entry)]] = entry.handle.numel(), entry.share
-        self._raw = raw
-        self._numel, self._share = numel.to(self.device), share.to(self.device)[:, None]
-        self._parts = [
-            _Part(segment, [places[id(entry)] for entry in segment.entries], raw, self.device) for segment in segments
-        ]
-        kept = [state for state in states if any(self._has(part, state) for part in self._parts)]
-        self._states = kept
-        self.columns = [*_COLUMNS, *(f"{state}_{what}" for state in kept for what in ("norm", "max"))]
+                if id(entry) in places:
+                    share[places[id(entry)]] = entry.share
+        self._numel = torch.tensor(numels, dtype=torch.float64).to(self.device)
+        self._share = share.to(self.device)[:, None]
+        self._parts = [_Part(segment, places, self._raw, sharers, self.device) for segment in segments]
+        self._states = [state for state in states if f"{state}_max" in raw or f"{state}_number_max" in raw]
+        self.columns = [*_COLUMNS, *(f"{state}_{what}" for state in self._states for what in ("norm", "max"))]
         is_sum = [not name.endswith("_max") for name in raw]
         self._sums = torch.tensor([place for place, adds in enumerate(is_sum) if adds], device=self.device)
         self._extremes = torch.tensor([place for place, adds in enumerate(is_sum) if not adds], device=self.device)
@@ -182,13 +233,12 @@ class Measurer:
         self.first = torch.full((), -1, dtype=torch.int64, device=self.device)
         """Place of the parameter whose gradient was the first that was not finite; -1 for none."""
 
-    @staticmethod
-    def _has(part: _Part, state: str) -> bool:
-        return state in part.taps.columns.states or state in part.numbers or state in part.small
-
     def table(self) -> torch.Tensor:
         """float64[parameters, columns] of the step that has just been launched, on the device."""
-        raw = self._together(self._collected())
+        raw = self._nothing.expand(len(self.names), len(self._raw)).clone()
+        for part in self._parts:
+            part.put_into(raw)
+        raw = self._together(raw)
         column = dict(zip(self._raw, raw.unbind(1)))
         inverse = self._engines[0].control[INVERSE_SCALE]
         self._note_first(column)
@@ -208,39 +258,30 @@ class Measurer:
             made += self._of_state(state, column)
         return torch.stack(made, 1)
 
-    def _collected(self) -> torch.Tensor:
-        """The columns as kernels leave them, of all segments."""
-        raw = self._nothing.expand(len(self.names), len(self._raw)).clone()
-        for part in self._parts:
-            raw[part.rows[:, None], part.columns] = part.taps.totals.to(self.device, non_blocking=True)
-        return raw
-
     def _together(self, raw: torch.Tensor) -> torch.Tensor:
         """What all ranks have of their parts together."""
-        if self._agreement is None:
+        if self._sharers is None:
             return raw
         missing = raw.isnan() & raw[:, 2:3].isnan()
         sums = torch.where(missing, 0.0, raw)[:, self._sums] * self._share
         there = (~missing[:, 2]).to(torch.float64)[:, None] * self._share
         extremes = torch.where(missing, 0.0, raw)[:, self._extremes]
-        ranks, rank = self._agreement.size, self._agreement.rank
-        if ranks <= _ONE_MESSAGE:
-            each = extremes.new_zeros((ranks, *extremes.shape))
-            each[rank] = extremes
-            message = torch.cat([sums.reshape(-1), there.reshape(-1), each.reshape(-1)])
-            self._agreement.add(message)
-            parts = message.split([sums.numel(), there.numel(), each.numel()])
-            sums, there = parts[0].view_as(sums), parts[1].view_as(there)
-            extremes = parts[2].view_as(each).amax(0)
+        message = torch.cat([sums.reshape(-1), there.reshape(-1)])
+        is_one = self._sharers.size <= _ONE_MESSAGE
+        if is_one:
+            each = extremes.new_zeros((self._sharers.size, *extremes.shape))
+            each[self._sharers.rank] = extremes
+            message = torch.cat([message, each.reshape(-1)])
         else:
-            message = torch.cat([sums.reshape(-1), there.reshape(-1)])
-            self._agreement.add(message)
-            parts = message.split([sums.numel(), there.numel()])
-            sums, there = parts[0].view_as(sums), parts[1].view_as(there)
-            self._agreement.largest(extremes)
+            self._sharers.largest(extremes)
+        self._sharers.add(message)
+        sizes = [sums.numel(), there.numel()]
+        parts = message.split([*sizes, message.numel() - sum(sizes)])
+        if is_one:
+            extremes = parts[2].view_as(each).amax(0)
         whole = raw.clone()
-        whole[:, self._sums], whole[:, self._extremes] = sums, extremes
-        return torch.where(there > 0, whole, self._nothing)
+        whole[:, self._sums], whole[:, self._extremes] = parts[0].view_as(sums), extremes
+        return torch.where(parts[1].view_as(there) > 0, whole, self._nothing)
 
     def _note_first(self, column: Mapping[str, torch.Tensor]) -> None:
         wrong = ~column["grad_max"].isfinite() & ~column["grad_zeros"].isnan()
@@ -248,17 +289,20 @@ class Measurer:
         self.first.copy_(torch.where(self.first < 0, found, self.first))
 
     def _of_state(self, state: str, column: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Norm and largest magnitude of a state of each parameter."""
-        norm = largest = self._nothing.expand(len(self.names))
+        """Norm and largest magnitude of a state of each parameter, whatever it is for the rule of that."""
+        norms, extremes = [], []
         if f"{state}_near" in column:
-            norm = (column[f"{state}_near"] / NEAR**2 + column[f"{state}_far"] / FAR**2).sqrt()
-            largest = column[f"{state}_max"]
-        for part in self._parts:
-            if state in part.numbers:
-                number = part.segment.scalar_states[state].to(self.device, torch.float64).abs()
-                norm, largest = norm.index_copy(0, part.rows, number), largest.index_copy(0, part.rows, number)
-            elif state in part.small:
-                own_norm, own_largest = part.small_states(state)
-                norm = norm.index_copy(0, part.rows, own_norm.to(self.device))
-                largest = largest.index_copy(0, part.rows, own_largest.to(self.device))
-        return [norm, largest]
+            norms.append((column[f"{state}_near"] / NEAR**2 + column[f"{state}_far"] / FAR**2).sqrt())
+        if f"{state}_squares" in column:
+            norms.append(column[f"{state}_squares"].sqrt())
+        if f"{state}_max" in column:
+            extremes.append(column[f"{state}_max"])
+        if f"{state}_number_max" in column:
+            norms.append(column[f"{state}_number_max"])
+            extremes.append(norms[-1])
+        return [functools.reduce(_either, norms), functools.reduce(_either, extremes)]
+
+
+def _either(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The one that is there."""
+    return torch.where(first.isnan(), second, first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +10,18 @@ import torch
 from ..codegen.spec import KernelSpec
 from ..codegen.spec import Taps as KernelTaps
 from ..codegen.taps import taps_fit
+from ..devices import is_host
 from ..engine import segment_class
-from .changes import Changes
+from ..engine.taps import SegmentTaps
+from ..placements import Origin
+from .changes import Changes, Names
 from .stats import Measurer, Stats, StepStats
 
 if TYPE_CHECKING:
     from ..engine import DeviceEngine
 
+
+_NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
 
 _OPTIONS = ("stats", "track_changes")
 """Options that are the optimizer's, and no param group's."""
@@ -29,22 +34,21 @@ def require_no_taps(group: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is an option of the optimizer, for all of its parameters: no param group has it")
 
 
-def names_of(groups: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[int, int]]:
+def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
     """A name for each parameter, and the place of each by `id`: as given with named parameters, else "group.index".
 
     Example:
         >>> names_of([{"params": [torch.zeros(1), torch.zeros(1)]}])[0]
         ['0.0', '0.1']
     """
-    names: list[str] = []
-    places: dict[int, int] = {}
+    names = Names([], {})
     for number, group in enumerate(groups):
         given = group.get("param_names")
         for index, param in enumerate(group["params"]):
-            if id(param) not in places:
-                places[id(param)] = len(names)
-                names.append(given[index] if given else f"{number}.{index}")
-    return names, places
+            if id(param) not in names.places:
+                names.places[id(param)] = len(names.names)
+                names.names.append(given[index] if given else f"{number}.{index}")
+    return names
 
 
 class Taps:
@@ -60,8 +64,12 @@ class Taps:
         """Steps that were called."""
         self.measured: StepStats | None = None
         self.changes = Changes() if track_changes else None
+        self.measures = False
+        """Whether the step that is being taken measures."""
         self._measurer: Measurer | None = None
         self._first: tuple[list[str], torch.Tensor] | None = None
+        self._room: dict[int, tuple[SegmentTaps, int]] = {}
+        """Where each parameter is measured, by `id`."""
 
     @classmethod
     def of(cls, stats: Any, track_changes: Any) -> Taps | None:
@@ -83,34 +91,69 @@ class Taps:
             return make(KernelTaps(changes=True))
         return spec
 
-    def attach(self, tables: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make room in tables that were just made."""
+    def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:
+        """Make room in tables that were just made.
+
+        Args:
+            tables: the plan of steps.
+            optimizer: whose plan it is.
+            spec_of: gives the kernels of a parameter, by rule, group and parameter.
+        """
         engines: Sequence[DeviceEngine] = tables.engines
+        owner = optimizer.placement.owner(optimizer)
+        names = names_of(owner.param_groups)
+        handles = {id(param): param for group in owner.param_groups for param in group["params"]}
+        rows: dict[int, Origin] = {}
+        for engine, params in zip(engines, tables.members):
+            for entry, param in zip(engine.entries, params):
+                origin = optimizer.placement.origin(param)
+                if origin is not None and id(origin.param) in handles:
+                    rows[id(entry)] = origin
+        before, self._room = self._room, {}
         for engine in engines:
             for segment in engine.segments:
                 segment.tap(stats=self.asked is not None, changes=self.tracks)
-        names, places = names_of(groups)
-        entries = {
-            id(entry): places[id(param)]
-            for engine, params in zip(engines, tables.members)
-            for entry, param in zip(engine.entries, params)
-        }
-        before, self._measurer = self._measurer, None
+                assert segment.taps is not None
+                segment.taps.measures = self.measures
+                for position, entry in enumerate(segment.entries):
+                    if id(entry) in rows:
+                        key = id(rows[id(entry)].param)
+                        self._room[key] = segment.taps, position
+                        if self.measures and key in before:
+                            segment.taps.carry(position, *before[key])
+        self._measurer = None
         if self.asked is not None and engines:
-            self._measurer = Measurer(engines, entries, names, tables.agreement)
-            if before is not None and before.device == self._measurer.device and before.names == names:
-                self._measurer.first = before.first
+            specs = {
+                names.places[id(rows[id(entry)].param)]: segment.spec
+                for engine in engines
+                for segment in engine.segments
+                for entry in segment.entries
+                if id(entry) in rows
+            }
+            if owner is not optimizer:
+                # Of parameters whose pieces are on other ranks, too, the columns are there.
+                for group in owner.param_groups:
+                    for param in group["params"]:
+                        place = names.places[id(param)]
+                        specs[place] = specs.get(place) or spec_of(owner.rule_of(group), group, param)
+            ordered = [specs[place] for place in sorted(specs)]
+            numels = [param.numel() for param in handles.values()]
+            places = {key: names.places[id(origin.param)] for key, origin in rows.items()}
+            self._measurer = Measurer(engines, places, names.names, numels, ordered, tables.sharers)
+            if self._first is not None and self._first[0] == names.names:
+                self._measurer.first.copy_(self._first[1])
+            self._first = names.names, self._measurer.first
         if self.changes is not None:
-            self.changes.attach(tables, names, places)
+            self.changes.attach(tables, rows, list(handles.values()), names)
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
-        """Before a step's passes: decide whether they measure."""
-        due = self._is_due or (captured and self.asked is not None)
-        looks = due
+        """Before a step's passes: decide whether they measure; whether they need more than kernels."""
+        self.measures = self._is_due or (captured and self.asked is not None)
+        looks = self.measures
         for engine in engines:
             for segment in engine.segments:
                 assert segment.taps is not None
-                segment.taps.measures = due
+                segment.taps.measures, segment.taps.has_run = self.measures, False
                 looks |= segment.taps.goes_round
         return looks
 
@@ -118,11 +161,11 @@ class Taps:
     def _is_due(self) -> bool:
         return self.asked is not None and (self.calls + 1) % self.asked.every == 0
 
-    def finish(self, *, captured: bool = False) -> None:
+    def finish(self) -> None:
         """After a step's passes: make the table of what was measured."""
-        due = self._is_due or (captured and self.asked is not None)
         self.calls += 1
-        if due and self._measurer is not None:
+        measures, self.measures = self.measures, False
+        if measures and self._measurer is not None:
             made = self._measurer
             self.measured = StepStats(made.names, made.columns, made.table(), self.calls)
 
@@ -130,30 +173,42 @@ class Taps:
     def stats(self) -> StepStats:
         """The last finished statistics."""
         if self.asked is None:
-            raise RuntimeError("stats: make the optimizer with stats=tilestep.Stats(every=...)")
+            raise RuntimeError(_NO_STATS.format("stats"))
         if self.measured is None:
             raise RuntimeError(
                 f"stats: no step has measured yet; with every={self.asked.every} call number {self.asked.every} of "
                 "step() is the first"
             )
+        self.measured.follow()
         return self.measured
 
-    def first_nonfinite(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """Name of the parameter whose gradient was not finite first: in a measured step, else among those there now."""
+    def first_nonfinite(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        present: Callable[[], Iterable[tuple[Any, torch.Tensor]]],
+        sharers: Any,
+    ) -> str | None:
+        """Name of the parameter whose gradient was not finite first: in a measured step, else among those there now.
+
+        Args:
+            groups: of all parameters.
+            present: gives parameters with what there is of their gradients on this rank.
+            sharers: those that have other parts of them, if there are several; they ask too.
+        """
         if self.asked is None:
-            raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
-        if self._measurer is not None:
-            place = int(self._measurer.first)
-            if place >= 0:
-                return self._measurer.names[place]
-        params = [param for group in groups for param in group["params"]]
-        present = [
-            (name, param.grad)
-            for name, param in zip(names_of(groups)[0], dict.fromkeys(params))
-            if param.grad is not None and param.grad.numel()
-        ]
-        plain = [(name, grad) for name, grad in present if type(grad) is torch.Tensor]
-        if not plain:
-            return None
-        finite = torch.stack([grad.isfinite().all().to(plain[0][1].device) for _, grad in plain]).tolist()
-        return next((name for (name, _), is_finite in zip(plain, finite) if not is_finite), None)
+            raise RuntimeError(_NO_STATS.format("first_nonfinite"))
+        names, places = names_of(groups)
+        seen = -1 if self._measurer is None else int(self._measurer.first)
+        if seen < 0:
+            gradients = {places[id(param)]: gradient for param, gradient in present() if gradient.numel()}
+            device = next((each.device for each in gradients.values()), torch.device("cpu"))
+            if sharers is not None and self._measurer is not None:
+                device = self._measurer.device
+            wrong = torch.zeros(len(names), dtype=torch.float64, device=device)
+            for place, gradient in gradients.items():
+                wrong[place] = (~gradient.isfinite().all()).to(device, torch.float64, non_blocking=not is_host(device))
+            if sharers is not None:
+                sharers.largest(wrong)
+            flags = wrong.tolist()
+            seen = flags.index(1.0) if any(flags) else -1
+        return names[seen] if seen >= 0 else None
