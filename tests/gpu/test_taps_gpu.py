@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "taps"))
 
+import test_taps_placements as placements
+import torch.distributed as dist
+from rank_processes import each_passes
 from synchronization import no_synchronization
 from test_changes import parameters, train
 from test_stats import check, give_gradients
@@ -164,3 +168,48 @@ def test_gradients_of_parameters_on_gpu_by_the_cpu_tests_own_seeds() -> None:
         tables.append(optimizer.stats.read()["0.0"])
     for column in tables[0]:
         assert tables[0][column] == pytest.approx(tables[1][column], rel=1e-5), column
+
+
+def lists_of_all_ranks_wait_once() -> None:
+    """The first list of a plan brings tables to the device; later ones wait for the numbers alone."""
+    for way in (("fsdp2", "at the step"), ("fsdp2", "backward"), ("columns", "at the step"), ("shard", "at the step")):
+        model, optimizer = placements.attached(way)
+        for seed in range(3):
+            placements.step(model, optimizer, seed)
+            dist.barrier()
+            torch.cuda.synchronize()
+            if seed:
+                with warnings.catch_warnings(record=True) as waits:
+                    warnings.simplefilter("always")
+                    torch.cuda.set_sync_debug_mode("warn")
+                    try:
+                        found = list(optimizer.changes(gather=True))
+                    finally:
+                        torch.cuda.set_sync_debug_mode("default")
+                waited = [str(each.message) for each in waits if "synchroniz" in str(each.message)]
+                assert len(waited) == 1, (way, waited)
+                assert len(found) == len(placements.SHAPES)
+            else:
+                list(optimizer.changes(gather=True))
+
+
+def measured_steps_wait_for_nothing() -> None:
+    for way in (("fsdp2", "at the step"), ("fsdp2", "backward"), ("fsdp2", "forward"), ("shard", "at the step")):
+        model, optimizer = placements.attached(way)
+        for seed in range(3):
+            placements.step(model, optimizer, seed)
+        gradients = placements.gradients_of(placements.SHAPES, torch.float32, 4)
+        dist.barrier()
+        torch.cuda.synchronize()
+        model(gradients).backward()
+        with no_synchronization():
+            optimizer.step()
+            table = optimizer.stats.table
+        assert optimizer.stats.step == 4 and bool(table[:, 0].isfinite().all()), way
+
+
+ON_TWO_GPUS = [lists_of_all_ranks_wait_once, measured_steps_wait_for_nothing, *placements.ON_TWO]
+
+test_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")(
+    each_passes(ON_TWO_GPUS, 2, backend="nccl")
+)

@@ -44,13 +44,22 @@ STEPS = 4
 EVERY = 2
 
 
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Where the ranks of this run have their tensors: on a GPU if there is one for each."""
+    return tensor.to("cuda") if dist.get_backend() == "nccl" else tensor
+
+
+def device_type() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 class Weights(nn.Module):
     """Parameters whose gradients are what a forward is given."""
 
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, channels_last: bool = True) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        drawn = [torch.randn(shape).to(dtype) for shape in shapes]
+        generator = torch.Generator().manual_seed(0)
+        drawn = [on_device(torch.randn(shape, generator=generator, device="cpu").to(dtype)) for shape in shapes]
         if channels_last:
             drawn = [each.to(memory_format=torch.channels_last) if each.dim() == 4 else each for each in drawn]
         self.weights = nn.ParameterList(map(nn.Parameter, drawn))
@@ -61,10 +70,10 @@ class Weights(nn.Module):
 
 def gradients_of(shapes: list[tuple[int, ...]], dtype: torch.dtype, step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     for each in drawn:
-        each[torch.rand(each.shape, generator=generator) < 0.4] = 0
-    return [each.to(dtype) for each in drawn]
+        each[torch.rand(each.shape, generator=generator, device="cpu") < 0.4] = 0
+    return [on_device(each.to(dtype)) for each in drawn]
 
 
 def whole(param: Any) -> torch.Tensor:
@@ -77,9 +86,9 @@ def placed(model: Weights, placement: str) -> None:
     if placement == "fsdp2":
         fully_shard(model)
     elif placement == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copy", "part")))
+        fully_shard(model, mesh=init_device_mesh(device_type(), (2, ranks // 2), mesh_dim_names=("copy", "part")))
     elif placement == "columns":
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = init_device_mesh(device_type(), (ranks,))
         parts = [distribute_tensor(each.detach(), mesh, [Shard(each.dim() - 1)]) for each in model.weights]
         model.weights = nn.ParameterList(map(nn.Parameter, parts))
 
@@ -92,15 +101,17 @@ def made(model: Weights, rule: str, placement: str, schedule: str, options: dict
     if placement.startswith("shard"):
         mesh = None
         if placement == "shard and copy":
-            mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+            sizes = (2, dist.get_world_size() // 2)
+            mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard"))
         tilestep.shard(optimizer, model, mesh, bucket_cap_mb=0.01)
+    device = model.weights[0].device
     if schedule in ("backward", "forward"):
         tilestep.overlap(optimizer, model, during=schedule, bucket_cap_mb=0.01)
     elif schedule.startswith("streamed"):
-        home = StreamedState(torch.device("cpu"), 1000, 2, keeps_gradients="gradients" in schedule)
+        home = StreamedState(device, 1000, 2, keeps_gradients="gradients" in schedule)
         move_state(optimizer, home, "gpu", "for a test")
     elif schedule == "on the host":
-        move_state(optimizer, HostState(torch.device("cpu"), 1000), "cpu", "for a test")
+        move_state(optimizer, HostState(device, 1000), "cpu", "for a test")
     return optimizer
 
 
@@ -120,7 +131,7 @@ class Case:
         expected = made(plain, rule, "plain", "at the step", options)
         optimizer = made(model, rule, placement, schedule, options)
         before = [whole(param) for param in model.weights]
-        changed = [torch.zeros(shape, dtype=torch.bool) for shape in shapes]
+        changed = [torch.zeros_like(each, dtype=torch.bool) for each in before]
         for step in range(1, STEPS + 1):
             gradients = gradients_of(shapes, dtype, step)
             for weight, gradient in zip(plain.weights, gradients):
@@ -156,8 +167,9 @@ class Case:
             else:
                 close = number == pytest.approx(wanted, rel=1e-6, abs=1e-12, nan_ok=True)
             assert close, (name, column, number, wanted)
-        tables = [torch.empty_like(optimizer.stats.table) for _ in range(dist.get_world_size())]
-        dist.all_gather(tables, optimizer.stats.table.contiguous())
+        table = on_device(optimizer.stats.table.contiguous())
+        tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+        dist.all_gather(tables, table)
         assert all(torch.equal(table.nan_to_num(), tables[0].nan_to_num()) for table in tables)
 
     def compare_changes(self, optimizer: Any, changed: list[torch.Tensor], now: list[torch.Tensor]) -> None:
@@ -173,7 +185,7 @@ class Case:
             assert torch.equal(values, new.reshape(-1)[wanted])
             mine, its = own.get(f"w{place}", (wanted[:0], new.reshape(-1)[:0]))
             assert torch.equal(its, new.reshape(-1)[mine])
-            times = torch.zeros(flags.numel(), dtype=torch.int64)
+            times = torch.zeros(flags.numel(), dtype=torch.int64, device=flags.device)
             times[mine] += 1
             dist.all_reduce(times)
             copies = 2 if "copy" in self.choice[2] or self.choice[2] == "hsdp" else 1
@@ -212,7 +224,7 @@ WAYS = [
 
 
 def attached(way: tuple[str, str], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Weights, Any]:
-    model = Weights(SHAPES, dtype, channels_last=way[0] != "fsdp2")
+    model = Weights(SHAPES, dtype, channels_last=way[0] not in ("fsdp2", "columns"))
     placed(model, way[0])
     return model, made(model, "AdamW", *way, options)
 
@@ -221,6 +233,8 @@ def step(model: Weights, optimizer: Any, seed: int, wrong: int | None = None, sc
     gradients = gradients_of(SHAPES, model.weights[0].dtype, seed)
     if wrong is not None and dist.get_rank() == 0:
         gradients[wrong].view(-1)[0] = float("inf")
+    if isinstance(model.weights[0], DTensor) and model.weights[0].placements[0] != Shard(0):
+        gradients = [distribute_tensor(g, w.device_mesh, w.placements) for g, w in zip(gradients, model.weights)]  # type: ignore[attr-defined]
     loss = model(gradients)
     (loss if scaler is None else scaler.scale(loss)).backward()
     optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -280,7 +294,7 @@ def a_scaler_skips_and_statistics_are_unscaled() -> None:
         model, optimizer = attached(way)
         plain = Weights(SHAPES, torch.float32)
         expected = made(plain, "AdamW", "plain", "at the step", {})
-        scaler = tilestep.GradScaler("cpu", init_scale=64.0)
+        scaler = tilestep.GradScaler(device_type(), init_scale=64.0)
         for seed in range(2):
             for weight, gradient in zip(plain.weights, gradients_of(SHAPES, torch.float32, seed)):
                 weight.grad = gradient
@@ -303,9 +317,9 @@ def ranks_without_a_piece_have_all_columns() -> None:
     ]
     optimizer: Any = tilestep.SGD(groups, lr=0.1, stats=tilestep.Stats(), track_changes=True)
     tilestep.shard(optimizer, model)
-    late = nn.Parameter(torch.ones(3, 2))
+    gradients = [torch.ones_like(weight), torch.ones_like(bias), on_device(torch.ones(3, 2))]
+    late = nn.Parameter(gradients[2].clone())
     model.weights.append(late)
-    gradients = [torch.ones(6, 9), torch.ones(5), torch.ones(3, 2)]
     model(gradients[:2]).backward()
     optimizer.step()
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -339,6 +353,7 @@ CHECKS = [
 
 ON_TWO = [*CHECKS, *sample(("plain", "fsdp2", "columns", "shard"))]
 ON_FOUR = sample(("hsdp", "shard and copy"))
+
 
 test_on_two_ranks = each_passes(ON_TWO, 2)
 test_on_four_ranks = each_passes(ON_FOUR, 4)
