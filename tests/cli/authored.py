@@ -72,3 +72,17 @@ def lost_momentum(param, grad, momentum_buffer, *, lr=0.1):
 @tilestep.rule
 def varying(param, grad, *, lr=0.1):
     return param - lr * grad / grad.std()
+
+
+@tilestep.rule(states={"momentum_buffer": tilestep.State(signed=False)})
+def said_to_be_positive(param, grad, momentum_buffer, *, lr=0.1):
+    """Its state has both signs, of which a root has no place."""
+    momentum_buffer = 0.9 * momentum_buffer + grad
+    return param - lr * momentum_buffer, momentum_buffer
+
+
+@tilestep.rule
+def over_rows(param, grad, mean, *, lr=0.1):
+    """Reduces over rows, where blocks are not read."""
+    mean = mean + 0.1 * (grad - mean)
+    return param - lr * mean / (mean.square().mean(dim=-1, keepdim=True).sqrt() + 1e-8), mean

@@ -132,9 +132,31 @@ def test_the_first_step_of_a_master_is_as_precise_as_later_ones(kind: str) -> No
     assert found.passed, found.text
 
 
+@pytest.mark.parametrize("name", ["bfloat16 states", "float8_e4m3 states", "int4 states", "int8 states"])
+def test_states_are_checked_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checked("AdamW", name)
+    assert found.passed and "with 8 states kept so agree" in found.text
+    assert "no state that is kept so" in checked("SGD", name).text
+    from tilestep.checking import reference
+
+    right = reference.expected
+    monkeypatch.setattr(
+        reference, "expected", lambda *given: {key: value * 1.3 for key, value in right(*given).items()}
+    )
+    assert checked("AdamW", name).passed is False
+
+
+def test_a_state_that_is_not_as_its_format_needs_it_fails_there() -> None:
+    found = checked("authored:said_to_be_positive", "int8 states")
+    assert found.passed is False and "momentum_buffer" in found.text and "authored.py:" in found.text
+    assert checked("authored:said_to_be_positive", "bfloat16 states").passed
+    refused = checked("authored:over_rows", "int8 states")
+    assert refused.passed and refused.text.startswith("refused: ") and "'bfloat16'" in refused.text
+
+
 def checked(name: str, item: str) -> Verdict:
     """The verdict of one item on a rule of tilestep's."""
-    rule, graphs = tilestep.registry[name], dict[int, Graph]()
+    rule, graphs = load_rule(name), dict[int, Graph]()
     trace_all(rule, rule.hyperparameters, graphs)
     return run_item(Subject(rule, {}, torch.device("cpu"), graphs), item, ITEMS[item])
 

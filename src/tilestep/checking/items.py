@@ -10,7 +10,9 @@ import torch
 
 from ..counters import compile_count
 from ..devices import is_host
+from ..errors import StateError
 from ..optimizer.masters import MasterWeights
+from ..storage import MASTER_FORMATS, STATE_FORMATS
 from ..taps import Stats
 from .reference import CheckFailure
 from .trials import Subject, Trial, draw
@@ -19,6 +21,8 @@ Item = Callable[[Subject], str]
 
 _TILES = ((0,), (1,), (1023,), (1024,), (1025,), (16_383,), (16_385,), (40_001,), (0, 3), (1, 1), (1, 4099), (4099, 1))
 _MATRICES = ((0, 3), (1, 1), (1, 67), (67, 1), (130, 9), (31, 33))
+_LARGE = ((37, 130), (5000,), (6, 8, 96), (48, 12, 3, 3))
+"""Shapes whose states are kept as `state_dtype` says: with short last blocks, and rows of several dimensions."""
 _SMALL_TILES = ((0,), (1,), (511,), (513,), (1025,), (0, 3), (1, 1), (1, 519), (519, 1))
 
 
@@ -31,6 +35,27 @@ def _follows(dtype: torch.dtype, master_weights: MasterWeights = False) -> Item:
     def follows_the_formula(subject: Subject) -> str:
         trial = Trial(subject, _parameters(subject, dtype), {"master_weights": master_weights}).run()
         return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
+
+    return follows_the_formula
+
+
+def _keeps(state_dtype: str) -> Item:
+    """States kept in a format: steps agree from what it has kept, and it keeps what the formula gives."""
+
+    def follows_the_formula(subject: Subject) -> str:
+        shapes = subject.shapes(_LARGE)
+        try:
+            trial = Trial(subject, _parameters(subject, shapes=shapes), {"state_dtype": state_dtype}).run(3)
+        except StateError as error:
+            return f"refused: {error}"
+        changed = sum(
+            value.dtype is not torch.float32 and name != "step" and not name.endswith(("_scales", "_scales4"))
+            for index in range(len(shapes))
+            for name, value in trial.state(index).items()
+        )
+        if not changed:
+            return "the rule has no state that is kept so"
+        return f"{trial.steps} steps with {changed} states kept so agree with the rule's own code in float64"
 
     return follows_the_formula
 
@@ -254,7 +279,12 @@ ITEMS: dict[str, Item] = {
     "bfloat16": _follows(torch.bfloat16),
     "float16": _follows(torch.float16),
     "bfloat16 with float32 master": _follows(torch.bfloat16, master_weights=True),
-    "bfloat16 with remainder": _follows(torch.bfloat16, master_weights="remainder"),
+    **{
+        f"bfloat16 with {choice}": _follows(torch.bfloat16, master_weights=choice)
+        for choice in MASTER_FORMATS
+        if choice is not True
+    },
+    **{f"{name} states": _keeps(name) for name in STATE_FORMATS if name != "float32"},
     "sizes": sizes,
     "layouts": layouts,
     "param groups": groups,

@@ -13,6 +13,7 @@ from ..optimizer.states import TRAINING, shape_of
 from ..rules import Rule
 from ..rules.protocol import at_step
 from ..rules.scalars import precision_of
+from ..storage import MASTER_FORMATS, Storage, is_coarse, kept_in_blocks, shape_of_entries, stored_in, values_of
 
 _STRAY = 2000
 """One element in so many may be further off: where a rule has a jump, rounding decides on which side it falls."""
@@ -40,7 +41,7 @@ class Snapshot:
         """A snapshot of a parameter that has a gradient."""
         assert param.grad is not None
         buffers = {
-            name: value.detach().clone()
+            name: _numbers(param, state, name).detach().clone()
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and name not in ("step", *MASTER_KEYS, TRAINING)
         }
@@ -85,6 +86,12 @@ def expected(
     return {name: value.double() for name, value in named.items() if value is not None}
 
 
+def _numbers(param: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+    """A state's values, whatever it is kept in."""
+    blocks = kept_in_blocks(state, name)
+    return state[name] if blocks is None else values_of(blocks, state, name, shape=param.shape)
+
+
 def compare(
     rule: Rule,
     label: str,
@@ -105,20 +112,52 @@ def compare(
     wanted = expected(rule, before, hyperparameters, torch.float64)
     rough = expected(rule, before, hyperparameters, compute)
     exact = exact_values(param, state)
-    found = {"param": exact, **{name: state[name] for name in rule.state_names if name in state}}
+    found = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in state}}
+    precision = max(torch.finfo(exact.dtype).eps, _master_eps(param, state))
     old = {"param": before.param, **before.states}
     for name, value in found.items():
         if name not in wanted:
             raise CheckFailure(f"{name} of {label} is kept, but the rule returns None for it", name)
         shaped = wanted[name].to(value.device).expand(value.shape)
+        blocks = None if name == "param" else kept_in_blocks(state, name)
+        if blocks is not None:
+            _close_in_blocks(name, label, blocks, value, shaped, before.step)
+            continue
         spread = (rough[name].to(value.device).expand(value.shape) - shaped).abs()
         if coarse and spread.numel():
             spread = spread.amax().expand(value.shape)
         previous = old[name].to(value.device).double()
-        _close(name, label, value.detach().double(), shaped, previous, spread, value.dtype, compute, before.step)
+        kept = precision if name == "param" else torch.finfo(value.dtype).eps
+        _close(name, label, value.detach(), shaped, previous, spread, kept, compute, before.step)
     has_master = not MASTER_KEYS.isdisjoint(state)
     if has_master and not torch.equal(param.detach(), exact.to(param.device, param.dtype)):
         raise CheckFailure(f"{label} is not its float32 master rounded to {param.dtype}", "param")
+
+
+def _master_eps(param: torch.Tensor, state: Mapping[str, Any]) -> float:
+    """The relative precision of a parameter with a master of fewer bits than float32 has; 0 for others."""
+    kinds = [kind for kind in MASTER_FORMATS.values() if kind.key in state and is_coarse(kind.storage(param.dtype))]
+    return 2.0**-16 if kinds else 0.0
+
+
+def _close_in_blocks(
+    name: str, label: str, blocks: Storage, found: torch.Tensor, wanted: torch.Tensor, step: float
+) -> None:
+    """Raise if a state in blocks is much further from the formula than the format is from it."""
+    shapes = {array.name: shape_of_entries(found.shape, array.elements) for array in blocks.arrays(name)}
+    kept = {
+        array.name: torch.empty(shapes[array.name], dtype=array.dtype, device=found.device)
+        for array in blocks.arrays(name)
+    }
+    stored_in(blocks, kept, name, wanted.float(), shape=found.shape)
+    rounded = values_of(blocks, kept, name, shape=found.shape).double()
+    own, off = float((rounded - wanted).square().sum()), float((found.double() - wanted).square().sum())
+    if not off <= 2 * own + 1e-12 * float(wanted.square().sum()):
+        raise CheckFailure(
+            f"{name} of {label}, kept as {blocks}, is off by {off:.3g} at step {step:g} (a sum of squares), where the "
+            f"format alone is by {own:.3g}",
+            name,
+        )
 
 
 def _close(
@@ -128,13 +167,14 @@ def _close(
     wanted: torch.Tensor,
     old: torch.Tensor,
     spread: torch.Tensor,
-    stored: torch.dtype,
+    eps: float,
     compute: torch.dtype,
     step: float,
 ) -> None:
-    kept, computed = torch.finfo(stored), torch.finfo(compute)
+    kept, found = torch.finfo(found.dtype), found.double()
     scale = wanted.abs() + old.abs() + (wanted - old).abs()
-    allowed = kept.eps * wanted.abs() + kept.smallest_normal * kept.eps + 64 * computed.eps * scale + 8 * spread
+    computed = 64 * torch.finfo(compute).eps * scale
+    allowed = eps * wanted.abs() + kept.smallest_normal * kept.eps + computed + 8 * spread
     strays = ~((found - wanted).abs() <= allowed) & ~(found == wanted) & ~(found.isnan() & wanted.isnan())
     count = int(strays.sum())
     if count <= found.numel() // _STRAY:
