@@ -51,6 +51,11 @@ def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> 
     assert code == 0 and "not in it: the time of matrix products" in out and cells(out, "clip")[2] == "0.00"
     code, out, _ = run(capfd, "100M", "--remainder", "--mesh", "1")
     assert code == 0 and cells(out, "state")[1] == "1.00"
+    formats = ("--state-dtype", "int8", "--masters", "int8", "--mesh", "1", "--no-clip")
+    code, out, _ = run(capfd, "8B", *formats)
+    assert code == 0 and cells(out, "in all, without activations")[1] == "56.25"
+    code, out, _ = run(capfd, "8B", *formats, "--in-backward", "--bucket-mb", "25")
+    assert code == 0 and cells(out, "in all, without activations")[1] == "40.28"
     code, out, _ = run(capfd, "70B", "--mesh", "2")
     assert code == 0 and "too much" in out
 

@@ -41,6 +41,53 @@ def test_state_is_what_an_optimizer_keeps(name: str, master_weights: bool, dtype
     assert found.parameter == dtype.itemsize == found.gradient
 
 
+def llama_8b() -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of Llama 3.1 8B, without memory."""
+    layer = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096), "gate": (14336, 4096)}
+    layer |= {"up": (14336, 4096), "down": (4096, 14336), "input_norm": (4096,), "inner_norm": (4096,)}
+    shapes = {f"layers.{number}.{name}": shape for number in range(32) for name, shape in layer.items()}
+    shapes |= {"embed_tokens": (128_256, 4096), "norm": (4096,), "lm_head": (128_256, 4096)}
+    empty = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    return [(name, torch.nn.Parameter(tensor)) for name, tensor in empty.items()]
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "int4", "float8_e4m3", "bfloat16"])
+@pytest.mark.parametrize("master_weights", ["int8", "kahan", "remainder", True])
+def test_bytes_of_formats_are_those_of_8_b_parameters(state_dtype: str, master_weights: Any) -> None:
+    """Seven bytes a parameter with int8, five where gradients go in backward: as planned, and as an optimizer keeps."""
+    params = llama_8b()
+    elements = sum(param.numel() for _, param in params)
+    optimizer: Any = tilestep.AdamW(params, state_dtype=lambda name: state_dtype, master_weights=master_weights)
+    for _, param in params:
+        param.grad = torch.empty_like(param)
+    optimizer.step()
+    kept = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    needs = footprint(
+        tilestep.registry["AdamW"], dtype=torch.bfloat16, state_dtype=state_dtype, master_weights=master_weights
+    )
+    assert kept / elements == pytest.approx(needs.state, abs=1e-5)
+    alone = Job(elements, needs, shard=1, clips=False, bucket=25 * 2**20)
+    whole = plan(alone, default_constants()).memory
+    early = plan(dataclasses.replace(alone, in_backward=True), default_constants()).memory
+    assert sum(whole.values()) == elements * (2 + 2 + needs.state)
+    assert sum(early.values()) == pytest.approx(elements * (2 + needs.state) + 25 * 2**20, rel=1e-3)
+    if state_dtype == master_weights == "int8":
+        assert sum(whole.values()) / elements == pytest.approx(7.03, abs=0.005)
+        assert sum(early.values()) / elements == pytest.approx(5.03, abs=0.01)
+
+
+def test_second_moments_of_embeddings_are_more_unless_told_otherwise() -> None:
+    params = llama_8b()
+    optimizer: Any = tilestep.AdamW(params, state_dtype="int8", master_weights="int8")
+    for _, param in params:
+        param.grad = torch.empty_like(param)
+    optimizer.step()
+    kept = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert kept / sum(param.numel() for _, param in params) == pytest.approx(3.226, abs=1e-3)
+    with pytest.raises(ValueError, match="in_backward: gradients go in backward on one rank, without a clip"):
+        job(clips=True, in_backward=True)
+
+
 def test_what_adamw_moves_is_what_is_known() -> None:
     adamw = tilestep.registry["AdamW"]
     assert footprint(adamw, master_weights=True).moved == 30

@@ -86,6 +86,9 @@ def register(app: typer.Typer) -> None:
         ),
         captured: Annotated[bool, typer.Option(help="Iterations are replayed from a CUDA graph.")] = False,
         tensors: Annotated[int, typer.Option(min=0, help="How many tensors; 0 if that is not known.")] = 0,
+        in_backward: Annotated[
+            bool, typer.Option(help="Updates run in backward, and gradients go with them: mesh 1, no clip.")
+        ] = False,
         settings: Annotated[
             list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
         ] = None,
@@ -122,6 +125,7 @@ def register(app: typer.Typer) -> None:
         said = {name: "as the command line says" for name in measured}
         known = replace(known, **measured, sources={**known.sources, **said})  # type: ignore[arg-type]
         runs: dict[str, Any] = {"regime": model.value, "captured": captured, "tensors": tensors or None}
+        runs["in_backward"] = in_backward
         bucket = bucket_mb * 2**20 or None
         job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=bucket, **runs)
         console = Console()

@@ -45,6 +45,8 @@ class Job:
     Args:
         bucket: bytes of gradients in a bucket; None for the buckets that `shard` makes by itself.
         tensors: how many tensors the parameters are; None if that is not known, and so not what the host needs.
+        in_backward: whether updates run while backward does, as with `overlap(during="backward")`, and gradients go
+            with them: on one rank, and without a clip, which needs all of them.
     """
 
     elements: float  # of all parameters
@@ -59,7 +61,11 @@ class Job:
     captured: bool = field(default=False, kw_only=True)  # whether iterations are replayed from a CUDA graph
     tensors: int | None = field(default=None, kw_only=True)
 
+    in_backward: bool = field(default=False, kw_only=True)
+
     def __post_init__(self) -> None:
+        if self.in_backward and (self.clips or self.ranks > 1):
+            raise ValueError("Invalid in_backward: gradients go in backward on one rank, without a clip")
         optional = [name for name in ("bucket", "tensors") if getattr(self, name) is not None]
         for name in ("elements", "shard", "replicate", "tokens", *optional):
             if not getattr(self, name) >= 1:
@@ -212,9 +218,9 @@ def plan(job: Job, constants: Constants) -> Plan:
         job=job,
         memory={
             "parameters": elements * size.parameter,
-            "gradients": elements * size.gradient / (1 if job.contiguous else job.shard),
+            "gradients": 0.0 if job.in_backward else elements * size.gradient / (1 if job.contiguous else job.shard),
             "state": share * size.state,
-            "scratch": 0.0 if job.contiguous else max(buckets),
+            "scratch": 0.0 if job.contiguous and not job.in_backward else max(buckets),
         },
         whole_state=elements * size.state,
         sent={
