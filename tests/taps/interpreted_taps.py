@@ -8,7 +8,7 @@ import warnings
 import torch
 
 import tilestep
-from tilestep.engine import backends
+from tilestep.engine import backends, cuda
 from tilestep.engine.cuda import CudaSegment
 from tilestep.tuning import TileShape, forced_shape
 
@@ -59,4 +59,7 @@ if __name__ == "__main__":
     backends.segment_class = lambda device: CudaSegment
     with forced_shape(TileShape(64, 1, 2)):
         check(torch.bfloat16, "remainder")
+        # Programs that measure walk several spans.
+        cuda._ENOUGH_PROGRAMS = 1
+        check(torch.float32, False)
     print("all equal")

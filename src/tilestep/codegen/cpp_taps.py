@@ -86,7 +86,7 @@ class TapText:
             lines.append(f"{body.indent}const auto tap_now_{name} = {kept};")
         if "param" in self._taps.buffers:
             lines.append(f"{body.indent}const auto tap_update = {inner[self.tile.stores['param']]} - tap_old_param;")
-            moves = "" if self._taps.moves is None else f" | ({inner[self._taps.moves]} != 0)"
+            moves = "" if self._taps.moves is None else f" | {inner[self._taps.moves]}"
             same = " & ".join(f"!tap_other_{place}" for place in range(len(self._arrays)))
             lines.append(f"{body.indent}const bool tap_lost = ((tap_update != 0){moves}) & {same};")
         return lines + self.sums("now", body.indent)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..graph import SCALAR_LEVELS, Builder, TilePass, Value
+from ..graph import Builder, TilePass, Value
 from .spec import KernelSpec
 
 NEAR, FAR = 2.0**40, 2.0**-11
@@ -98,7 +98,7 @@ class PassTaps:
 
     @cached_property
     def moves(self) -> Value | None:
-        """A number that is 0 where the rule adds nothing to the parameter; None where that is not to be seen.
+        """Whether the rule adds something to the parameter; None where that is not to be seen.
 
         No product of the rule is used in it: a compiler that finds one used beside a sum does not fuse the two, and
         steps that measure would round otherwise than those that do not.
@@ -128,43 +128,33 @@ class PassTaps:
 
 
 def _moves(build: Builder, value: Value, tile: TilePass) -> Value | None:
-    """A number that is 0 where a sum that begins with the parameter has no other terms but 0."""
+    """Whether a sum that begins with the parameter has other terms than 0."""
     if value.operation == "load" and value.attribute == "param" and id(value) not in tile.loads:
-        return build.constant(0.0)
+        return build.constant(False)
     if tile.leaves(value):
         return None
     if value.operation in ("add", "sub"):
         for kept, other in (value.args, value.args[::-1]) if value.operation == "add" else (value.args,):
             before = _moves(build, kept, tile)
             if before is not None:
-                return _either(build, before, _is_something(build, other, tile))
+                moves = _is_something(build, other, tile)
+                return moves if before.operation == "constant" else build.apply("or", before, moves)
     if value.operation == "mul":
         for kept, factor in (value.args, value.args[::-1]):
             if kept.operation == "load" and _moves(build, kept, tile) is not None:
-                return _both(build, kept, build.apply("sub", factor, build.constant(1.0)))
+                other = build.apply("ne", factor, build.constant(1.0))
+                return build.apply("and", other, build.apply("ne", kept, build.constant(0.0)))
     return None
 
 
 def _is_something(build: Builder, value: Value, tile: TilePass) -> Value:
-    """A number that is 0 where a term is: of a product, where a factor is, but for what is too small for the type."""
+    """Whether a term is not 0: of a product, whether no factor is, but for what is too small for the type."""
     if not tile.leaves(value):
         if value.operation == "mul":
-            return _both(build, *(_is_something(build, arg, tile) for arg in value.args))
+            return build.apply("and", *(_is_something(build, arg, tile) for arg in value.args))
         if value.operation in ("div", "neg"):
             return _is_something(build, value.args[0], tile)
-    return value
-
-
-def _either(build: Builder, left: Value, right: Value) -> Value:
-    if left.operation == "constant":
-        return right
-    return build.apply("where", build.apply("ne", left, build.constant(0.0)), left, right)
-
-
-def _both(build: Builder, left: Value, right: Value) -> Value:
-    condition, kept = (right, left) if left.level in SCALAR_LEVELS else (left, right)
-    zero = build.constant(0.0)
-    return build.apply("where", build.apply("ne", condition, zero), kept, zero)
+    return build.apply("ne", value, build.constant(0.0))
 
 
 def taps_of(spec: KernelSpec, tile: TilePass) -> PassTaps | None:

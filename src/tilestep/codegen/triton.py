@@ -212,6 +212,7 @@ class _Kernel(TileMath):
             f"    if {self._runs} & (layout_row < 0):",
             f"        aligned = (({together}) & 15) == 0",
             *is_even,
+            *(["        aligned = aligned & (skip == 0.0)"] if self.taps is not None and self.taps.stats else []),
             *self._rows(),
             *self._accumulators("        "),
             "        start = begin",

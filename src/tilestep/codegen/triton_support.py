@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.target_info import cuda_capability_geq
 
 try:
     from triton.language.extra import libdevice
@@ -47,6 +48,24 @@ def smaller(left, right):
 def add(left, right):
     """The sum; as a reduction's combination."""
     return left + right
+
+
+@triton.jit
+def both(left, right):
+    """Whether two truths hold; the interpreter spreads one of a tensor as a float."""
+    if INTERPRETED:
+        return tl.where(left, right, 0) != 0
+    else:
+        return left & right
+
+
+@triton.jit
+def either(left, right):
+    """Whether one of two truths holds."""
+    if INTERPRETED:
+        return tl.where(left, 1, right) != 0
+    else:
+        return left | right
 
 
 @triton.jit
@@ -381,6 +400,37 @@ def differs(left, right):
         return bits_of(left) != bits_of(right)
 
 
+@triton.jit
+def neighbours(values):
+    """Every first, second, third and fourth of four."""
+    pairs = tl.reshape(values, (values.shape[0] // 4, 2, 2))
+    even, odd = tl.split(pairs)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def add_squares(totals, values):
+    """totals[n // 4] with the squares of four neighbours of values[n] each added."""
+    first, second, third, fourth = neighbours(values)
+    totals = tl.fma(second, second, tl.fma(first, first, totals))
+    return tl.fma(fourth, fourth, tl.fma(third, third, totals))
+
+
+@triton.jit
+def add_largest(totals, values):
+    """totals[n // 4], or where it is larger the largest magnitude of four neighbours of values[n]."""
+    first, second, third, fourth = neighbours(tl.abs(values))
+    return maximum(maximum(maximum(first, second), maximum(third, fourth)), totals)
+
+
+@triton.jit
+def add_count(totals, flags):
+    """totals[n // 4] with how many flags of four neighbours are set added."""
+    return totals + tl.sum(tl.reshape(flags.to(tl.int32), (flags.shape[0] // 4, 4)), 1)
+
+
 @triton.jit(do_not_specialize_on_alignment=["tap_partials", "starts", "stops", "extremes", "results"])
 def sum_up_taps(
     tap_partials, starts, stops, extremes, results, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
@@ -429,6 +479,17 @@ def to_bfloat16(value):
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return value.to(tl.bfloat16)
+
+
+@triton.jit
+def to_bfloat16_pairs(value):
+    """The same, two by one instruction: what is both stored and looked at is otherwise made one by one, slowly."""
+    if INTERPRETED or not cuda_capability_geq(8, 0):
+        return to_bfloat16(value)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [value], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
 
 
 @triton.jit

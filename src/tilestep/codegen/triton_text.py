@@ -63,8 +63,8 @@ SPELLING = {
     "ge": "({0} >= {1})",
     "eq": "({0} == {1})",
     "ne": "({0} != {1})",
-    "and": "({0} & {1})",
-    "or": "({0} | {1})",
+    "and": "both({0}, {1})",
+    "or": "either({0}, {1})",
     "not": "({0} == 0)",
     "isnan": "({0} != {0})",
     "isinf": "is_infinite({0})",
@@ -95,6 +95,9 @@ SPELLING = {
 
 HELPERS = [
     "add",
+    "add_count",
+    "add_largest",
+    "add_squares",
     "arc_cosine",
     "arc_sine",
     "arc_tangent",
@@ -103,9 +106,11 @@ HELPERS = [
     "area_sine",
     "area_tangent",
     "bits_of",
+    "both",
     "cosine",
     "differs",
     "divide",
+    "either",
     "error_complement",
     "exponential",
     "exponential2",
@@ -135,6 +140,7 @@ HELPERS = [
     "square_root",
     "tangent",
     "to_bfloat16",
+    "to_bfloat16_pairs",
     "to_float32",
     "truncate",
     "truncated_remainder",
@@ -231,6 +237,13 @@ def pointer_to(array: Array) -> str:
     return f"{array.name}_address.to(tl.pointer_type(tl.{kind}))"
 
 
+def narrowed(value: str, array: Array, compute: str, *, in_pairs: bool) -> str:
+    """The expression of a value as an element of an array; in pairs where more than the array needs it."""
+    if in_pairs and array.dtype is torch.bfloat16 and compute == "float32":
+        return f"to_bfloat16_pairs({value})"
+    return f"({value}).to(tl.{dtype_name(array.dtype)})"
+
+
 REDUCTIONS = {
     "reduce_sum": ("0.0", "add"),
     "reduce_amax": ("float('-inf')", "larger"),
@@ -246,6 +259,7 @@ class TileBody:
     ) -> None:
         self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
         self.store_mask = mask
+        self.in_pairs = False
         self.compute = dtype_name(spec.compute)
 
     def _mask(self, array: Array) -> str:
@@ -283,7 +297,7 @@ class TileBody:
         storage = self.spec.storages[name]
         arrays, codec = storage.arrays(name), codec_of(storage)
         if codec.is_plain:
-            self._store(arrays[0], f"({value}).to(tl.{dtype_name(arrays[0].dtype)})")
+            self._store(arrays[0], narrowed(value, arrays[0], self.compute, in_pairs=self.in_pairs))
             return
         elements = [f"{array.name}_element" for array in arrays]
         number = f"({value}).to(tl.float32)"

@@ -22,6 +22,7 @@ from .control import StepInputs
 from .cuda_slices import CudaSlices
 from .cuda_windows import window_tables
 from .gradients import copy_to
+from .layout import Tiles, cut_tiles
 from .limits import StepLimit
 from .segment import Entry, Segment
 from .taps import chunks_of
@@ -31,6 +32,9 @@ _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
 _TAP_RUN = 256
 """Tiles whose statistics one program combines."""
+_MOST_SPANS, _ENOUGH_PROGRAMS = 8, 8192
+"""Spans that a program walks which measures, and how many programs there are for each of them: what it has accumulated
+is reduced once."""
 _DECIDE_BLOCK = 8192
 _DECIDE_FLAGS = (
     "HAS_NORM",
@@ -71,9 +75,7 @@ class CudaSegment(Segment):
         program, count, device = spec.program, len(self.entries), self.device
         compute = spec.compute
 
-        def table(array: np.ndarray) -> torch.Tensor:
-            tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device)
-            return tensor if tensor.numel() else tensor.new_zeros(1)
+        table = self._table
 
         def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -114,6 +116,7 @@ class CudaSegment(Segment):
         }
         self._tables.update(tap_words=numbers(1), first_word=numbers(1), tap_partials=numbers(1))
         self._finish_taps: list[tuple[Launcher, list[torch.Tensor]]] = []
+        self._cuts: dict[int, tuple[Tiles, dict[str, torch.Tensor], list[tuple[Launcher, list[torch.Tensor]]]]] = {}
         self._list_strided_tiles()
 
     def tap(self, *, stats: bool, changes: bool) -> None:
@@ -122,26 +125,42 @@ class CudaSegment(Segment):
         assert taps is not None
         self._tables["tap_words"] = taps.words
         self._tables["first_word"] = torch.from_numpy(taps.first_word[:-1].copy()).to(self.device)
-        if stats and taps.by_kernels:
-            width = len(taps.columns)
-            self._tables["tap_partials"] = torch.zeros(
-                max(self.tiles.count, 1) * width, dtype=self.spec.compute, device=self.device
-            )
-            self._finish_taps = self._tap_sums(width)
+        self._cuts.clear()
         self._launches()
 
-    def _tap_sums(self, width: int) -> list[tuple[Launcher, list[torch.Tensor]]]:
+    def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
+        """The tables, tiles and strided tiles of passes that measure; what combines their partials is made with them.
+
+        Sums that the update itself needs, and windows, keep the tiles of the other passes.
+        """
+        assert self.taps is not None
+        spans = min(max(self.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
+        spans = 1 if self.spec.reduction_count or self.windows else spans
+        if spans not in self._cuts:
+            cut = cut_tiles(self.tiles.numel.tolist(), self.tiles.size * spans)
+            size = max(cut.count, 1) * len(self.taps.columns)
+            tables = {
+                "tap_partials": torch.zeros(size, dtype=self.spec.compute, device=self.device),
+                "tile_tensor": self._table(cut.tile_tensor),
+                "first_tile": self._table(cut.first_tile),
+            }
+            self._cuts[spans] = (cut, tables, self._tap_sums(cut, tables["tap_partials"]))
+        cut, tables, self._finish_taps = self._cuts[spans]
+        self._tables["tap_partials"] = tables["tap_partials"]
+        listed = self._strided(cut)
+        return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
+
+    def _table(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return tensor if tensor.numel() else tensor.new_zeros(1)
+
+    def _tap_sums(self, cut: Tiles, partials: torch.Tensor) -> list[tuple[Launcher, list[torch.Tensor]]]:
         """What combines the statistics of tiles: of neighbours first, as a tensor may have a million; then of those."""
         from ..codegen.triton_support import sum_up_taps
 
         assert self.taps is not None
-        counts = np.diff(np.append(self.tiles.first_tile, self.tiles.count))
-        runs, tensors = chunks_of(counts, _TAP_RUN)
-
-        def table(array: np.ndarray) -> torch.Tensor:
-            tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-            return tensor if tensor.numel() else tensor.new_zeros(1)
-
+        width, table = len(self.taps.columns), self._table
+        runs, tensors = chunks_of(np.diff(np.append(cut.first_tile, cut.count)), _TAP_RUN)
         columns = range(width)
         extremes = torch.tensor([float(self.taps.columns.is_extreme(slot)) for slot in columns], device=self.device)
         between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=self.device)
@@ -152,7 +171,7 @@ class CudaSegment(Segment):
                 [source, table(bounds[0]), table(bounds[1]), extremes, results],
             )
             for bounds, source, results in (
-                (runs, self._tables["tap_partials"], between),
+                (runs, partials, between),
                 (tensors, between, self.taps.totals),
             )
         ]
@@ -166,17 +185,23 @@ class CudaSegment(Segment):
             (self._prepare(module, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
             for index in range(len(program.scalars))
         ]
-        modules = {False: module}
+        ways = {False: (module, self._tables, self.tiles, self._strided_tiles)}
         if self.taps is not None and self.taps.stats and self.taps.by_kernels:
-            modules[True] = _module(self.spec.measuring)
+            ways[True] = (_module(self.spec.measuring), *self._cut_measured())
         self._tile = {
-            (unscale, measures): [self._tile_launches(own, index, unscale) for index in range(len(program.tiles))]
+            (unscale, measures): [self._tile_launches(index, unscale, *way) for index in range(len(program.tiles))]
             for unscale in (False, True)
-            for measures, own in modules.items()
+            for measures, way in ways.items()
         }
 
     def _tile_launches(
-        self, module: ModuleType, index: int, unscale: bool
+        self,
+        index: int,
+        unscale: bool,
+        module: ModuleType,
+        tables: Mapping[str, torch.Tensor],
+        tiles: Tiles,
+        strided_tiles: int,
     ) -> list[tuple[Launcher, list[torch.Tensor]]]:
         tile = self.spec.program.tiles[index]
         launches = []
@@ -185,7 +210,7 @@ class CudaSegment(Segment):
                 launches += self.slices.launches(module, here, self._tables, unscale, self.layout_index >= 0)
         if tile is None or tile.view is not None:
             return launches
-        launches += self._element_launches(module, index, unscale, self._tables, self.tiles.count, self._strided_tiles)
+        launches += self._element_launches(module, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
         if tile.reductions:
             size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
             finish = self._prepare(module, f"finish_{index}", len(self.entries), size)
@@ -200,11 +225,12 @@ class CudaSegment(Segment):
         tables: Mapping[str, torch.Tensor],
         tiles: int,
         strided_tiles: int,
+        span: int,
     ) -> list[tuple[Launcher, list[torch.Tensor]]]:
         """A tile pass over elements: over all tiles that these tables have, then over those walked by coordinates."""
         if not tiles:
             return []
-        size = {"TILE": self.shape.tile, "SPAN": self.shape.span, "UNSCALE": unscale}
+        size = {"TILE": self.shape.tile, "SPAN": span, "UNSCALE": unscale}
         taps = self._tap_pointers(module, index)
         pointers = triton_backend.tile_pointers(self.spec, taps)
         plain = self._prepare(module, f"tile_pass_{index}", tiles, size)
@@ -242,20 +268,21 @@ class CudaSegment(Segment):
         copy_to(self._tables["layouts"], self.layouts)
         self._list_strided_tiles()
 
+    def _strided(self, cut: Tiles) -> np.ndarray:
+        """int32, the tiles that are walked by coordinates."""
+        return np.nonzero((self.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
+
     def _list_strided_tiles(self) -> None:
-        strided = self.layout_index >= 0
-        if self.tiles.count and strided.any():
-            listed = np.nonzero(strided[self.tiles.tile_tensor])[0].astype(np.int32)
-            self._tables["tile_list"] = torch.from_numpy(listed).to(self.device)
-            self._strided_tiles = len(listed)
-        else:
-            self._strided_tiles = 0
-        self._launches()
+        listed = self._strided(self.tiles)
+        self._strided_tiles = len(listed)
+        if len(listed):
+            self._tables["tile_list"] = self._table(listed)
         self.set_windows(self.windows)
 
     def set_windows(self, windows: Sequence[Window]) -> None:
         """Make the tables of each window; its launches are prepared at their first use."""
         self.windows = windows
+        self._launches()
         self._window_tables = [window_tables(self, window, self._tables) for window in windows]
         self._window_launches: dict[tuple[int, int, bool, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
 
@@ -266,7 +293,9 @@ class CudaSegment(Segment):
             tables, strided = self._window_tables[position]
             tiles = len(self.windows[position].tiles)
             module = _module(self.spec.measuring if self.measures else self.spec)
-            self._window_launches[key] = self._element_launches(module, index, self.unscales, tables, tiles, strided)
+            self._window_launches[key] = self._element_launches(
+                module, index, self.unscales, tables, tiles, strided, self.shape.span
+            )
         for launcher, arguments in self._window_launches[key]:
             launcher(*arguments)
 
