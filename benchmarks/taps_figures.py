@@ -3,7 +3,9 @@
     python benchmarks/taps_figures.py --out benchmarks/results/h200/taps.json
 
 Contenders run by turns in one process over the same parameters and gradients, ten steps a turn; the figure to quote is
-the ratio to the plain steps of the same round. Peers:
+the median of the ratios to the plain steps of the same rounds, with the smallest and largest. Beside it is what the
+bytes alone predict: `bytes` an element that a step of each moves, of which a plain one moves 16: it reads the gradient
+twice, for its norm and for the update, and reads and writes the parameter and two states, all of 2 bytes. Peers:
 
 hooks: what `wandb.watch` and its kin do, a norm of each gradient and parameter read by the host one by one.
 foreach: `torch._foreach_norm` over gradients, parameters, states and updates (from a copy made before), read at once.
@@ -60,13 +62,31 @@ def _changes_by_snapshot(optimizer: Any, params: list[torch.Tensor]) -> int:
     return sum(len((param.detach() != old).view(-1).nonzero()) for param, old in zip(params, before))
 
 
+PLAIN = 16.0
+BYTES = {
+    "plain": PLAIN,
+    "stats, every step": PLAIN,
+    "stats, every 10 steps": PLAIN,
+    # Bits are read and, where there are new ones, written.
+    "track_changes": PLAIN + 0.125,
+    # With all bits new, which are then read twice and cleared.
+    "track_changes and list": PLAIN + 5 * 0.125,
+    "hooks, every step": PLAIN + 2 * 2,
+    # Copies, differences, and two norms of each of gradients, parameters, updates and two states.
+    "foreach, every step": PLAIN + 2 * 2 + 3 * 2 + 2 * 5 * 2,
+    # Copies, comparisons into bytes, and these read twice by nonzero.
+    "snapshot and compare": PLAIN + 2 * 2 + (2 * 2 + 1) + 2,
+}
+"""Bytes an element of bfloat16 with states of bfloat16 that a step moves at least."""
+
+
 def _contenders(params: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
     def adamw(**options: Any) -> Any:
         return tilestep.AdamW(params, lr=1e-6, max_grad_norm=1.0, **options)
 
     plain, always = adamw(), adamw(stats=tilestep.Stats(every=1))
     tenth, tracking = adamw(stats=tilestep.Stats(every=STEPS)), adamw(track_changes=True)
-    listing = tracking
+    listing = adamw(track_changes=True)
 
     def listed() -> None:
         listing.step()
@@ -109,15 +129,20 @@ def _measured(workload: Workload, device: torch.device, rounds: int) -> dict[str
     for _ in range(rounds):
         for name, run in contenders.items():
             times[name].append(_turn(run, device, STEPS if not name.startswith(("hooks", "foreach", "snap")) else 2))
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, taken in times.items():
         ratios = [each[0] / plain[0] for each, plain in zip(taken, times["plain"])]
         rows[name] = {
             "ms": statistics.median(each[0] for each in taken) * 1e3,
             "host_ms": statistics.median(each[1] for each in taken) * 1e3,
             "of_plain": statistics.median(ratios),
+            "of_plain_range": [min(ratios), max(ratios)],
+            "of_plain_by_bytes": BYTES[name] / PLAIN,
         }
-        print(f"{workload.title:60} {name:26} {rows[name]['ms']:9.3f} ms  {rows[name]['of_plain']:7.3f} of plain")
+        print(
+            f"{workload.title:55} {name:24} {rows[name]['ms']:8.3f} ms, {rows[name]['of_plain']:6.3f} of plain "
+            f"({min(ratios):.3f} to {max(ratios):.3f}; by bytes {BYTES[name] / PLAIN:.3f})"
+        )
     return {"workload": workload.title, "steps_a_turn": STEPS, "rounds": rounds, "contenders": rows}
 
 
@@ -132,7 +157,9 @@ def main(
     found = [_measured(workload, device, rounds) for workload in (large, many)]
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"environment": environment(device), "figures": found}, indent=1) + "\n")
+        runs = json.loads(out.read_text())["runs"] if out.exists() else []
+        runs.append({"environment": environment(device), "figures": found})
+        out.write_text(json.dumps({"format": 1, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

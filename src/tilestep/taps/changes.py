@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,6 +89,7 @@ class Changes:
         self._handles: list[torch.Tensor] = []
         self._written: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         self._counts: dict[int, int] = {}
+        self._cut: dict[torch.device, _Blocks] = {}
 
     def attach(self, tables: Any, rows: Mapping[int, Origin], handles: Sequence[torch.Tensor], names: Names) -> None:
         """Use the bits of new tables; what was set before is set in them too.
@@ -126,6 +128,7 @@ class Changes:
                         one.take_bits(known)
                     found[id(handle)] = one
         self._tracked = found
+        self._cut.clear()
         self._order = sorted(found, key=lambda each: found[each].place)
         for engine in tables.engines:
             engine.wrote = self._note
@@ -165,7 +168,9 @@ class Changes:
         for one in tracked:
             if one.leads or not gathers:
                 by_device.setdefault(one.param.device, []).append(one)
-        lists = [_OnCpu(own) if _is_plain(device) else _OnDevice(own, device) for device, own in by_device.items()]
+        lists = [
+            _OnCpu(own) if _is_plain(device) else _OnDevice(own, device, self._cut) for device, own in by_device.items()
+        ]
         if gathers:
             made = self._gathered(lists)
         else:
@@ -176,7 +181,8 @@ class Changes:
         if clear:
             for one in tracked:
                 one.wholly = False
-                one.bits.zero_()
+            for bits in {one.bits.untyped_storage().data_ptr(): one.bits for one in tracked}.values():
+                _table_of(bits).zero_()
         return iter([(self._names[place], *made[place]) for place in sorted(made) if len(made[place][0])])
 
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -324,15 +330,17 @@ def _flags(one: _Tracked) -> torch.Tensor:
 class _OnDevice:
     """As `_OnCpu`, where the host must not wait for each parameter."""
 
-    def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
+    def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: dict[torch.device, _Blocks]) -> None:
         self.tracked, self.device = list(tracked), device
         by_kernels = _by_kernels(device)
         there = [one for one in tracked if not one.wholly and len(one.bits)]
-        self._plain = [one for one in there if by_kernels and one.param.is_contiguous()]
-        chosen = set(map(id, self._plain))
+        plain = [one for one in there if by_kernels and one.param.is_contiguous()]
+        chosen = set(map(id, plain))
         self._others = [one for one in there if id(one) not in chosen]
         self._flags = {id(one): _flags(one).reshape(-1) for one in self._others}
-        self._blocks = _Blocks(self._plain, device)
+        known = cut.get(device)
+        self._blocks = cut[device] = known if known is not None and known.fits(plain) else _Blocks(plain, device)
+        self._plain = self._blocks.tracked
 
     def counts(self) -> torch.Tensor:
         """int64[parameters] on the device."""
@@ -340,7 +348,7 @@ class _OnDevice:
         places = {id(one): place for place, one in enumerate(self.tracked)}
         known = [*self._plain, *self._others]
         if known:
-            totals = [self._blocks.counted(), *(self._flags[id(one)].sum().reshape(1) for one in self._others)]
+            totals = [*self._blocks.counted(), *(self._flags[id(one)].sum().reshape(1) for one in self._others)]
             counts.index_copy_(0, sent([places[id(one)] for one in known], self.device), torch.cat(totals))
         return counts
 
@@ -362,81 +370,77 @@ class _OnDevice:
         return lists
 
 
+class _Run:
+    """Parameters whose bits are in one table, cut into blocks of words, and the kernels that read these."""
+
+    def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
+        from ..codegen.launch_triton import prepare
+        from ..codegen.triton_changes import WORDS, count_changes, list_changes
+
+        self.members, self._device = list(members), device
+        self._dtype, self._bits = members[0].param.dtype, _table_of(members[0].bits)
+        words = np.asarray([len(one.bits) for one in members])
+        first = np.asarray([one.bits.storage_offset() for one in members])
+        addresses = np.asarray([one.param.data_ptr() for one in members])
+        counts = -(-words // WORDS)
+        ends = np.cumsum(counts)
+        owner = np.repeat(np.arange(len(members)), counts)
+        within = (np.arange(len(owner)) - (ends - counts)[owner]) * WORDS
+        blocks = np.stack([first[owner] + within, (first + words)[owner], within * WORD, addresses[owner]], 1)
+        self._blocks = torch.from_numpy(blocks.astype(np.int64)).to(device)
+        self._ends = torch.from_numpy(ends - 1).to(device)
+        self._counts = torch.zeros(len(owner), dtype=torch.int64, device=device)
+        self._count = prepare(count_changes, len(owner), device, {"WORDS": WORDS})
+        self._list = prepare(list_changes, len(owner), device, {"WORDS": WORDS, "BYTES": self._dtype.itemsize})
+
+    def counted(self) -> torch.Tensor:
+        """int64[parameters], how many weights of each have changed; on the device."""
+        self._count(self._bits, self._blocks, self._counts)
+        self._cumulated = self._counts.cumsum(0)
+        ends = self._cumulated[self._ends]
+        return torch.diff(ends, prepend=ends.new_zeros(1))
+
+    def listed(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Indices and values of each parameter, views of one array."""
+        total = sum(counts)
+        found = torch.empty(total, dtype=self.members[0].dtype, device=self._device)
+        values = torch.empty(total, dtype=self._dtype, device=self._device)
+        if total:
+            bits = values.view(_INTEGERS[self._dtype.itemsize])
+            self._list(self._bits, self._blocks, self._cumulated, found, bits)
+        return zip(found.split(counts), values.split(counts))
+
+
 class _Blocks:
-    """Parameters that lie in memory in the order of their indices, cut into blocks of words."""
+    """Parameters that lie in memory in the order of their indices."""
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
-        self._tracked, self._device = list(tracked), device
-        self._runs: list[tuple[list[_Tracked], dict[str, torch.Tensor], int]] = []
         kinds: dict[tuple[Any, ...], list[_Tracked]] = {}
         for one in tracked:
             key = (one.bits.untyped_storage().data_ptr(), one.param.dtype, one.dtype)
             kinds.setdefault(key, []).append(one)
-        for members in kinds.values():
-            self._runs.append((members, *self._tables(members)))
+        self._given, self._addresses = list(tracked), [one.param.data_ptr() for one in tracked]
+        self._runs = [_Run(members, device) for members in kinds.values()]
+        self.tracked = [one for run in self._runs for one in run.members]
+        """The parameters in the order of counts and lists."""
 
-    def _tables(self, members: Sequence[_Tracked]) -> tuple[dict[str, torch.Tensor], int]:
-        """The blocks of parameters whose bits are in one table."""
-        from ..codegen.triton_changes import WORDS
+    def fits(self, tracked: Sequence[_Tracked]) -> bool:
+        """Whether these are the parameters, and lie where they lay."""
+        same = len(tracked) == len(self._given) and all(map(operator.is_, tracked, self._given))
+        return same and [one.param.data_ptr() for one in tracked] == self._addresses
 
-        words = np.asarray([len(one.bits) for one in members])
-        first = np.asarray([one.bits.storage_offset() for one in members])
-        blocks = -(-words // WORDS)
-        owner = np.repeat(np.arange(len(members)), blocks)
-        within = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-        addresses = np.asarray([one.param.data_ptr() for one in members], dtype=np.int64)
-        tables = {
-            "first_word": first[owner] + within * WORDS,
-            "last_word": (first + words)[owner],
-            "begins": within * WORDS * WORD,
-            "addresses": addresses[owner],
-            "ends": np.cumsum(blocks) - 1,
-        }
-        stacked = torch.from_numpy(np.concatenate([table.astype(np.int64) for table in tables.values()]))
-        if members[0].bits.is_cuda:
-            stacked = stacked.pin_memory()
-        sizes = [len(table) for table in tables.values()]
-        return dict(zip(tables, stacked.to(self._device, non_blocking=True).split(sizes))), len(owner)
-
-    def counted(self) -> torch.Tensor:
-        """int64[parameters], how many weights of each have changed; on the device."""
-        from ..codegen.launch_triton import prepare
-        from ..codegen.triton_changes import WORDS, count_changes
-
-        self._cumulated: list[torch.Tensor] = []
-        totals: dict[int, torch.Tensor] = {}
-        for members, tables, blocks in self._runs:
-            counts = torch.zeros(blocks, dtype=torch.int64, device=self._device)
-            bits = _table_of(members[0].bits)
-            launch = prepare(count_changes, blocks, self._device, {"WORDS": WORDS})
-            launch(bits, tables["first_word"], tables["last_word"], counts)
-            cumulated = counts.cumsum(0)
-            self._cumulated.append(cumulated)
-            ends = cumulated[tables["ends"]]
-            each = torch.diff(ends, prepend=ends.new_zeros(1))
-            totals.update(zip(map(id, members), each.unbind()))
-        own = [totals[id(one)] for one in self._tracked]
-        return torch.stack(own) if own else torch.zeros(0, dtype=torch.int64, device=self._device)
+    def counted(self) -> list[torch.Tensor]:
+        """int64, how many weights of each parameter have changed, in parts; on the device."""
+        return [run.counted() for run in self._runs]
 
     def listed(self, counts: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Indices and values of each parameter by `id`, views of one array for all of a kind."""
-        from ..codegen.launch_triton import prepare
-        from ..codegen.triton_changes import WORDS, list_changes
-
-        known = dict(zip(map(id, self._tracked), counts))
-        lists: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for (members, tables, blocks), cumulated in zip(self._runs, self._cumulated):
-            own = [known[id(one)] for one in members]
-            dtype = members[0].param.dtype
-            found = torch.empty(sum(own), dtype=members[0].dtype, device=self._device)
-            values = torch.empty(sum(own), dtype=dtype, device=self._device)
-            if len(found):
-                launch = prepare(list_changes, blocks, self._device, {"WORDS": WORDS, "BYTES": dtype.itemsize})
-                listed = [tables[name] for name in ("first_word", "last_word", "begins", "addresses")]
-                launch(_table_of(members[0].bits), *listed, cumulated, found, values.view(_INTEGERS[dtype.itemsize]))
-            parts = zip(members, found.split(own), values.split(own))
-            lists.update({id(one): (index, value) for one, index, value in parts})
-        return lists
+        """Indices and values of each parameter by `id`."""
+        rest = iter(counts)
+        return {
+            id(one): pair
+            for run in self._runs
+            for one, pair in zip(run.members, run.listed(list(itertools.islice(rest, len(run.members)))))
+        }
 
 
 def _table_of(bits: torch.Tensor) -> torch.Tensor:
