@@ -20,6 +20,7 @@ from test_changes import parameters, train
 from test_stats import check, give_gradients
 
 import tilestep
+from tilestep.engine import cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -54,6 +55,45 @@ def test_numbers_and_equal_steps(rule: str, dtype: torch.dtype) -> None:
         assert all(map(torch.equal, params, plain)), step
         if step % 2 == 0:
             check(optimizer, params, before, 1e-5 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_programs_that_walk_several_spans(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_ENOUGH_PROGRAMS", 32)
+    params, plain = on_gpu(dtype), on_gpu(dtype)
+    options = {"lr": 0.05, "skip_nonfinite": True}
+    optimizer = tilestep.AdamW(params, stats=tilestep.Stats(), track_changes=True, **options)
+    twin = tilestep.AdamW(plain, **options)
+    for step in range(1, 4):
+        before = [param.detach().clone() for param in params]
+        fill(params, step)
+        params[3].grad.fill_(torch.inf if step == 2 else 1.0)
+        for param, other in zip(params, plain):
+            other.grad = param.grad.clone()
+        optimizer.step()
+        twin.step()
+        row = optimizer.stats.read()
+        lists = {name: indices.long() for name, indices, _ in optimizer.changes()}
+        for place, (param, other, old) in enumerate(zip(params, plain, before)):
+            assert torch.equal(param, other), step
+            wanted = (param.detach() != old).view(-1).nonzero().view(-1)
+            assert torch.equal(lists.get(f"0.{place}", wanted[:0]), wanted)
+            tensors = {"param": param, "exp_avg": optimizer.state[param]["exp_avg"]}
+            for name, tensor in tensors.items():
+                exact = tensor.detach().double()
+                assert row[f"0.{place}"][f"{name}_norm"] == pytest.approx(exact.norm().item(), rel=1e-5)
+                assert row[f"0.{place}"][f"{name}_max"] == exact.abs().max().item()
+
+
+def test_norms_of_states_of_any_size() -> None:
+    param = torch.nn.Parameter(torch.ones(100_000, device="cuda"))
+    optimizer = tilestep.AdamW([param], lr=0.0, stats=tilestep.Stats())
+    for scale in (1e-13, 1e-4, 1.0, 1e9):
+        param.grad = torch.full_like(param, scale)
+        param.grad[::2] *= 1e-3
+        optimizer.step()
+        exact = optimizer.state[param]["exp_avg_sq"].double().norm().item()
+        assert optimizer.stats.read()["0.0"]["exp_avg_sq_norm"] == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("masters", [False, True, "remainder", "kahan", "int8"])
