@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
@@ -46,7 +48,8 @@ class Beside:
         clip = {"max_grad_norm": options.pop("clip")} if "clip" in options else {}
         kept = {"master_weights": options.pop("master_weights")} if "master_weights" in options else {}
         rule = options.pop("rule", tilestep.registry[kind])
-        made = tilestep.Optimizer(groups(model), rule, **ADAM, **clip, **kept)
+        own = [{**group, **said} for group, said in zip(groups(model), options.pop("by_group", ({}, {})))]
+        made = tilestep.Optimizer(own, rule, **ADAM, **clip, **kept)
         self.optimizer = tilestep.shard(made, model, bucket_cap_mb=TINY, **options)
 
     def backward(self, sync: bool, scales: Any = None, spoil: float | None = None) -> None:
@@ -150,6 +153,50 @@ def gradients_and_parameters_sent_in_other_dtypes() -> None:
     Beside(Elementwise(), grad_sync_dtype=torch.float64).train()
 
 
+def types_by_group() -> None:
+    """What travels, masters and states may differ by param group: apex has such types for each parameter."""
+    first = {"grad_sync_dtype": torch.float32, "master_weights": "remainder"}
+    second = {"param_sync_dtype": torch.uint8, "master_weights": True, "state_dtype": lambda name: torch.bfloat16}
+    beside = Beside(Elementwise().bfloat16(), by_group=(first, second))
+    beside.train()
+    buckets = beside.optimizer.schedule.sharding.buckets
+    assert {(each.grad_dtype, each.sync_dtype) for each in buckets} == {
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.uint8),
+    }
+    kinds = (("remainder_param", torch.float32), ("master_param", torch.bfloat16))
+    for group, (key, dtype) in zip(beside.optimizer.param_groups, kinds):
+        states = [beside.optimizer.state[param] for param in group["params"]]
+        assert all(key in state for state in states)
+        assert all(state["exp_avg"].dtype is dtype for state in states)
+    # Gradients of one group alone in float64, and parameters of the other in a narrower type, whose owner keeps them.
+    Beside(Elementwise(), by_group=({"grad_sync_dtype": torch.float64}, {})).train()
+    narrow = Beside(
+        Elementwise(), by_group=({}, {"param_sync_dtype": torch.bfloat16}), tolerance={"rtol": 0.02, "atol": 0}
+    )
+    narrow.train()
+    for group, is_narrow in zip(narrow.optimizer.param_groups, (False, True)):
+        for param in group["params"]:
+            assert torch.equal(param, param.to(torch.bfloat16).to(torch.float32)) is is_narrow
+    saved = narrow.optimizer.state_dict()
+    assert not any("param_sync_dtype" in group for group in saved["param_groups"])
+    narrow.optimizer.load_state_dict(saved)
+    assert [group.get("param_sync_dtype") for group in narrow.optimizer.param_groups] == [None, torch.bfloat16]
+    with pytest.raises(ValueError, match=r"group 1: Invalid grad_sync_dtype: torch\.int8"):
+        Beside(Elementwise(), by_group=({}, {"grad_sync_dtype": torch.int8}))
+
+
+def buckets_of_padding() -> None:
+    model = nn.ParameterDict({str(place): nn.Parameter(torch.ones(1)) for place in range(200)})
+    with pytest.warns(UserWarning, match=r"bucket_cap_mb=3.8e-06 are 97% padding .*a larger bucket_cap_mb"):
+        tilestep.shard(tilestep.SGD(model.parameters()), model, bucket_cap_mb=4 / 2**20)
+    # Two ranks for a matrix that one of them has to update.
+    matrix = nn.ParameterDict({"0": nn.Parameter(torch.ones(1024, 512))})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tilestep.shard(tilestep.Muon(matrix.parameters()), matrix)
+
+
 def mixed_dtypes() -> None:
     model = Elementwise()
     for place, dtype in ((1, torch.float16), (4, torch.bfloat16), (7, torch.float64)):
@@ -198,6 +245,8 @@ CHECKS = [
     bfloat16_remainders,
     scaled_states,
     gradients_and_parameters_sent_in_other_dtypes,
+    types_by_group,
+    buckets_of_padding,
     mixed_dtypes,
     a_clip,
     scalers_with_overflows,

@@ -24,7 +24,14 @@ from tilestep.sharding.layout import (
 )
 
 ITEMS = st.lists(
-    st.builds(Item, st.integers(0, 3000), st.sampled_from([1, 2, 4, 8]), st.sampled_from("ab"), whole=st.booleans()),
+    st.builds(
+        Item,
+        st.integers(0, 3000),
+        st.sampled_from([1, 2, 4, 8]),
+        st.sampled_from("ab"),
+        whole=st.booleans(),
+        unit=st.sampled_from([16, 16, 128, 48, 4112]),
+    ),
     min_size=1,
     max_size=30,
 )
@@ -42,6 +49,8 @@ def test_every_element_belongs_to_one_rank(items: list[Item], ranks: int, cap: f
             assert slot.offset >= ends or not slot.numel
             ends = max(ends, slot.offset + slot.numel)
             pieces = [layout.piece(slot, rank) for rank in range(ranks)]
+            if not items[slot.index].whole:
+                assert all(start % items[slot.index].unit == 0 for start, stop in pieces if start < stop)
             covered = [element for start, stop in pieces for element in range(start, stop)]
             assert covered == list(range(slot.numel))
             if items[slot.index].whole and slot.numel:

@@ -81,6 +81,41 @@ def shards() -> None:
         compare(again, wanted)
 
 
+def pieces_are_balanced() -> None:
+    """No rank has more of the state than its share, but for some rows of those that end inside of a block."""
+    for format in FORMATS:
+        net = nn.ParameterDict(
+            {
+                name: nn.Parameter(torch.ones(shape))
+                for name, shape in (("a", (96, 256)), ("b", (400, 130)), ("c", 9000))
+            }
+        )
+        optimizer = tilestep.shard(make(net, format), net)
+        own = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+        everything = sum(
+            value.nbytes
+            for state in optimizer.full_state_dict()["state"].values()
+            for value in state.values()
+            if value.dim()
+        )
+        assert abs(own - everything / 2) < 0.02 * everything, (own, everything)
+
+
+def parameters_without_names() -> None:
+    """An embedding that the optimizer cannot tell from other parameters is one of those under shard() too."""
+    nets = [nn.Sequential() for _ in range(2)]
+    for net in nets:
+        net.add_module("emb", nn.Linear(130, 90, bias=False))
+        nn.init.ones_(net.emb.weight)
+    plain = tilestep.AdamW(nets[0].parameters(), lr=1e-2, state_dtype="int8")
+    optimizer = tilestep.shard(tilestep.AdamW(nets[1].parameters(), lr=1e-2, state_dtype="int8"), nets[1])
+    for net, one in zip(nets, (plain, optimizer)):
+        train(net, one, range(2))
+    compare(nets[1], nets[0])
+    saved = optimizer.full_state_dict()["state"][0]
+    assert saved["exp_avg_sq"].dtype is plain.state[nets[0].emb.weight]["exp_avg_sq"].dtype is torch.uint8
+
+
 def fsdp_shards() -> None:
     for format in FORMATS:
         net = model()
@@ -179,4 +214,11 @@ def checkpoints_of_other_libraries() -> None:
     assert torch.equal(alone.state[single]["exp_avg"], whole(own.state[weight]["exp_avg"]))
 
 
-CHECKS = [shards, fsdp_shards, cut_blocks_are_refused, checkpoints_of_other_libraries]
+CHECKS = [
+    shards,
+    pieces_are_balanced,
+    parameters_without_names,
+    fsdp_shards,
+    cut_blocks_are_refused,
+    checkpoints_of_other_libraries,
+]

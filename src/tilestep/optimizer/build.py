@@ -115,7 +115,8 @@ class _Plans:
                 self._by_shape.add(kind)
                 alike = (*kind, shape)
             own = grad_dtype(part if param.is_complex() else param)
-            formats = storages(part, group, graph, rule, own, label, shape)
+            named = "" if self._optimizer.placement.has_own_names else label
+            formats = storages(part, group, graph, rule, own, named, shape)
             if is_distributed(param):
                 check_cut_blocks(label, param, formats)
             spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)

@@ -155,8 +155,9 @@ def check_rules(
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
     """Give a loaded param group its parameters and the keys that the checkpoint does not have.
 
-    How state is kept is not the checkpoint's business: `master_weights` and `state_dtype` stay as this optimizer was
-    made. Nor is code: hyperparameters that are functions of the step stay as they are.
+    How state is kept and sent is not the checkpoint's business: `master_weights`, `state_dtype` and the types that
+    travel stay as this optimizer was made. Nor is code: hyperparameters that are functions of the step stay as they
+    are.
     """
     for key in ("params", "param_names", *rule.hyperparameters, *rule.options):
         if key in old:
@@ -165,7 +166,8 @@ def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -
         group[key] = _with_functions(old[key], group[key])
     group.setdefault("max_grad_norm", old.get("max_grad_norm"))
     group["master_weights"] = old.get("master_weights", False)
-    group["state_dtype"] = old.get("state_dtype")
+    for key in ("state_dtype", "grad_sync_dtype", "param_sync_dtype"):
+        group[key] = old.get(key)
     group.pop("rule", None)
     if "rule" in old:
         group["rule"] = old["rule"]
@@ -179,8 +181,13 @@ def _with_functions(old: Any, loaded: Any) -> Any:
 
 
 def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-    """Put numbers in the place of functions of the step: what they gave at the group's last step."""
+    """Put numbers in the place of functions of the step: what they gave at the group's last step.
+
+    What gradients and parameters travel in is left out: checkpoints know nothing of ranks.
+    """
     for group, other in zip(optimizer.param_groups, saved):
+        for key in ("grad_sync_dtype", "param_sync_dtype"):
+            other.pop(key, None)
         if "state_dtype" in other:
             other["state_dtype"] = saved_choice(other["state_dtype"])
         functions = [key for key, value in other.items() if key != "params" and changes(value)]

@@ -22,8 +22,10 @@ GROUP_OPTIONS: Mapping[str, Any] = {
     "master_weights": False,
     "state_dtype": None,
     "in_norm": True,
+    "grad_sync_dtype": None,
+    "param_sync_dtype": None,
 }
-"""What a param group may say for any rule, and what a group means that does not say it."""
+"""What a param group may say for any rule, and what a group means that does not say it; the last two for `shard`."""
 
 OWN_KEYS = (*GROUP_OPTIONS, "rule")
 """Keys of a param group that torch's optimizers do not have; a group has none of them at its default."""

@@ -53,6 +53,9 @@ class Placement:
     wholes: Mapping[Any, torch.Tensor] = {}
     """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
 
+    has_own_names = False
+    """Whether labels name parameters that the user's param groups do not: formats then do not go by these names."""
+
     def owner(self, optimizer: Any) -> Any:
         """The optimizer that has the parameters as users have them."""
         return optimizer
@@ -77,8 +80,17 @@ LOCAL = Placement()
 class Pieces(Placement):
     """Pieces of parameters, of which other ranks have the rest."""
 
-    def __init__(self, owner: Callable[[], Any], ranks: Any, deciders: Any, origins: Mapping[Any, Origin]) -> None:
+    def __init__(
+        self,
+        owner: Callable[[], Any],
+        ranks: Any,
+        deciders: Any,
+        origins: Mapping[Any, Origin],
+        *,
+        has_own_names: bool = False,
+    ) -> None:
         self._owner, self._ranks, self._deciders = owner, ranks, deciders
+        self.has_own_names = has_own_names
         self._origins: dict[Any, Origin] = {}
         self.add(origins)
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from ..combinations import kind_of, refusal, split_kind, wrappers_around
 from ..compat import uncompiled
 from ..graph import Graph, ancestors
 from ..optimizer import Optimizer
-from ..optimizer.hyperparameters import GROUP_OPTIONS
+from ..optimizer.hyperparameters import GROUP_OPTIONS, about_group
 from ..optimizer.specs import graph_of
 from ..placements import is_distributed
 from ..rules import Rule
@@ -40,6 +41,8 @@ def plain_module(model: nn.Module) -> nn.Module:
 def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dict[Any, str]:
     """What a rank can see by itself."""
     options.check()
+    for index, group in enumerate(optimizer.param_groups):
+        about_group(index, partial(options.check_group, group))
     for name, module in model.named_modules():
         _refuse(f"module {name!r}" if name else "the model", kind_of(module))
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 
 from ..engine import is_dense
 from .groups import Ranks
-from .layout import BucketLayout, Item, Slot, plan_buckets
+from .layout import ALIGNMENT, BucketLayout, Item, Slot, padding_advice, plan_buckets
+
+_CALLER = 6
+"""Frames from a warning about buckets to the call of `shard`."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,35 @@ class Options:
         for name in ("grad_buffer", "param_buffer"):
             if getattr(self, name) not in ("contiguous", "bucket"):
                 raise ValueError(f"Invalid {name}: {getattr(self, name)!r}; it must be 'contiguous' or 'bucket'")
-        if self.grad_sync_dtype is not None and not self.grad_sync_dtype.is_floating_point:
-            raise ValueError(f"Invalid grad_sync_dtype: {self.grad_sync_dtype}; sums need a floating-point type")
+
+    def sync_dtypes(self, group: Mapping[str, Any]) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What gradients and parameters of a param group travel in: what the group says, or else these options."""
+        return group.get("grad_sync_dtype") or self.grad_sync_dtype, group.get(
+            "param_sync_dtype"
+        ) or self.param_sync_dtype
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for what a param group cannot travel in."""
+        grad, param = self.sync_dtypes(group)
+        for name, dtype in (("grad_sync_dtype", grad), ("param_sync_dtype", param)):
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise ValueError(f"Invalid {name}: {dtype!r}; it must be a torch.dtype, or None for the parameter's")
+        if grad is not None and not grad.is_floating_point:
+            raise ValueError(f"Invalid grad_sync_dtype: {grad}; sums need a floating-point type")
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a parameter is divided over the ranks."""
+
+    cost: int | None = None  # what its update costs the rank that has all of it; None where it is cut
+    unit: int = ALIGNMENT  # neighbours in memory that stay together where it is cut
+    by_rows: bool = False  # whether pieces are whole rows of blocks, and of their shape; others are flat
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether no block of a state is cut."""
+        return self.unit != ALIGNMENT
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -73,15 +104,14 @@ class Bucket:
         layout: BucketLayout,
         params: Sequence[torch.Tensor],
         ranks: Ranks,
-        options: Options,
+        sync_dtypes: tuple[torch.dtype | None, torch.dtype | None],
         memory: torch.Tensor,
     ) -> None:
         self.layout = layout
         self.params = list(params)
         self.ranks = ranks
         self.dtype = memory.dtype
-        self.grad_dtype = options.grad_sync_dtype or memory.dtype
-        self.sync_dtype = options.param_sync_dtype or memory.dtype
+        self.grad_dtype, self.sync_dtype = (dtype or memory.dtype for dtype in sync_dtypes)
         self.flat = memory
         self.own = range(ranks.rank * layout.section, (ranks.rank + 1) * layout.section)
         self._section = self.section_of(memory)
@@ -150,22 +180,36 @@ class Bucket:
 
 
 def make_buckets(
-    params: Sequence[torch.Tensor], costs: Sequence[int | None], ranks: Ranks, options: Options
+    params: Sequence[torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    divisions: Sequence[Division],
+    ranks: Ranks,
+    options: Options,
 ) -> tuple[list[Bucket], list[tuple[int, ...]]]:
-    """Bring parameters into buckets, in the order in which backward completes them."""
+    """Bring parameters into buckets, in the order in which backward completes them.
+
+    Args:
+        groups: the param group of each.
+        divisions: of each how it is divided over the ranks.
+    """
     items = []
-    for param, cost in zip(params, costs):
-        itemsize = (options.grad_sync_dtype or param.dtype).itemsize
-        whole, trains = cost is not None, param.requires_grad
-        items.append(Item(param.numel(), itemsize, param.dtype, whole=whole, cost=cost or 0, trains=trains))
+    dtypes = list(map(options.sync_dtypes, groups))
+    for param, sync_dtypes, division in zip(params, dtypes, divisions):
+        itemsize = (sync_dtypes[0] or param.dtype).itemsize
+        whole, cost, trains = division.cost is not None, division.cost or 0, param.requires_grad
+        kind = (param.dtype, *sync_dtypes)
+        items.append(Item(param.numel(), itemsize, kind, whole, cost, trains, division.unit))
     cap = None if options.bucket_cap_mb is None else options.bucket_cap_mb * 2**20
     layouts = plan_buckets(items, ranks.size, cap)
+    advice = padding_advice(items, layouts, cap)
+    if advice:
+        warnings.warn(f"shard(): {advice}", stacklevel=_CALLER)
     members = [tuple(slot.index for slot in layout.slots) for layout in layouts]
-    dtypes = [params[places[0]].dtype for places in members]
-    device = params[0].device
-    memories = _allocate([layout.numel for layout in layouts], dtypes, device, options.param_buffer == "contiguous")
+    device, together = params[0].device, options.param_buffer == "contiguous"
+    kinds = [params[places[0]].dtype for places in members]
+    memories = _allocate([layout.numel for layout in layouts], kinds, device, together)
     buckets = [
-        Bucket(layout, [params[place] for place in places], ranks, options, memory)
+        Bucket(layout, [params[place] for place in places], ranks, dtypes[places[0]], memory)
         for layout, places, memory in zip(layouts, members, memories)
     ]
     return buckets, members

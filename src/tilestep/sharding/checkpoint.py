@@ -20,6 +20,7 @@ from ..optimizer.parameters import labelled
 from ..optimizer.specs import graph_of
 from ..optimizer.states import TRAINING, begin_missing, initial_state, storages
 from ..rules import Rule
+from ..storage import entries_of, kept_in_blocks, shape_of_entries, values_of
 from .inner import ANCHOR, mirror
 from .pieces import ShardedTensorPiece
 
@@ -54,15 +55,21 @@ def _pieces(optimizer: Optimizer, sharding: Sharding) -> dict[Any, dict[str, Any
     for member in sharding.members:
         known = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
         if known:
-            found[member.param] = {name: _as_piece(member, sharding, value) for name, value in known.items()}
+            names = optimizer.rule_of(optimizer.param_groups[member.group]).state_names
+            entries = entries_of(known, names)
+            found[member.param] = {
+                name: _as_piece(member, sharding, value, entries.get(name)) for name, value in known.items()
+            }
         elif member.piece is None and sharding.holds_state(member):
             found[member.param] = _elsewhere(optimizer, member, sharding)
     return found
 
 
-def _as_piece(member: Member, sharding: Sharding, value: Any) -> Any:
-    """What a checkpoint takes for a value of the state."""
+def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | None) -> Any:
+    """What a checkpoint takes for a value of the state; `elements` are those of an entry of an array of blocks."""
     assert member.piece is not None
+    if elements is not None:
+        return ShardedTensorPiece.of(value, member, sharding.ranks, elements)
     if not isinstance(value, torch.Tensor) or (value.dim() == 0 and member.piece.dim() != 0):
         return value
     if value.shape != member.piece.shape and not member.is_whole:
@@ -81,7 +88,7 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     like = torch.empty_like(member.param, device="meta")
     graph = graph_of(rule, group, like.shape)
     later: Any = {}
-    formats = storages(like, group, graph, rule, label=f"({member.name})")
+    formats = storages(like, group, graph, rule, label=f"({member.name})" if group.get("param_names") else "")
     state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome(), like.shape, formats)
     begin_missing(later, StateHome())
     return {
@@ -108,7 +115,7 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
         if saved is not None and member.piece is not None:
             rule = optimizer.rule_of(optimizer.param_groups[member.group])
             saved = read_by_value(member.name, saved, groups_of[number], rule.name, param)
-            states[own[member.piece]] = {name: _local(member, rule, name, value) for name, value in saved.items()}
+            states[own[member.piece]] = _local_state(member, rule, saved)
     kept = ("params", "param_names", "rule")
     merged = [
         {**{key: old[key] for key in kept if key in old}, **_hyperparameters(new)}
@@ -126,28 +133,55 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names", "rule")}
 
 
-def _local(member: Member, rule: Rule, name: str, value: Any) -> Any:
+def _local_state(member: Member, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a parameter's saved state is this rank's."""
+    entries = entries_of(saved, rule.state_names)
+    if entries and not member.is_whole and not member.division.keeps_blocks:
+        # Pieces that may begin inside of a block take what it has by value.
+        saved = dict(saved)
+        for name in [name for name in rule.state_names if name in entries]:
+            storage = kept_in_blocks(saved, name)
+            assert storage is not None
+            saved[name] = values_of(storage, saved, name, shape=member.param.shape)
+            for array in storage.arrays(name)[1:]:
+                del saved[array.name]
+        entries = {}
+    known = {*MASTER_KEYS, TRAINING, *entries, *(name for name in rule.state_names if _is_like_param(rule, name))}
+    return {
+        name: _local(member, name, value, entries.get(name, 1), is_known=name in known) for name, value in saved.items()
+    }
+
+
+def _is_like_param(rule: Rule, name: str) -> bool:
+    return rule.states[name].shape != "scalar"
+
+
+def _local(member: Member, name: str, value: Any, elements: int, *, is_known: bool) -> Any:
     """What of a saved value is this rank's."""
+    assert member.piece is not None
     if not isinstance(value, torch.Tensor):
         return value
-    assert member.piece is not None
+    (shape, order), here = member.entries(elements), member.range_of(member.bucket.ranks.rank, elements)
     if isinstance(value, ShardedTensorPiece):
-        if value.shape == member.param.shape and value.here != member.bucket.piece(member.slot):
+        is_alike = value.shape == shape
+        here = here if is_alike else (0, value.numel())
+        if value.here != here:
             raise StateError(
                 f"state {name!r} of {member.name} is the piece {value.here} of another rank or of another layout, this "
-                f"rank has {member.bucket.piece(member.slot)}: load it with torch.distributed.checkpoint, or load what "
-                "full_state_dict() gives"
+                f"rank has {here}: load it with torch.distributed.checkpoint, or load what full_state_dict() gives"
             )
-        return value.local
-    is_number = name == "step" or (name in rule.states and rule.states[name].shape == "scalar")
-    if is_number or member.is_whole or name not in (*MASTER_KEYS, TRAINING, *rule.state_names):
+        mine = value.local
+        if not is_alike:
+            return mine.view(value.shape)
+    elif member.is_whole or not is_known:
         return value
-    if value.shape != member.param.shape:
-        shapes = f"{tuple(value.shape)} in the checkpoint, it needs {tuple(member.param.shape)}"
+    elif value.shape != shape:
+        shapes = f"{tuple(value.shape)} in the checkpoint, it needs {shape}"
         raise StateError(f"state {name!r} of {member.name} has shape {shapes}")
-    mine = torch.empty_like(member.piece, dtype=value.dtype, requires_grad=False)
-    ShardedTensorPiece.fill(mine, value, member)
-    return mine
+    else:
+        flat = value.detach().permute(order).reshape(-1)
+        mine = flat[slice(*here)].to(member.piece.device, copy=True)
+    return member.shaped(mine) if elements == 1 else mine.view(shape_of_entries(member.piece.shape, elements))
 
 
 def full_state_dict(

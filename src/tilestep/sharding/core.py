@@ -18,12 +18,13 @@ from ..norm import NormTable
 from ..norm.orders import combine
 from ..optimizer import Optimizer
 from ..placements import Origin
+from ..storage import entries_before, rows_of, shape_of_entries
 from ..tensor_watch import survey
 from .alike import Alike
-from .buckets import Bucket, Options, make_buckets, memory_order, view_of
+from .buckets import Bucket, Division, Options, make_buckets, memory_order, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
-from .inner import add_pieces, costs_of_wholes, make_inner, mirror
+from .inner import add_pieces, divisions_of, make_inner, mirror
 from .layout import Slot
 from .parameters import ParameterSync
 from .streams import Channel
@@ -41,6 +42,7 @@ class Member:
         group: the place of its param group.
         bucket: the bucket it lies in.
         slot: its place there.
+        division: how it is divided over the ranks.
         piece: what the optimizer of this rank updates; None where another rank has all of it.
         known_gradient: the piece's gradient and the section it was cut from at the last step.
     """
@@ -50,6 +52,7 @@ class Member:
     group: int
     bucket: Bucket
     slot: Slot
+    division: Division
     piece: torch.Tensor | None = None
     known_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
     has_begun: bool | None = None
@@ -62,8 +65,27 @@ class Member:
         return self.bucket.layout.whole
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's piece as its rule sees it: flat, or in the parameter's shape if the piece is all of it."""
-        return view_of(flat, self.param) if self.is_whole else flat
+        """This rank's piece as its rule sees it: flat, by rows of blocks, or in the shape of the parameter it is."""
+        if self.is_whole:
+            return view_of(flat, self.param)
+        if not self.division.by_rows:
+            return flat
+        if memory_order(self.param) == tuple(range(self.param.dim())):
+            columns = rows_of(self.param.shape)[1]
+            return flat.view(flat.numel() // columns, columns)
+        shape = (flat.numel() * len(self.param) // self.param.numel(), *self.param.shape[1:])
+        return flat.as_strided(shape, self.param.stride(), flat.storage_offset())
+
+    def entries(self, elements: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape of a buffer beside it of entries for neighbours, and the order of its dimensions in memory."""
+        shape = shape_of_entries(self.param.shape, elements)
+        return shape, memory_order(self.param) if elements == 1 else tuple(range(len(shape)))
+
+    def range_of(self, rank: int, elements: int = 1) -> tuple[int, int]:
+        """What a rank has of such a buffer, first entry and one past the last in the order of memory."""
+        start, stop = self.bucket.layout.piece(self.slot, rank)
+        shape = self.param.shape
+        return entries_before(shape, start, elements), entries_before(shape, stop, elements)
 
     def gradient(self, section: torch.Tensor) -> torch.Tensor:
         """The piece's part of this rank's section of summed gradients."""
@@ -166,10 +188,11 @@ class Sharding:
         """
         groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         params = [param for param in names if param not in self.member_of]
-        costs, known = costs_of_wholes(optimizer), len(self.members)
-        buckets, places = make_buckets(params, [costs[param] for param in params], self.ranks, self.options)
+        divisions, known = divisions_of(optimizer), len(self.members)
+        own = [optimizer.param_groups[groups[param]] for param in params]
+        buckets, places = make_buckets(params, own, [divisions[param] for param in params], self.ranks, self.options)
         made = {
-            param: Member(names[param], param, groups[param], bucket, slot)
+            param: Member(names[param], param, groups[param], bucket, slot, divisions[param])
             for bucket in buckets
             for slot, param in zip(bucket.layout.slots, bucket.params)
         }
@@ -228,7 +251,8 @@ class Sharding:
             member.piece = member.shaped(flat).data.requires_grad_(member.param.requires_grad)
             if member.bucket.grad_dtype != member.piece.dtype:
                 member.piece.grad_dtype = member.bucket.grad_dtype
-            cut = (None, ()) if member.is_whole else (start, memory_order(member.param))
+            order = memory_order(member.param) if not member.division.by_rows else tuple(range(member.param.dim()))
+            cut = (None, ()) if member.is_whole else (start, order)
             origins[member.piece] = Origin(member.param, *cut)
         return origins
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,10 @@ from ..optimizer.schedules import Schedule
 from ..optimizer.specs import spec_of
 from ..placements import Origin, Pieces
 from ..rules import rule
+from ..storage import BLOCK, rows_of
+from .buckets import Division, memory_order
 from .groups import Deciders, Ranks
+from .layout import ALIGNMENT
 
 ANCHOR = "anchor"
 """Key of a param group that only exists so that a rank without pieces takes part in decisions."""
@@ -34,28 +38,46 @@ class PieceSchedule(Schedule):
     begins_together = True
 
 
-def costs_of_wholes(optimizer: Optimizer) -> dict[torch.Tensor, int | None]:
-    """For each parameter whose rule works on more than single elements and reductions over all of them what it costs.
+def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
+    """For each parameter whether one rank must have all of it, and where else it may be cut.
 
-    States in blocks are such work too: blocks follow the rows of the whole tensor.
-
-    Products of matrices cost as many operations for an element as the shorter side is long, as those of Muon do;
-    what is done by rows and columns costs the same for every element.
+    Whole are those whose rule works on more than single elements and reductions over all of them. Products of matrices
+    cost as many operations for an element as the shorter side is long, as those of Muon do; what is done by rows and
+    columns costs the same for every element.
     """
-    found: dict[torch.Tensor, int | None] = {}
+    found: dict[torch.Tensor, Division] = {}
     for label, _, group, param in labelled(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
         program, graph = spec.program, spec.program.graph
-        if not (graph.slice_states or program.slices.views or program.library.scratch or spec.has_blocks):
-            found[param] = None
+        if not (graph.slice_states or program.slices.views or program.library.scratch):
+            found[param] = _in_blocks(param) if spec.has_blocks else Division()
             continue
         if program.across:
             raise RuleError(
                 f"{label}: rule {graph.title} needs whole tensors, which would be spread over the ranks, and reduces "
                 "over all of them; that is not supported by shard()"
             )
-        found[param] = param.numel() * (min(param.shape[-2:]) if program.library.scratch and param.dim() > 1 else 1)
+        is_product = program.library.scratch and param.dim() > 1
+        found[param] = Division(cost=param.numel() * (min(param.shape[-2:]) if is_product else 1))
     return found
+
+
+def _in_blocks(param: torch.Tensor) -> Division:
+    """Where a parameter with states in blocks may be cut: between blocks, or between rows that end inside of one.
+
+    Pieces begin at aligned addresses, so it is every sixteenth row where a row is odd. What has less than two such
+    parts is not cut, and neither is what lies in memory with another dimension outside than the first.
+    """
+    lead, columns = rows_of(param.shape)
+    order = memory_order(param)
+    unit, by_rows = columns, columns % BLOCK != 0 and math.prod(lead) > 1
+    if order != tuple(range(param.dim())):
+        unit, by_rows = param.numel() // max(param.shape[0], 1), True
+    elif not by_rows:
+        unit = BLOCK
+    unit = math.lcm(unit, ALIGNMENT)
+    cut = param.numel() >= 2 * unit > 0 and (order[0] == 0 or not by_rows)
+    return Division(None, unit, by_rows) if cut else Division(cost=param.numel())
 
 
 def make_inner(
@@ -77,7 +99,7 @@ def make_inner(
     made = Optimizer.composed(
         params,
         rule,
-        placement=Pieces(weakref.ref(outer), ranks, deciders, origins),
+        placement=Pieces(weakref.ref(outer), ranks, deciders, origins, has_own_names=not is_named(outer)),
         schedule=PieceSchedule(),
         taps=outer.taps,
         max_grad_norm=outer.defaults.get("max_grad_norm"),
@@ -89,6 +111,11 @@ def make_inner(
     )
     made.control.history, made.workspace_limit = outer.control.history, outer.workspace_limit
     return made
+
+
+def is_named(optimizer: Optimizer) -> bool:
+    """Whether the user has named the parameters; torch has names in all groups or in none."""
+    return any(group.get("param_names") for group in optimizer.param_groups)
 
 
 def add_pieces(

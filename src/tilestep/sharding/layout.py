@@ -10,6 +10,12 @@ ALIGNMENT = 16
 """Elements to which parameters and ranks' sections are aligned: at least 16 bytes in every dtype, 8-bit ones too."""
 
 
+LEAST_PADDING = 2**20
+"""Bytes of padding that are worth another mesh."""
+
+_LARGEST_SHARED_UNIT = 128
+"""Units that divide it share buckets with each other; those of any other unit have buckets of their own."""
+
 LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
 """Bytes between which the first and last buckets are where nobody says: smaller ones cost the host more than the
 network, and the last of larger ones is waited for too long."""
@@ -31,6 +37,7 @@ class Item:
     whole: bool = False  # whether one rank must have all of it, since its rule works on whole tensors
     cost: int = 0  # what the update of a whole one costs, in any unit
     trains: bool = True  # whether it has gradients; those that have none are in buckets of their own
+    unit: int = ALIGNMENT  # neighbours that stay together: pieces begin at multiples of it, which is one of `ALIGNMENT`
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,9 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
         totals[item.trains] += item.numel * item.itemsize
     for index in reversed(range(len(items))):
         item = items[index]
-        key = (item.kind, item.itemsize, item.whole, item.trains)
+        # Sections are multiples of the largest unit in a bucket, and so of the others.
+        apart = item.unit if _LARGEST_SHARED_UNIT % item.unit else 0
+        key = (item.kind, item.itemsize, item.whole, item.trains, apart)
         filling.setdefault(key, []).append(index)
         sizes[key] = sizes.get(key, 0) + item.numel * item.itemsize
         if sizes[key] >= _full_at(item, ranks, cap_bytes, totals[item.trains], in_full[item.trains]):
@@ -133,6 +142,34 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
     done.sort(key=lambda members: -members[-1])
     costs = [0] * ranks
     return [_layout(members, items, ranks, costs) for members in done]
+
+
+def padding_advice(items: Sequence[Item], layouts: Sequence[BucketLayout], cap_bytes: float | None = None) -> str:
+    """What to change where buckets are mostly padding; empty where they are not, or where nothing would help.
+
+    Example:
+        >>> tiny = [Item(20, 4)] * 64
+        >>> padding_advice(tiny, plan_buckets(tiny, ranks=16, cap_bytes=64), 64)[:64]
+        'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): a l'
+    """
+    used = sum(item.numel * item.itemsize for item in items)
+    total = _bytes(items, layouts)
+    if total <= 2 * used:
+        return ""
+    ranks = layouts[0].ranks
+    padding = f"{1 - used / total:.0%} padding ({(total - used) / 2**10:.1f} KiB)"
+    if cap_bytes is not None and _bytes(items, plan_buckets(items, ranks, math.inf)) < 0.75 * total:
+        return f"buckets of bucket_cap_mb={cap_bytes / 2**20:.2g} are {padding}: a larger bucket_cap_mb makes fewer"
+    if total - used < LEAST_PADDING:
+        return ""
+    return (
+        f"buckets are {padding}: parameters that are not cut fill a few of the sections of {ranks} ranks; split the "
+        'state over fewer, by mesh=, with two dimensions called "replicate" and "shard"'
+    )
+
+
+def _bytes(items: Sequence[Item], layouts: Sequence[BucketLayout]) -> int:
+    return sum(layout.numel * items[layout.slots[0].index].itemsize for layout in layouts)
 
 
 def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int, in_full: int) -> float:
@@ -148,9 +185,11 @@ def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: li
         return _whole_layout(members, items, ranks, costs)
     slots, end = [], 0
     for index in members:
-        slots.append(Slot(index, end, items[index].numel))
-        end += _aligned(items[index].numel)
-    return BucketLayout(tuple(slots), max(_aligned(-(-end // ranks)), ALIGNMENT), ranks)
+        begin = _aligned(end, items[index].unit)
+        slots.append(Slot(index, begin, items[index].numel))
+        end = begin + _aligned(items[index].numel)
+    unit = max(items[index].unit for index in members)
+    return BucketLayout(tuple(slots), max(_aligned(-(-end // ranks), unit), unit), ranks)
 
 
 def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
@@ -198,8 +237,8 @@ def _placed(
     return BucketLayout(tuple(slots), section, ranks, whole=True)
 
 
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def _aligned(numel: int, unit: int = ALIGNMENT) -> int:
+    return -(-numel // unit) * unit
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,8 @@ def _waves(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
     before = size = 0
     for bucket in buckets:
         last = waves[-1][-1] if waves else None
-        fits = together and last is not None and last.dtype == bucket.dtype and size < min(before, most)
+        alike = last is not None and (last.dtype, last.sync_dtype) == (bucket.dtype, bucket.sync_dtype)
+        fits = together and alike and size < min(before, most)
         if fits and bucket.sync_dtype in (bucket.dtype, torch.uint8):
             waves[-1].append(bucket)
         else:

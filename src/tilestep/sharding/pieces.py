@@ -26,7 +26,7 @@ class ShardedTensorPiece(torch.Tensor):
     """
 
     local: torch.Tensor
-    """What of it is here: flat, or of the full shape."""
+    """What of it is here, flat."""
 
     here: tuple[int, int]
     """First element and one past the last, in the order of the dimensions in memory."""
@@ -43,16 +43,22 @@ class ShardedTensorPiece(torch.Tensor):
     def __new__(
         cls, local: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], ranges: Any, ranks: Any
     ) -> ShardedTensorPiece:
+        local = local.permute(order if local.shape == shape else memory_order(local)).reshape(-1)
         made = wrapper_tensor(cls, shape, local.dtype, local.device)
         made.local, made.order, made.ranges, made.ranks = local, order, ranges, ranks
         made.here = ranges[ranks.rank]
         return made
 
     @classmethod
-    def of(cls, local: torch.Tensor, member: Member, ranks: Ranks) -> ShardedTensorPiece:
-        """A buffer beside a parameter, of which this rank has the piece that it has of the parameter."""
-        ranges = tuple(member.bucket.layout.piece(member.slot, rank) for rank in range(ranks.size))
-        return cls(local, tuple(member.param.shape), memory_order(member.param), ranges, ranks)
+    def of(cls, local: torch.Tensor, member: Member, ranks: Ranks, elements: int = 1) -> ShardedTensorPiece:
+        """A buffer beside a parameter, of which this rank has the piece that it has of the parameter.
+
+        Args:
+            elements: of how many neighbours one of its entries is.
+        """
+        shape, order = member.entries(elements)
+        ranges = tuple(member.range_of(rank, elements) for rank in range(ranks.size))
+        return cls(local, shape, order, ranges, ranks)
 
     @classmethod
     def alone(
@@ -73,16 +79,6 @@ class ShardedTensorPiece(torch.Tensor):
         order = memory_order(member.param) if shape == tuple(member.param.shape) else tuple(range(len(shape)))
         return cls(local, shape, order, ranges, ranks)
 
-    @staticmethod
-    def fill(mine: torch.Tensor, full: torch.Tensor, member: Member) -> None:
-        """Copy a piece out of a full tensor."""
-        order = memory_order(member.param)
-        start, stop = member.bucket.piece(member.slot)
-        ordered = full.detach().permute(order)
-        for box in boxes(ordered.shape, start, stop):
-            part = ordered[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))]
-            mine[box.start - start : box.start - start + box.numel].view(box.sizes).copy_(part)
-
     def boxes(self) -> list[Box]:
         """The blocks that are here, in the order of the dimensions in memory."""
         sizes = [self.shape[dim] for dim in self.order]
@@ -93,12 +89,8 @@ class ShardedTensorPiece(torch.Tensor):
     def block(self, box: Box) -> torch.Tensor:
         """The memory of a block, its dimensions in the order of the tensor's."""
         inverse = [self.order.index(dim) for dim in range(len(self.order))]
-        if self.local.shape == self.shape and self.dim() != 1:
-            ordered = self.local.permute(self.order)
-            part = ordered[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))]
-            return part.permute(inverse)
         first = box.start - self.here[0]
-        return self.local.reshape(-1)[first : first + box.numel].view(box.sizes).permute(inverse)
+        return self.local[first : first + box.numel].view(box.sizes).permute(inverse)
 
     def collect(self, *, keep: bool) -> torch.Tensor | None:
         """All of it, in CPU memory; every rank must call it."""
@@ -108,8 +100,7 @@ class ShardedTensorPiece(torch.Tensor):
                 continue
             part = flat[start:stop]
             if rank == self.ranks.rank:
-                ordered = self.local.permute(self.order) if self.local.shape == self.shape else self.local
-                part.copy_(ordered.reshape(-1))
+                part.copy_(self.local)
             # As bytes: neither NCCL nor gloo knows 16-bit integers.
             self.ranks.send(part.view(torch.uint8), rank)
         if not keep:

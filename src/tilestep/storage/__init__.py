@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .blocks import BLOCK, rows_of, shape_of_entries
+from .blocks import BLOCK, entries_before, rows_of, shape_of_entries
 from .format import Array, Codec, Storage, codec_of, is_coarse, read_arrays, stored_in, values_of
 from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
@@ -31,6 +31,7 @@ __all__ = [
     "Term",
     "codec_of",
     "dtype_name",
+    "entries_before",
     "entries_of",
     "is_coarse",
     "kept_in_blocks",

@@ -43,6 +43,20 @@ def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
     return (*lead, -(-columns // elements))
 
 
+def entries_before(shape: Sequence[int], element: int, elements: int) -> int:
+    """How many entries of an array, as `shape_of_entries` has it, come before an element that begins a block.
+
+    Example:
+        >>> entries_before((1000, 300), 556, BLOCK), entries_before((1000, 300), 556, 2)
+        (5, 278)
+    """
+    if not element or elements == 1:
+        return element
+    columns = rows_of(shape)[1]
+    line, column = divmod(element, columns)
+    return line * -(-columns // elements) + -(-column // elements)
+
+
 def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
     """A tensor's entries, a row for each block, with zeros behind a short one."""
     blocks = -(-columns // BLOCK)

@@ -1,0 +1,150 @@
+"""From 1 to 2, 4, 3 and 1 ranks with a save between each: not a bit differs from an unbroken run.
+
+Gradients have few digits, so that their sums are the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_processes import each_passes
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import tilestep
+from tilestep.placements.local import gathered
+
+SIZES = (1, 2, 4, 3, 1)
+STEPS = 1
+SHAPES = {
+    "even_rows": (40, 130),
+    "odd_rows": (50, 257),
+    "few_rows": (3, 1700),
+    "one_row": (5000,),
+    "twelfths": (4608,),
+    "whole_blocks": (36, 256),
+    "batches": (5, 6, 180),
+    "images": (48, 16, 3, 3),
+    "small": (7,),
+}
+FORMATS: list[tuple[Any, Any, torch.dtype]] = [
+    ("int8", "int8", torch.bfloat16),
+    ("float8_e4m3", "kahan", torch.bfloat16),
+    ("int4", "remainder", torch.bfloat16),
+    ({"exp_avg": torch.bfloat16, "exp_avg_sq": "int8"}, True, torch.float32),
+]
+
+
+class Weights(nn.Module):
+    """Parameters of many shapes, one in channels-last; for FSDP contiguous ones, whose shards cut no block."""
+
+    def __init__(self, dtype: torch.dtype, for_fsdp: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            values = torch.randn(shape, generator=generator).to(dtype)
+            if for_fsdp and name == "one_row":
+                continue
+            if not for_fsdp and name == "images":
+                values = values.to(memory_format=torch.channels_last)
+            self.register_parameter(name, nn.Parameter(values))
+
+
+def gradient(name: str, step: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
+    digits = torch.randint(-15, 16, SHAPES[name], generator=generator)
+    return (digits * 2.0 ** torch.randint(-12, 0, SHAPES[name], generator=generator)).to(dtype)
+
+
+def make(net: nn.Module, states: Any, masters: Any) -> Any:
+    return tilestep.AdamW(net.named_parameters(), lr=1e-2, state_dtype=states, master_weights=masters)
+
+
+def bits(tensor: Any) -> torch.Tensor:
+    whole = gathered(tensor) if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def compare(named: Any, states: Any, net: nn.Module, optimizer: Any) -> None:
+    """Compare parameters and their states with those of the unbroken run."""
+    for (name, mine), (_, other), state in zip(named, net.named_parameters(), states, strict=True):
+        assert torch.equal(bits(mine), bits(other)), name
+        wanted = optimizer.state[other]
+        assert state.keys() == wanted.keys(), name
+        for key, value in wanted.items():
+            assert state[key].shape == value.shape and torch.equal(bits(state[key]), bits(value)), (name, key)
+
+
+def phase(size: int, steps: range, kept: Any, folder: str, *, loads: bool, by_fsdp: bool) -> Any:
+    """Train on some of the ranks from the last checkpoint, and save; the model and what the states are."""
+    states, masters, dtype = kept
+    group = dist.new_group(list(range(size)))
+    if dist.get_rank() >= size:
+        return None
+    mesh = DeviceMesh.from_group(group, "cpu")
+    net = Weights(dtype, by_fsdp)
+    if by_fsdp:
+        fully_shard(net, mesh=mesh)
+        optimizer = make(net, states, masters)
+    else:
+        optimizer = tilestep.shard(make(net, states, masters), net, mesh=mesh, bucket_cap_mb=0.05)
+
+    def train(step: int) -> None:
+        for name, param in net.named_parameters():
+            full = gradient(name, step, dtype)
+            param.grad = distribute_tensor(full, mesh, param.placements) if isinstance(param, DTensor) else full
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if loads:
+        if by_fsdp:
+            # The states are there for the checkpoint to be read into.
+            train(0)
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder, process_group=group)
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in steps:
+        train(step)
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder, process_group=group)
+    if by_fsdp:
+        return list(net.named_parameters()), [optimizer.state[param] for param in net.parameters()]
+    return list(net.named_parameters()), list(optimizer.full_state_dict()["state"].values())
+
+
+def go_over(by_fsdp: bool) -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        for place, kept in enumerate(FORMATS):
+            states, masters, dtype = kept
+            wanted = Weights(dtype, by_fsdp)
+            unbroken = make(wanted, states, masters)
+            for number, size in enumerate(SIZES):
+                steps = range(number * STEPS, (number + 1) * STEPS)
+                for step in steps:
+                    for name, param in wanted.named_parameters():
+                        param.grad = gradient(name, step, dtype)
+                    unbroken.step()
+                found = phase(size, steps, kept, f"{folder[0]}/{place}", loads=number > 0, by_fsdp=by_fsdp)
+                if found is not None:
+                    compare(*found, wanted, unbroken)
+                dist.barrier()
+
+
+def shards() -> None:
+    go_over(by_fsdp=False)
+
+
+def fsdp_shards() -> None:
+    go_over(by_fsdp=True)
+
+
+test_no_bit_differs = each_passes([shards, fsdp_shards], max(SIZES))
