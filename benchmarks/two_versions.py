@@ -219,7 +219,8 @@ class Version:
     """
 
     def __init__(self, source: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
+        paths = [str(source.resolve()), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
