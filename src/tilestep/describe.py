@@ -15,9 +15,8 @@ from .codegen.traffic import Traffic, tile_traffic
 from .engine import graph_for, kernel_spec
 from .graph import Guard, TilePass, Value
 from .graph.views import slice_word
-from .optimizer.hyperparameters import check_group
-from .optimizer.masters import MasterWeights, check_choice, check_master, master_kind
-from .optimizer.state_formats import check_state_dtype
+from .optimizer.hyperparameters import check_flags, check_group
+from .optimizer.masters import MasterWeights, check_master, master_kind
 from .optimizer.states import compute_dtype, storages
 from .rules import Rule
 from .storage import dtype_name
@@ -73,6 +72,7 @@ def spec_for(
     dtype: torch.dtype = torch.float32,
     master_weights: MasterWeights = False,
     state_dtype: Any = None,
+    rounding: str = "nearest",
     dims: int = 2,
     device_type: str = "cpu",
     taps: Taps | None = None,
@@ -90,9 +90,8 @@ def spec_for(
     graph = graph_for(rule, given, dims)
     # So large that its states are kept as `state_dtype` says.
     param = torch.empty((4096,) * dims if state_dtype else (2,) * dims, dtype=dtype, device="meta")
-    group = {**given, "master_weights": master_weights, "state_dtype": state_dtype}
-    check_state_dtype(rule, state_dtype)
-    check_choice(master_weights)
+    group = {**given, "master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
+    check_flags(rule, group)
     check_master("a parameter", dtype, group)
     formats = storages(param, group, graph, rule)
     spec = kernel_spec(graph, formats, compute_dtype(param), device_type)
@@ -120,6 +119,7 @@ def describe(
     dtype: torch.dtype = torch.float32,
     master_weights: MasterWeights = False,
     state_dtype: Any = None,
+    rounding: str = "nearest",
     dims: int = 2,
     taps: Taps | None = None,
 ) -> RuleDescription:
@@ -137,6 +137,7 @@ def describe(
         dtype=dtype,
         master_weights=master_weights,
         state_dtype=state_dtype,
+        rounding=rounding,
         dims=dims,
         device_type=BACKENDS.get(backend, "cpu"),
         taps=taps,

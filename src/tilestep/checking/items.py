@@ -11,7 +11,6 @@ import torch
 from ..counters import compile_count
 from ..devices import is_host
 from ..errors import StateError
-from ..optimizer.masters import MasterWeights
 from ..storage import MASTER_FORMATS, STATE_FORMATS
 from ..taps import Stats
 from .reference import CheckFailure
@@ -31,9 +30,9 @@ def _parameters(subject: Subject, dtype: torch.dtype = torch.float32, shapes: An
     return [torch.nn.Parameter(draw(shape, dtype, subject.device, seed)) for seed, shape in enumerate(wanted, start=1)]
 
 
-def _follows(dtype: torch.dtype, master_weights: MasterWeights = False) -> Item:
+def _follows(dtype: torch.dtype, **options: Any) -> Item:
     def follows_the_formula(subject: Subject) -> str:
-        trial = Trial(subject, _parameters(subject, dtype), {"master_weights": master_weights}).run()
+        trial = Trial(subject, _parameters(subject, dtype), options).run()
         return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
 
     return follows_the_formula
@@ -285,6 +284,7 @@ ITEMS: dict[str, Item] = {
         if choice is not True
     },
     **{f"{name} states": _keeps(name) for name in STATE_FORMATS if name != "float32"},
+    "bfloat16 rounded at random": _follows(torch.bfloat16, rounding="stochastic"),
     "sizes": sizes,
     "layouts": layouts,
     "param groups": groups,

@@ -94,23 +94,26 @@ def parse_settings(settings: Sequence[str], rule: Rule) -> dict[str, Any]:
     return found
 
 
-def parse_formats(state_dtype: str, master_weights: str) -> dict[str, Any]:
+def parse_formats(state_dtype: str, master_weights: str, rounding: str = "nearest") -> dict[str, Any]:
     """What options say of storage formats.
 
-    >>> parse_formats("int8", "true"), parse_formats("", "")
-    ({'state_dtype': 'int8', 'master_weights': True}, {'state_dtype': None, 'master_weights': False})
+    >>> parse_formats("int8", "true"), parse_formats("", "")  # doctest: +NORMALIZE_WHITESPACE
+    ({'state_dtype': 'int8', 'master_weights': True, 'rounding': 'nearest'},
+     {'state_dtype': None, 'master_weights': False, 'rounding': 'nearest'})
     """
     from ..optimizer.masters import check_choice
+    from ..optimizer.state_formats import check_rounding
     from ..storage import state_format
 
     masters = {"true": True, "": False, "false": False}.get(master_weights.lower(), master_weights)
     try:
         check_choice(masters)
+        check_rounding({"rounding": rounding})
         if state_dtype:
             state_format(state_dtype)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return {"state_dtype": state_dtype or None, "master_weights": masters}
+    return {"state_dtype": state_dtype or None, "master_weights": masters, "rounding": rounding}
 
 
 def _value(text: str) -> Any:

@@ -24,6 +24,9 @@ def register(app: typer.Typer) -> None:
             str,
             typer.Option(help="Of tilestep's optimizer: true, remainder, kahan or int8; its model is bfloat16 then."),
         ] = "",
+        rounding: Annotated[
+            str, typer.Option(help="Of tilestep's optimizer: nearest, or stochastic; its model is bfloat16 then.")
+        ] = "nearest",
     ) -> None:
         """Train a byte-level GPT on Python's documentation twice from one seed, and compare losses and step times."""
         import torch
@@ -37,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
         require_plotting()
         console = Console()
-        formats = parse_formats(state_dtype, master_weights)
+        formats = parse_formats(state_dtype, master_weights, rounding)
         recipe = Recipe(chosen_device(device), steps=steps, seed=seed, **formats)
         parameters = list(GPT(recipe.size).parameters())
         count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"

@@ -76,6 +76,7 @@ def register(app: typer.Typer) -> None:
         remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
         masters: Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")] = "",
         state_dtype: Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")] = "",
+        rounding: Annotated[str, typer.Option(help="nearest or stochastic.")] = "nearest",
         grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
         grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
         bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for those shard() makes.")] = 0,
@@ -107,7 +108,7 @@ def register(app: typer.Typer) -> None:
         from ._rules import load_rule, parse_formats, parse_settings
 
         found = load_rule(rule)
-        formats = parse_formats(state_dtype, masters)
+        formats = parse_formats(state_dtype, masters, rounding)
         types = {each: getattr(torch, _TORCH_NAMES[each.value]) for each in Dtype}
         needs = footprint(
             found,
@@ -115,6 +116,7 @@ def register(app: typer.Typer) -> None:
             dtype=types[dtype],
             master_weights=formats["master_weights"] or ("remainder" if remainder else master_weights),
             state_dtype=formats["state_dtype"],
+            rounding=rounding,
             grad_sync_dtype=None if grad_dtype is None else types[grad_dtype],
         )
         split, copies = mesh_of(mesh)

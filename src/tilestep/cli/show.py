@@ -47,6 +47,7 @@ def register(app: typer.Typer) -> None:
         remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
         masters: Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")] = "",
         state_dtype: Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")] = "",
+        rounding: Annotated[str, typer.Option(help="nearest or stochastic.")] = "nearest",
         settings: Annotated[
             list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
         ] = None,
@@ -65,7 +66,7 @@ def register(app: typer.Typer) -> None:
         from ._rules import load_rule, parse_formats, parse_settings
 
         found = load_rule(rule)
-        formats = parse_formats(state_dtype, masters)
+        formats = parse_formats(state_dtype, masters, rounding)
         description = describe(
             found,
             parse_settings(settings or [], found),
@@ -73,6 +74,7 @@ def register(app: typer.Typer) -> None:
             dtype=getattr(torch, _TORCH_NAMES[dtype.value]),
             master_weights=formats["master_weights"] or ("remainder" if remainder else master_weights),
             state_dtype=formats["state_dtype"],
+            rounding=rounding,
             dims=dims,
             taps=Taps(stats, changes) if stats or changes else None,
         )

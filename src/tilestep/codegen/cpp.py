@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..graph import TilePass
 from ..storage import BLOCK
-from .cpp_formats import format_functions
+from .cpp_formats import format_functions, random_functions
 from .cpp_scalars import GRADIENT_SCALE, scalar_function
 from .cpp_slices import slice_function
 from .cpp_slices_support import SLICES_PRELUDE
@@ -16,6 +16,7 @@ from .cpp_text import (
     TileBody,
     array_lines,
     combine,
+    key_lines,
     layout_width,
     neutral,
     scalar_type,
@@ -55,7 +56,7 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
         lines.append("    const int64_t columns = launch->columns[t];")
         lines.append(f"    const int64_t per_row = (columns + {BLOCK - 1}) / {BLOCK};")
     scalars = scalars_of(spec, tile)
-    lines += [*scalars.lines, *array_lines(spec, tile, unscales)]
+    lines += [*scalars.lines, *array_lines(spec, tile, unscales), *key_lines(spec, tile)]
     for slot, reduction in tile.reductions:
         lines.append(f"    double part_{slot} = {neutral(reduction)};")
     lines += taps.tile_lines() if taps is not None else []
@@ -192,6 +193,7 @@ def source(spec: KernelSpec) -> str:
     """The whole translation unit of a spec."""
     parts = [spec.header("//", "C++"), PRELUDE.strip(), GRADIENT_SCALE.strip()]
     parts += format_functions(spec.storages.values())
+    parts += random_functions(spec.draws.values()) if spec.draws else []
     if spec.program.slices.views:
         parts.append(SLICES_PRELUDE.strip())
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):

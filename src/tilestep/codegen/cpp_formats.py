@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..graph import Value, ancestors
-from ..storage import BLOCK, Array, Codec, Storage, codec_of, dtype_name
+from ..storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
 from .cpp_names import CppNames
 from .cpp_text import C_TYPES, writer_of
 from .emit import Writer
@@ -24,7 +24,7 @@ def format_functions(storages: Iterable[Storage]) -> list[str]:
 
 def _functions(title: str, codec: Codec) -> list[str]:
     if codec.largest is None:
-        return [_join(title, codec), _split(title, codec)]
+        return [*([] if codec.is_element else [_join(title, codec)]), _split(title, codec)]
     return [_join(title, codec), *_split_blocks(title, codec, codec.largest)]
 
 
@@ -73,7 +73,27 @@ def _split(title: str, codec: Codec) -> str:
     body = list(writer.lines)
     for array, value in zip(codec.arrays, codec.stored):
         body.append(_assignment(array, writer[value]))
-    return "\n".join([f"inline void split_{title}({parameters}, float number) {{", *body, "}"])
+    return "\n".join([f"inline void split_{title}({parameters}, float number{_random(codec)}) {{", *body, "}"])
+
+
+def _random(codec: Codec) -> str:
+    return ", int32_t random" if codec.is_random else ""
+
+
+def random_functions(slots: Iterable[int]) -> list[str]:
+    """What makes random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
+    heads = {
+        f"stream_key_{place}(int32_t low, int32_t high, int32_t count)": key for place, key in enumerate(keys_graph())
+    }
+    heads.update({f"random_{slot}(int32_t key_0, int32_t key_1, int64_t index)": bits_graph(slot) for slot in slots})
+    functions = []
+    for head, root in heads.items():
+        writer = _written([root])
+        halves = ["  const int32_t low = int32_t(index), high = int32_t(index >> 32);"] if "index" in head else []
+        functions.append(
+            "\n".join([f"inline int32_t {head} {{", *halves, *writer.lines, f"  return {writer[root]};", "}"])
+        )
+    return functions
 
 
 def _assignment(array: Array, element: str) -> str:
@@ -101,6 +121,6 @@ def _split_blocks(title: str, codec: Codec, largest: Value) -> list[str]:
     split = _written([value], [(value, array.name) for array, value in of_block])
     kind = C_TYPES[value.dtype]
     parameters = ", ".join(_constant(array) for array, _ in of_block)
-    head = f"inline {kind} split_{title}({parameters}, float number) {{"
+    head = f"inline {kind} split_{title}({parameters}, float number{_random(codec)}) {{"
     functions.append("\n".join([head, *split.lines, f"  return {split[value]};", "}"]))
     return functions

@@ -25,12 +25,13 @@ launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk c
 unscale inverse_scale skip same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
 block count pair columns per_row j is_odd
+offset_of random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
 """
 
 _RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
 
 _MACRO_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|row|slot|span|total)_[0-9]+|tap_.*"
+    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|random|row|slot|span|total)_[0-9]+|tap_.*"
 )
 """What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and
 measure are functions of storage formats; numbered ones are reductions'."""

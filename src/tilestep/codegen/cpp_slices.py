@@ -9,6 +9,7 @@ from .cpp_text import (
     accumulate,
     array_lines,
     combine,
+    key_lines,
     layout_width,
     neutral,
     scalar_type,
@@ -91,6 +92,7 @@ class _SlicePass:
             f"    const {self.scalar}* row = static_cast<const {self.scalar}*>(launch->rows) + t * {columns};",
             *self.scalars.lines,
             *array_lines(spec, self.tile, self.unscales),
+            *key_lines(spec, self.tile),
             *self._slot_lines(),
             *(f"    double part_{slot} = {neutral(reduction)};" for slot, reduction in self.tile.reductions),
         ]

@@ -16,7 +16,9 @@ class Launch(ctypes.Structure):
     sizes[tensors][]: rows, columns, then those the rule asks for. grads[tensors]: gradient addresses, 0 for a tensor
     without one.
     addresses[arrays][tensors]: addresses of the other arrays. layout_index[tensors]: -1, or the row of `layouts`.
-    layouts[][1 + MAX_DIMS * (2 + arrays)]: dims, sizes, strides of the gradient, strides of each array.
+    layouts[][1 + MAX_DIMS * (2 + arrays)]: dims, sizes, strides of the gradient, strides of each array; where numbers
+    are rounded at random, those of the whole tensor too, and streams[tensors][2] has a key and the first element's
+    index there.
     control: norm, skip, inverse loss scale, unscale gradients (see engine/control.py). group[tensors],
     hyper[groups][hyper_count]. step[tensors].
     rows[tensors][columns]. partials[tiles][reductions], sums[tensors][reductions]. across[tensors][slots],
@@ -53,6 +55,7 @@ class Launch(ctypes.Structure):
                 "tap_totals",
                 "tap_words",
                 "first_word",
+                "streams",
             )
         ),
     )
@@ -117,6 +120,7 @@ struct Launch {{
   double* tap_totals;
   uint32_t* tap_words;
   const int64_t* first_word;
+  const int64_t* streams;
 }};
 
 enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3, CLIP = 7 }};
@@ -275,6 +279,17 @@ inline void locate(const int64_t* layout, int64_t index, int64_t arrays, int64_t
     for (int64_t array = 0; array < arrays; ++array)
       offsets[array] += coordinate * sizes[MAX_DIMS * (1 + array) + dim];
   }}
+}}
+
+// As `locate` for one array.
+inline int64_t offset_of(const int64_t* layout, int64_t index, int64_t array) {{
+  const int64_t* sizes = layout + 1;
+  int64_t offset = 0;
+  for (int64_t dim = layout[0] - 1; dim >= 0; --dim) {{
+    offset += index % sizes[dim] * sizes[MAX_DIMS * (1 + array) + dim];
+    index /= sizes[dim];
+  }}
+  return offset;
 }}
 
 }}  // namespace

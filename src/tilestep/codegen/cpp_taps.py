@@ -82,7 +82,7 @@ class TapText:
         for name in self._taps.buffers:
             storage = self._spec.storages[name]
             value = inner[self.tile.stores[name]]
-            kept = f"read({body.element(storage.arrays(name)[0])})" if codec_of(storage).is_plain else value
+            kept = f"read({body.element(storage.arrays(name)[0])})" if codec_of(storage).is_element else value
             lines.append(f"{body.indent}const auto tap_now_{name} = {kept};")
         if "param" in self._taps.buffers:
             lines.append(f"{body.indent}const auto tap_update = {inner[self.tile.stores['param']]} - tap_old_param;")

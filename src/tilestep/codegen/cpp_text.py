@@ -147,7 +147,7 @@ class TileBody:
         """The expression of a buffer's value."""
         storage = self.spec.storages[name]
         codec = codec_of(storage)
-        function = "read" if codec.is_plain else f"join_{storage.title}"
+        function = "read" if codec.is_element else f"join_{storage.title}"
         is_odd = ["j & 1"] if codec.is_packed else []
         return f"{function}({', '.join([*map(self.element, read_arrays(storage, name)), *is_odd])})"
 
@@ -163,7 +163,14 @@ class TileBody:
             return
         function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
         elements = ", ".join(map(self.element, storage.arrays(name)))
-        self.writer.lines.append(f"{self.indent}{function}({elements}, {value});")
+        self.writer.lines.append(f"{self.indent}{function}({elements}, {value}{self.random(name, 'i')});")
+
+    def random(self, name: str, place: str) -> str:
+        """A further argument: the random bits by which a buffer's element at this place of the tensor is rounded."""
+        if name not in self.spec.draws:
+            return ""
+        index = f"offset_of(layout, {place}, {1 + len(self.spec.arrays)})" if self.is_strided else place
+        return f", random_{self.spec.draws[name]}(key_0, key_1, origin + {index})"
 
     def entries(self, indent: str) -> list[str]:
         """Variables of what is read of a block: a store of bytes could change it in memory, as compilers see it."""
@@ -196,8 +203,9 @@ class TileBody:
                     f"{indent}if (count & 1) {name}_of_block[count] = 0;",
                     f"{indent}for (int64_t j = 0; j < count; j += 2)",
                     f"{indent}  {self.element(array)} = static_cast<uint8_t>("
-                    f"split_{storage.title}({of_block}, {name}_of_block[j]) | "
-                    f"split_{storage.title}({of_block}, {name}_of_block[j + 1]) << 4);",
+                    f"split_{storage.title}({of_block}, {name}_of_block[j]{self.random(name, 'first + j')}) | "
+                    f"split_{storage.title}({of_block}, {name}_of_block[j + 1]{self.random(name, 'first + j + 1')})"
+                    " << 4);",
                 ]
                 continue
             lines += [] if strided else ["#pragma omp simd"]
@@ -207,7 +215,8 @@ class TileBody:
                 lines += [f"{indent}  locate(layout, first + j, {1 + len(self.spec.arrays)}, at);"]
             else:
                 lines.append(f"{indent}  const int64_t i = first + j;")
-            lines.append(f"{indent}  {self.element(array)} = split_{storage.title}({of_block}, {name}_of_block[j]);")
+            code = f"split_{storage.title}({of_block}, {name}_of_block[j]{self.random(name, 'first + j')})"
+            lines.append(f"{indent}  {self.element(array)} = {code};")
             lines.append(f"{indent}}}")
         return lines
 
@@ -254,7 +263,7 @@ def combine(reduction: Value, total: str, part: str) -> str:
 
 def layout_width(spec: KernelSpec) -> str:
     """Entries of a row of the layout table."""
-    return f"(1 + MAX_DIMS * {2 + len(spec.arrays)})"
+    return f"(1 + MAX_DIMS * {2 + len(spec.arrays) + bool(spec.draws)})"
 
 
 def unscale_loop(spec: KernelSpec, strided: bool) -> list[str]:
@@ -301,6 +310,20 @@ def array_lines(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[str]:
         address = "launch->grads[t]" if position == 0 else f"launch->addresses[{position - 1} * launch->tensors + t]"
         lines.append(f"    {c_type}* __restrict {array.name}_array = reinterpret_cast<{c_type}*>({address});")
     return lines
+
+
+def key_lines(spec: KernelSpec, tile: TilePass) -> list[str]:
+    """The keys of a tensor's random bits at this step, and where what of it is here begins in the whole."""
+    if not spec.draws_in(tile):
+        return []
+    # The last scalar pass has counted the step.
+    later = int(tile.stage < len(spec.program.scalars) - 1)
+    halves = "int32_t(stream), int32_t(stream >> 32), steps_taken"
+    return [
+        "    const int64_t stream = launch->streams[t * 2], origin = launch->streams[t * 2 + 1];",
+        f"    const int32_t steps_taken = static_cast<int32_t>(launch->step[t]) + {later};",
+        *(f"    const int32_t key_{place} = stream_key_{place}({halves});" for place in (0, 1)),
+    ]
 
 
 TILES_OF_TENSORS = (

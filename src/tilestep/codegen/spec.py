@@ -46,6 +46,15 @@ class KernelSpec:
         """Every array a tile touches except the gradient, in address-table order."""
         return [array for name, storage in self.storages.items() if name != "grad" for array in storage.arrays(name)]
 
+    @cached_property
+    def draws(self) -> dict[str, int]:
+        """Buffers that are rounded at random, and which of an element's random bits each takes."""
+        return {name: slot for slot, name in enumerate(n for n, s in self.storages.items() if codec_of(s).is_random)}
+
+    def draws_in(self, tile: TilePass) -> bool:
+        """Whether a pass rounds at random."""
+        return not self.draws.keys().isdisjoint(tile.stores)
+
     @property
     def grad(self) -> Array:
         """The gradient's array."""

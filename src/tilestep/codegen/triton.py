@@ -10,7 +10,7 @@ from ..graph import TilePass
 from ..storage import BLOCK, Array
 from .spec import MAX_DIMS, KernelSpec
 from .taps import taps_of
-from .triton_formats import format_functions
+from .triton_formats import format_functions, random_functions
 from .triton_math import TileMath, finish_kernel
 from .triton_scalars import scalar_kernel
 from .triton_slices import slice_kernels
@@ -88,7 +88,8 @@ class _Kernel(TileMath):
                 lines += self._pairs(array, indent, first)
                 place = f"{first} + lane // 2"
             lines.append(f"{indent}{array.name}_array = {place}")
-        return lines
+        place = f"start + block_lane * {BLOCK} + lane" if self.spec.has_blocks else "start + lane"
+        return lines + self.element_index(indent, place)
 
     def _masks(self, indent: str) -> list[str]:
         """Which elements of a tile there are, and their indices; of blocks, each row of the tensor begins one."""
@@ -226,9 +227,10 @@ class _Kernel(TileMath):
             lines += self._masks("            ")
             plain = [array for _, array in self.used() if array.elements == 1]
             lines += [f"            {array.name}_array = {pointer_to(array)} + index" for array in plain]
-            lines += self._block_pointers("            ")
+            lines += [*self._block_pointers("            "), *self.element_index("            ", "index")]
         else:
             lines.append("            mask = lane < stop - start")
+            lines += self.element_index("            ", "start + lane")
             lines += [
                 f"            {array.name}_array = {pointer_to(array)} + start + lane" for _, array in self.used()
             ]
@@ -243,20 +245,19 @@ class _Kernel(TileMath):
     def strided_kernel(self) -> list[str]:
         """The kernel over the tiles of tensors that must be walked by coordinates."""
         pointers = tile_pointers(self.spec, self.tap_pointers, strided=True)
-        width = 1 + MAX_DIMS * (1 + len(self.arrays))
         lines = decorator(pointers)
         lines.append(f"def {self.title}_strided({', '.join(pointers)}, {_CONSTANTS}):")
         lines += self._prologue("tl.load(tile_list + tl.program_id(0))")
         lines += [
             *self._lanes(),
             f"    if {self._runs}:",
-            f"        layout = layouts + layout_row * {width}",
+            f"        layout = layouts + layout_row * {self.layout_width}",
             *self._rows(),
             *self._accumulators("        "),
             "        start = begin",
             "        while start < stop:",
         ]
-        used = [(position, array) for position, array in self.used() if array.elements == 1]
+        used = [(position, array) for position, array in self.walked if array is None or array.elements == 1]
         inside = [
             *self._masks(""),
             *(f"at_{position} = index * 0" for position, _ in used),
@@ -271,8 +272,9 @@ class _Kernel(TileMath):
             stride = f"tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
             inside.append(f"    at_{position} += coordinate * {stride}")
         for position, array in used:
-            inside.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
-        inside += self._block_pointers("")
+            if array is not None:
+                inside.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
+        inside += [*self._block_pointers(""), *self.element_index("", f"at_{len(self.arrays)}")]
         lines += [f"            {line}" for line in inside]
         lines += self._call("            ", lambda name: f"{name}_array", "mask", strided=True)
         return [*lines, f"            start += {self._masked}", *self._partials("        ")]
@@ -287,6 +289,7 @@ class _Kernel(TileMath):
 def source(spec: KernelSpec) -> str:
     """The whole module of a spec."""
     parts = format_functions(spec.storages.values())
+    parts += random_functions(spec.draws.values()) if spec.draws else []
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         parts.append(scalar_kernel(spec, index, scalar_pass))
         for here in (*spec.program.slices_before(index), tile):

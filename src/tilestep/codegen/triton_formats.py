@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..graph import Value, ancestors
-from ..storage import Storage, codec_of
+from ..storage import Storage, bits_graph, codec_of, keys_graph
 from .emit import Writer
 from .triton_names import TritonNames
 from .triton_text import writer_of
@@ -20,8 +20,20 @@ def format_functions(storages: Iterable[Storage]) -> list[list[str]]:
             continue
         arrays = [codec.arrays[place].name for place in codec.reads]
         is_odd = ["is_odd"] if codec.is_packed else []
-        functions.append(_function(f"join_{title}", [*arrays, *is_odd], [codec.loaded]))
-        functions.append(_function(f"split_{title}", ["number", *is_odd], codec.stored))
+        if not codec.is_element:
+            functions.append(_function(f"join_{title}", [*arrays, *is_odd], [codec.loaded]))
+        random = ["random"] if codec.is_random else []
+        functions.append(_function(f"split_{title}", ["number", *random, *is_odd], codec.stored))
+    return functions
+
+
+def random_functions(slots: Iterable[int]) -> list[list[str]]:
+    """What makes random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
+    functions = [_function("stream_keys", ["low", "high", "count"], keys_graph())]
+    for slot in slots:
+        head, *body = _function(f"random_{slot}", ["key_0", "key_1", "index"], [bits_graph(slot)])[1:]
+        halves = ["    low = index.to(tl.int32)", "    high = (index >> 32).to(tl.int32)"]
+        functions.append(["@triton.jit", head, *halves, *body])
     return functions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..graph import TilePass, Value
 from ..storage import Array, dtype_name
-from .spec import KernelSpec
+from .spec import MAX_DIMS, KernelSpec
 from .tidy import describe
 from .triton_names import TritonNames
 from .triton_text import REDUCTIONS, TileBody, decorator, is_16_bits, writer_of
@@ -17,6 +17,7 @@ class TileMath:
         self.spec, self.tile, self.name = spec, tile, f"{spec.name}_{name}"
         self.unscales = spec.program.unscales(tile)
         self.type = dtype_name(spec.compute)
+        self.draws = spec.draws_in(tile)
         self.arrays: list[Array] = [spec.grad, *spec.arrays]
         around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address", "element")]
         self.names = TritonNames([self.name, *around, *(f"new_{name}" for name in tile.stores)])
@@ -90,12 +91,35 @@ class TileMath:
             touched.add(self.spec.grad.name)
         return [(position, array) for position, array in enumerate(self.arrays) if array.name in touched]
 
+    def element_index(self, indent: str, place: str) -> list[str]:
+        """The line that says where elements at a place of the tensor are in the whole, if that is asked for."""
+        return [f"{indent}element_index = origin + ({place})"] if self.draws else []
+
+    @property
+    def walked(self) -> list[tuple[int, Array | None]]:
+        """As `used`, with the place of the whole tensor's strides among the arrays' if that is asked for."""
+        return [*self.used(), *([(len(self.arrays), None)] if self.draws else [])]
+
+    @property
+    def layout_width(self) -> int:
+        """Entries of a row of the layout table."""
+        return 1 + MAX_DIMS * (1 + len(self.arrays) + bool(self.spec.draws))
+
     def table_loads(self) -> list[str]:
         """Loads of the numbers of the tensor and of its addresses."""
         lines = [f"    row = rows + t * {max(len(self.spec.program.columns), 1)}"]
         lines += [f"    {name} = tl.load(row + {column})" for name, column in self.scalars]
         if self.unscales:
             lines.append(f"    inverse_scale = tl.load(control + 2).to(tl.{self.type})")
+        if self.draws:
+            # The last scalar pass has counted the step.
+            later = int(self.tile.stage < len(self.spec.program.scalars) - 1)
+            lines += [
+                "    stream = tl.load(streams + t * 2)",
+                "    origin = tl.load(streams + t * 2 + 1)",
+                f"    steps_taken = tl.load(step + t).to(tl.int32) + {later}",
+                "    key_0, key_1 = stream_keys(stream.to(tl.int32), (stream >> 32).to(tl.int32), steps_taken)",
+            ]
         for position, array in self.used():
             if position:
                 address = f"tl.load(addresses + t * {len(self.arrays) - 1} + {position - 1})"

@@ -16,13 +16,14 @@ tile_base extents part_starts starts spans tile_count row_parts column_parts
 matrices height width local rest column_tiles row_tiles column_tile row_tile matrix_tile matrix across column line
 first_matrix first_column first_line corner even_corner matrices_left rows_left columns_left pitch even_pitch
 place even_place odd_place
+random stream origin steps_taken stream_keys key_0 key_1 element_index
 block block_lane block_mask pair_lane pair_mask is_odd columns_of_row per_row line_column first_column packed_columns
 """
 
 _RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
 
 _CONSTANT_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|share|slot|span|start|term|total)_[0-9]+|tap_.*"
+    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|random|share|slot|span|start|term|total)_[0-9]+|tap_.*"
 )
 """What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered ones are
 its slots, reductions and arrays."""

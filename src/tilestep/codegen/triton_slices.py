@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..graph import TilePass, Value
 from .spec import MAX_DIMS, KernelSpec
 from .triton_math import TileMath, finish_kernel
-from .triton_text import REDUCTIONS, TileBody, decorator, pointer_to
+from .triton_text import REDUCTIONS, TileBody, decorator, pointer_to, random_pointers
 
 SLICE_POINTERS = [
     "grads",
@@ -47,6 +47,7 @@ def slice_pointers(spec: KernelSpec, tile: TilePass) -> list[str]:
     slots = spec.program.slices.slots
     read = [slots[id(value)] for value in tile.slices()]
     return [
+        *random_pointers(spec),
         *(f"slot_{slot}" for slot in dict.fromkeys([*read, *(slot for slot, _ in tile.kept)])),
         *(f"parts_{slot}" for slot, _ in tile.parts),
     ]
@@ -173,6 +174,7 @@ class _SliceKernel(TileMath):
         for _, array in self.used():
             corner = f"tl.multiple_of({pointer_to(array)}, 16) + even_corner"
             lines.append(f"            {array.name}_array = {corner} + place")
+        lines += self.element_index("            ", "even_corner + place")
         lines += self._work("            ", masked=False)
         lines += [
             "        odd_place = line * pitch + column",
@@ -180,6 +182,7 @@ class _SliceKernel(TileMath):
         ]
         lines += self._masks("            ")
         lines += [f"            {array.name}_array = {pointer_to(array)} + corner + place" for _, array in self.used()]
+        lines += self.element_index("            ", "corner + place")
         lines += self._work("            ", masked=True)
         return lines + self._after_loops("        ")
 
@@ -213,9 +216,8 @@ class _SliceKernel(TileMath):
         return lines + self._after_loops("        ")
 
     def _located(self, indent: str) -> list[str]:
-        width = 1 + MAX_DIMS * (1 + len(self.arrays))
-        lines = [f"layout = layouts + layout_row * {width}", "index = corner + place"]
-        lines += [f"at_{position} = index * 0" for position, _ in self.used()]
+        lines = [f"layout = layouts + layout_row * {self.layout_width}", "index = corner + place"]
+        lines += [f"at_{position} = index * 0" for position, _ in self.walked]
         lines += [
             "dims = tl.load(layout)",
             "for back in tl.range(0, loop_bound(dims)):",
@@ -224,11 +226,12 @@ class _SliceKernel(TileMath):
             "    coordinate = index % size",
             "    index = index // size",
         ]
-        for position, _ in self.used():
+        for position, _ in self.walked:
             stride = f"tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
             lines.append(f"    at_{position} += coordinate * {stride}")
         for position, array in self.used():
             lines.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
+        lines += self.element_index("", f"at_{len(self.arrays)}")
         return [indent + line for line in lines]
 
     def _before_loops(self, indent: str) -> list[str]:

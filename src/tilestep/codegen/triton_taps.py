@@ -87,11 +87,13 @@ class TapText:
     def _compared(self, place: int) -> str:
         storage = self._spec.storages["param"]
         array = storage.arrays("param")[place]
-        now = self._kept("param") if codec_of(storage).is_plain else f"{array.name}_element"
+        now = self._kept("param") if codec_of(storage).is_element else f"{array.name}_element"
         return f"differs({now}, tap_was_{place})"
 
     def _kept(self, name: str) -> str:
-        """The expression of what is stored of a plain buffer."""
+        """The expression of what is stored of a buffer that is one array."""
+        if name in self._spec.draws:
+            return f"{name}_element"
         return narrowed(f"new_{name}", self._spec.storages[name].arrays(name)[0], self._math.type, in_pairs=True)
 
     def _sums(self, inside: str, mask: str) -> list[str]:
@@ -106,8 +108,8 @@ class TapText:
             return f"tl.where({inside}, {value}, {otherwise})" if inside else value
 
         def after(name: str) -> None:
-            plain = codec_of(self._spec.storages[name]).is_plain
-            kept = f"{self._kept(name)}.to({kind})" if plain else f"new_{name}"
+            is_element = codec_of(self._spec.storages[name]).is_element
+            kept = f"{self._kept(name)}.to({kind})" if is_element else f"new_{name}"
             lines.append(f"tap_now_{name} = {where_kept(kept, f'tap_old_{name}')}")
 
         if taps.grad:

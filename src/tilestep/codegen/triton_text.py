@@ -151,6 +151,7 @@ POINTERS = {
     "tile": ["grads", "addresses", "tile_tensor", "first_tile", "numel", "rows", "control", "layout_index", "partials"],
     "strided": ["layouts", "tile_list"],
     "blocks": ["columns"],
+    "random": ["streams", "step"],
     "stats": ["tap_partials"],
     "changes": ["tap_words", "first_word"],
     "finish": ["partials", "sums", "grads", "first_tile", "numel"],
@@ -227,7 +228,12 @@ def decorator(pointers: list[str]) -> list[str]:
 def tile_pointers(spec: KernelSpec, taps: list[str], *, strided: bool = False) -> list[str]:
     """Pointer parameters of a kernel over tiles of elements, in order; `taps` are those of its taps."""
     blocks = POINTERS["blocks"] if spec.has_blocks else []
-    return POINTERS["tile"] + taps + blocks + (POINTERS["strided"] if strided else [])
+    return POINTERS["tile"] + taps + blocks + random_pointers(spec) + (POINTERS["strided"] if strided else [])
+
+
+def random_pointers(spec: KernelSpec) -> list[str]:
+    """Pointer parameters of kernels that may round at random."""
+    return POINTERS["random"] if spec.draws else []
 
 
 def pointer_to(array: Array) -> str:
@@ -289,7 +295,7 @@ class TileBody:
         storage = self.spec.storages[name]
         codec = codec_of(storage)
         elements = ", ".join([*map(self.loaded, read_arrays(storage, name)), *(["is_odd"] if codec.is_packed else [])])
-        joined = elements if codec.is_plain else f"join_{storage.title}({elements})"
+        joined = elements if codec.is_element else f"join_{storage.title}({elements})"
         return f"{joined}.to(tl.{self.compute})"
 
     def store(self, name: str, value: str) -> None:
@@ -304,8 +310,11 @@ class TileBody:
         if codec.has_blocks and self.mask:
             # What is behind a short block is no part of it.
             number = f"tl.where({self.mask}, {number}, 0.0)"
-        arguments = f"{number}, is_odd" if codec.is_packed else number
-        self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({arguments})")
+        arguments = [number]
+        if name in self.spec.draws:
+            arguments.append(f"random_{self.spec.draws[name]}(key_0, key_1, element_index)")
+        arguments += ["is_odd"] if codec.is_packed else []
+        self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({', '.join(arguments)})")
         for array, element in zip(arrays, elements):
             self._store(array, element)
 

@@ -33,6 +33,7 @@ class Recipe:
     seed: int = 0  # of the initial weights and the batches
     state_dtype: str | None = None  # of tilestep's optimizer
     master_weights: bool | str = False  # of tilestep's optimizer, whose model is in bfloat16 then
+    rounding: str = "nearest"  # of tilestep's optimizer, whose model is in bfloat16 where it is another
     size: Size = field(default_factory=Size)  # of the model
 
     def rate(self, step: int) -> float:
@@ -107,6 +108,7 @@ def _tilestep(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim
         max_grad_norm=recipe.max_grad_norm,
         state_dtype=recipe.state_dtype,
         master_weights=recipe.master_weights,
+        rounding=recipe.rounding,
     )
     return optimizer, lambda: optimizer.step()  # looked up each time: a scheduler replaces the method
 
@@ -131,7 +133,7 @@ class _Training:
         torch.manual_seed(recipe.seed)
         self.name, self.recipe = entry.name, recipe
         self.model = GPT(recipe.size).to(recipe.device)
-        if entry.has_formats and recipe.master_weights:
+        if entry.has_formats and (recipe.master_weights or recipe.rounding != "nearest"):
             self.model.to(torch.bfloat16)
         text, self.validation = _split(documentation(), recipe.device)
         self.batches = _batches(text, recipe)

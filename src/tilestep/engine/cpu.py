@@ -124,6 +124,7 @@ class CpuSegment(Segment):
             "rows": self.rows,
             "partials": self.partials,
             "scalar_states": self._state_addresses,
+            "streams": self.streams,
         }
         for name, array in arrays.items():
             setattr(launch, name, array.ctypes.data)
@@ -155,6 +156,7 @@ class CpuSegment(Segment):
             "layout_index": self.layout_index[tensors],
             "rows": self.rows[tensors],
             "partials": self.partials[tiles],
+            "streams": self.streams[tensors],
             **({"first_word": self.taps.first_word[tensors]} if self.taps is not None else {}),
             **({"tap_partials": self.tap_partials[tiles]} if self._measuring else {}),
         }
@@ -164,7 +166,7 @@ class CpuSegment(Segment):
         launch.tensors, launch.tiles = len(window.tensors), len(window.tiles)
         for name, array in tables.items():
             setattr(launch, name, array.ctypes.data)
-        for name in ("grads", "sums"):
+        for name in ("grads", "step", "sums"):
             setattr(launch, name, getattr(self, name)[window.tensors.start :].data_ptr())
         if self.taps is not None:
             launch.tap_totals = self.taps.totals[window.tensors.start :].data_ptr()

@@ -103,6 +103,7 @@ class CudaSegment(Segment):
             "addresses": table(self.addresses.T),
             "layout_index": table(self.layout_index),
             "layouts": table(self.layouts),
+            "streams": table(self.streams),
             "tile_list": table(np.zeros(1, dtype=np.int32)),
             "rows": numbers(count, max(len(program.columns), 1), dtype=compute),
             "partials": numbers(max(self.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
@@ -263,6 +264,7 @@ class CudaSegment(Segment):
         """Bring changed addresses and layouts to the device."""
         copy_to(self._tables["addresses"], np.ascontiguousarray(self.addresses.T))
         copy_to(self._tables["layout_index"], self.layout_index)
+        copy_to(self._tables["streams"], self.streams)
         if self.layouts.shape != tuple(self._tables["layouts"].shape):
             self._tables["layouts"] = torch.zeros(self.layouts.shape, dtype=torch.int64, device=self.device)
         copy_to(self._tables["layouts"], self.layouts)

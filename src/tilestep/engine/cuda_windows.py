@@ -20,7 +20,7 @@ def window_tables(
     owner = segment.tiles.tile_tensor[tiles]
     listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
     found = dict(tables)
-    for name in ("grads", "numel", "columns", "layout_index", "rows"):
+    for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
         found[name] = tables[name][tensors]
     found["partials"] = tables["partials"][begin * segment.spec.reduction_count :]
     if segment.taps is not None:

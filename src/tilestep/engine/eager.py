@@ -11,9 +11,9 @@ from ..codegen.spec import KernelSpec
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..matrices import MATRIX_OPERATIONS
-from ..storage import stored_in, values_of
+from ..storage import random_tensor, stored_in, values_of
 from .control import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
-from .segment import Entry, Segment
+from .segment import Entry, Segment, strides_of
 
 
 class EagerSegment(Segment):
@@ -89,10 +89,22 @@ class EagerSegment(Segment):
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
-                columns = entry.columns or None
-                stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, columns)
+                columns, random = entry.columns or None, self._random(position, name)
+                stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, columns, random)
         if float(self.control[UNSCALE]):
             gradient.mul_(float(self.control[INVERSE_SCALE]))
+
+    def _random(self, position: int, name: str) -> torch.Tensor | None:
+        """The bits by which a buffer is rounded at random; None for one that is not."""
+        if name not in self.spec.draws:
+            return None
+        entry = self.entries[position]
+        index = torch.full(entry.param.shape, entry.origin, dtype=torch.int64, device=entry.param.device)
+        for dim, stride in enumerate(strides_of(entry)):
+            along = torch.arange(entry.param.shape[dim], device=entry.param.device) * stride
+            index += along.view(-1, *[1] * (entry.param.dim() - dim - 1))
+        stream = int(self.streams[position, 0])
+        return random_tensor(stream, int(self.step[position]), self.spec.draws[name], index)
 
     def _evaluated(self, roots: Iterable[Value], loads: Mapping[str, torch.Tensor], position: int) -> dict[int, Any]:
         known: dict[int, Any] = {}

@@ -217,6 +217,8 @@ class DeviceEngine:
             raise Stale("a number that matrix operations take has changed")
         for segment in affected:
             segment.set_hypers(segment.hyper_rows())
+            if segment.follow_seeds():
+                segment.upload()
         for watch in changed:
             watch.remember()
         self.has_device_hypers = any(watch.on_device for watch in self.group_watches)

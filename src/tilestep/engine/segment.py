@@ -18,8 +18,8 @@ from ..errors import GradientError, StateError
 from ..graph.hyperparameters import group_value
 from ..matrices.batches import MatrixBatches
 from ..matrices.shared import Exchange
-from ..storage import BLOCK, rows_of
-from .layout import cut_tiles, layout_record, same_walk
+from ..storage import BLOCK, rows_of, stream_of
+from .layout import cut_tiles, is_dense, layout_record, same_walk
 from .limits import ZClip, clip_code
 from .recipes import guards_hold
 from .taps import SegmentTaps
@@ -56,6 +56,9 @@ class Entry:
     gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
     columns: int = 0  # elements of a row of blocks, where its shape does not say it: of a flat piece of a tensor
+    ordinal: int = 0  # its parameter's place among all of the optimizer
+    origin: int = 0  # the first element's index in the whole tensor, which counts along its memory
+    strides: tuple[int, ...] | None = None  # of the whole tensor along the dimensions of `param`; None for its own
     grad_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,9 +185,25 @@ class Segment:
         }
         by_rows = bool(spec.program.slices.views) or spec.has_blocks
         self.own_strided = [
-            index for index, entry in enumerate(self.entries) if not _is_plain(entry, self._apart, by_rows)
+            index
+            for index, entry in enumerate(self.entries)
+            if not _is_plain(entry, self._apart, by_rows) or (spec.draws and not _is_counted(entry))
         ]
         self.set_strided({})
+        self._seeds: list[int] = []
+        self.streams = np.asarray([[0, entry.origin] for entry in self.entries], dtype=np.int64)
+        """int64[tensors][2]: what makes a tensor's random bits its own, and its first element's index in the whole."""
+        self.follow_seeds()
+
+    def follow_seeds(self) -> bool:
+        """Take over the groups' seeds; whether one is another than it was."""
+        seeds = [self.groups[index].get("seed", 0) for index in self.group_indices] if self.spec.draws else []
+        if seeds == self._seeds:
+            return False
+        self._seeds = seeds
+        own = zip(self.entries, self.group_of.tolist())
+        self.streams[:, 0] = [stream_of(seeds[group], entry.ordinal) for entry, group in own]
+        return True
 
     def upload(self) -> None:
         """Bring changed tables to the device."""
@@ -329,12 +348,15 @@ class Segment:
         """Describe the tensors that must be walked by coordinates."""
         indices = sorted({*self.own_strided, *gradients})
         self.layout_index = np.full(len(self.entries), -1, dtype=np.int64)
-        width = 1 + MAX_DIMS * (2 + len(self.array_names))
+        width = 1 + MAX_DIMS * (2 + len(self.array_names) + bool(self.spec.draws))
         self.layouts = np.zeros((max(len(indices), 1), width), dtype=np.int64)
         for row, index in enumerate(indices):
             entry = self.entries[index]
             gradient = gradients.get(index, entry.param)
-            record = layout_record([gradient, *(self._walked(entry, name) for name in self.array_names)])
+            walked = [gradient, *(self._walked(entry, name) for name in self.array_names)]
+            if self.spec.draws:
+                walked.append(torch.empty_strided(entry.param.shape, strides_of(entry), device="meta"))
+            record = layout_record(walked)
             self.layouts[row, : len(record)] = record
             self.layout_index[index] = row
 
@@ -373,6 +395,26 @@ def _address(entry: Entry, name: str) -> int:
         error = GradientError if name == "param" else StateError
         raise error(f"{what} has no memory: its storage was freed, or it is of a type that keeps its values elsewhere")
     return tensor.data_ptr()
+
+
+def strides_of(entry: Entry) -> tuple[int, ...]:
+    """How elements are counted in the whole tensor along the dimensions of what is here.
+
+    Along its memory, as pieces of it are; in the order of indices where that has gaps.
+    """
+    if entry.strides is not None:
+        return entry.strides
+    if is_dense(entry.param):
+        return tuple(entry.param.stride())
+    return tuple(torch.empty(entry.param.shape, device="meta").stride())
+
+
+def _is_counted(entry: Entry) -> bool:
+    """Whether elements that lie behind each other have indices behind each other in the whole tensor."""
+    return all(
+        size == 1 or own == whole
+        for size, own, whole in zip(entry.param.shape, entry.param.stride(), strides_of(entry))
+    )
 
 
 def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:

@@ -31,7 +31,7 @@ from ..placements import (
     is_whole,
     local_state,
 )
-from ..placements.local import local_part
+from ..placements.local import first_index, local_part
 from ..rules import Rule
 from ..storage import entries_of, scale_names
 from .hyperparameters import about_group, check_flags, deciding_keys
@@ -404,8 +404,14 @@ def _engines(
     """Engines of planned parameters, which get their states now; the engines' places, and their parameters."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     members: dict[int, torch.Tensor] = {}
+    ordinals: dict[torch.Tensor, int] = {}
+    if any(one.spec.draws for one in planned):
+        for ordinal, (_, _, _, param) in enumerate(labelled(optimizer.placement.owner(optimizer))):
+            ordinals.setdefault(param, ordinal)
     for one in planned:
         entry = _entry(optimizer, one)
+        if one.spec.draws:
+            _count_elements(optimizer, one, entry, ordinals)
         entry.share = 1.0 if agreement is None else agreement.share(one.param)
         optimizer.memory.arrange(one.spec, entry)
         members[id(entry)] = one.param
@@ -440,6 +446,18 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     entry.exchange = one.exchange
     entry.in_norm = optimizer.param_groups[one.group_index].get("in_norm", True)
     return entry
+
+
+def _count_elements(optimizer: Optimizer, one: _Planned, entry: Entry, ordinals: Mapping[torch.Tensor, int]) -> None:
+    """Tell an entry which parameter it is, and which of its elements it has, for random bits that know no mesh."""
+    param, pair = one.param, 2 if one.param.is_complex() else 1
+    piece = optimizer.placement.origin(param)
+    if piece is not None:
+        entry.ordinal, entry.origin = ordinals[piece.param], pair * (piece.start or 0)
+    if is_distributed(param):
+        entry.origin = pair * first_index(param, one.label)
+        strides = tuple(pair * stride for stride in param.stride())
+        entry.strides = (*strides, 1) if pair > 1 else strides
 
 
 def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> dict[str, Any]:

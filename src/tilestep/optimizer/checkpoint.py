@@ -155,9 +155,9 @@ def check_rules(
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
     """Give a loaded param group its parameters and the keys that the checkpoint does not have.
 
-    How state is kept and sent is not the checkpoint's business: `master_weights`, `state_dtype` and the types that
-    travel stay as this optimizer was made. Nor is code: hyperparameters that are functions of the step stay as they
-    are.
+    How state is kept and sent is not the checkpoint's business: `master_weights`, `state_dtype`, `rounding` and the
+    types that travel stay as this optimizer was made; where both round at random, the checkpoint's `seed` goes on. Nor
+    is code: hyperparameters that are functions of the step stay as they are.
     """
     for key in ("params", "param_names", *rule.hyperparameters, *rule.options):
         if key in old:
@@ -168,6 +168,8 @@ def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -
     group["master_weights"] = old.get("master_weights", False)
     for key in ("state_dtype", "grad_sync_dtype", "param_sync_dtype"):
         group[key] = old.get(key)
+    seeded = group if "rounding" in group else old
+    group["seed"], group["rounding"] = seeded.get("seed", 0), old.get("rounding", "nearest")
     group.pop("rule", None)
     if "rule" in old:
         group["rule"] = old["rule"]

@@ -12,7 +12,7 @@ from ..placements.local import is_distributed, local_part
 from ..storage import Storage, kept_in_blocks, values_of
 from .masters import MASTER_KEYS
 
-_OWN_KEYS = ("state_dtype", "master_weights")
+_OWN_KEYS = ("state_dtype", "master_weights", "rounding", "seed")
 
 
 def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, Any]:

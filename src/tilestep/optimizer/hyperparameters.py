@@ -15,12 +15,14 @@ from ..rules import Rule, registry
 from ..rules.protocol import at_step
 from ..rules.scalars import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
-from .state_formats import check_state_dtype
+from .state_formats import check_rounding, check_state_dtype
 
 GROUP_OPTIONS: Mapping[str, Any] = {
     "max_grad_norm": None,
     "master_weights": False,
     "state_dtype": None,
+    "rounding": "nearest",
+    "seed": 0,
     "in_norm": True,
     "grad_sync_dtype": None,
     "param_sync_dtype": None,
@@ -55,7 +57,8 @@ def without_defaults(group: dict[str, Any]) -> None:
         {'lr': 0.1, 'master_weights': 'remainder'}
     """
     for key, default in GROUP_OPTIONS.items():
-        if group.get(key, default) is default:
+        value = group.get(key, default)
+        if value is default or (type(value) is type(default) and value == default):
             group.pop(key, None)
 
 
@@ -115,6 +118,7 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
         raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; True, or False for a group left out of the norm")
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
+    check_rounding(group)
     limit = group.get("max_grad_norm")
     if isinstance(limit, (int, float)) and not limit >= 0:
         raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")

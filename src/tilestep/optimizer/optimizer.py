@@ -64,6 +64,11 @@ class Optimizer(torch.optim.Optimizer):
             mapping from names of states to these, or a function that gives any of these for a parameter's name; None
             for the parameter's dtype, float32 beside masters. Parameters of fewer than 4,096 elements, states that
             begin as copies of parameters and squares of embeddings' gradients keep float32, see "How it works".
+        rounding: how what is kept in fewer bits than it is computed in is rounded: "nearest", or "stochastic", by
+            chance so that it is right on average: parameters of 16 bits without masters, states of 16 bits and in
+            blocks.
+        seed: of the random bits. The same seed, step, place of the parameter among all, and element give the same bits
+            on any device, mesh and schedule; ranks must have the same. torch's generators are not used.
         skip_nonfinite: leave parameters, state and step count as they are when a gradient is not finite.
         skip_above: the same when the global 2-norm of the unscaled gradients is above this, or above a multiple of its
             running mean: `tilestep.TimesMean(3.0)`, or so many standard deviations above the mean of the last norms and
@@ -130,6 +135,8 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: float | torch.Tensor | ZClip | AdaGC | None = None,
         master_weights: MasterWeights = False,
         state_dtype: StateDtype = None,
+        rounding: str = "nearest",
+        seed: int = 0,
         skip_nonfinite: bool = False,
         skip_above: float | TimesMean | Sigma | None = None,
         track_grad_norm: bool = False,
@@ -147,6 +154,8 @@ class Optimizer(torch.optim.Optimizer):
             "max_grad_norm": max_grad_norm,
             "master_weights": master_weights,
             "state_dtype": state_dtype,
+            "rounding": rounding,
+            "seed": seed,
         }
         unknown = self._given.difference(self._rule.hyperparameters, self._rule.options)
         self._rule.check({key: hyperparameters[key] for key in unknown})

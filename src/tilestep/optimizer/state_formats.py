@@ -13,7 +13,7 @@ from ..errors import StateError
 from ..graph import Graph, never_negative
 from ..placements.local import sharded_dims
 from ..rules import Interval, Rule
-from ..storage import BLOCK, Plain, Storage, codec_of, dtype_name, rows_of, state_format
+from ..storage import BLOCK, Plain, Stochastic, Storage, codec_of, dtype_name, rows_of, state_format
 from .masters import master_kind
 
 StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None
@@ -148,6 +148,42 @@ def _in_blocks(
     if is_packed and (not shape or shape[-1] % 2 or shape[-1] != columns):
         return state_format("int8", signed)
     return chosen
+
+
+ROUNDINGS = ("nearest", "stochastic")
+"""What `rounding` can say."""
+
+
+def check_rounding(group: Mapping[str, Any]) -> None:
+    """Raise for what `rounding` and `seed` cannot say.
+
+    Example:
+        >>> check_rounding({"rounding": "up"})
+        Traceback (most recent call last):
+        ValueError: Invalid rounding: 'up'; it must be 'nearest' or 'stochastic'
+    """
+    rounding, seed = group.get("rounding", ROUNDINGS[0]), group.get("seed", 0)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"Invalid rounding: {rounding!r}; it must be 'nearest' or 'stochastic'")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise ValueError(f"Invalid seed: {seed!r}; it must be an integer from 0 to 2**64 - 1, the same on all ranks")
+
+
+def rounded_as_said(formats: Mapping[str, Storage], group: Mapping[str, Any], graph: Graph) -> dict[str, Storage]:
+    """Formats of a parameter without a master and its states, rounded as the group's `rounding` says.
+
+    Numbers of rows and columns are few: they are kept in float32 where others are rounded at random.
+    """
+    if group.get("rounding", ROUNDINGS[0]) == ROUNDINGS[0]:
+        return dict(formats)
+    rounded: dict[str, Storage] = {}
+    for name, storage in formats.items():
+        is_coarse = codec_of(storage).has_blocks or storage.precision in (torch.bfloat16, torch.float16)
+        if name in graph.slice_states:
+            rounded[name] = Plain(torch.float32) if is_coarse else storage
+        else:
+            rounded[name] = Stochastic(storage) if is_coarse else storage  # type: ignore[arg-type]
+    return rounded
 
 
 def check_cut_blocks(label: str, param: torch.Tensor, formats: Mapping[str, Storage]) -> None:

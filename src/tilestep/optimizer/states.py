@@ -29,7 +29,7 @@ from ..storage import (
 )
 from .homes import StateHome
 from .masters import MASTER_KEYS, master_kind, other_master, start_of
-from .state_formats import compute_dtype, state_formats
+from .state_formats import compute_dtype, rounded_as_said, state_formats
 
 TRAINING = "training_param"
 """State key of the weights that train, while the parameter holds those to evaluate."""
@@ -77,10 +77,12 @@ def storages(
 ) -> dict[str, Storage]:
     """Storage of the parameter, its gradient and each element state, in buffer order."""
     kind = master_kind(param.dtype, group)
+    states = state_formats(param, group, graph, rule, label, param.shape if shape is None else shape)
+    rounded = rounded_as_said({"param": Plain(param.dtype), **states}, group, graph)
     return {
-        "param": Plain(param.dtype) if kind is None else kind.storage(param.dtype),
+        "param": rounded.pop("param") if kind is None else kind.storage(param.dtype),
         "grad": Plain(grad_dtype(param) if dtype is None else dtype),
-        **state_formats(param, group, graph, rule, label, param.shape if shape is None else shape),
+        **{name: rounded[name] for name in states},
     }
 
 

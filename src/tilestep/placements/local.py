@@ -149,6 +149,26 @@ def logical_coordinates(like: Any) -> list[torch.Tensor]:
     return found
 
 
+def first_index(like: Any, label: str) -> int:
+    """The index of a DTensor's first element here in the whole tensor, by its strides.
+
+    Raises:
+        StateError: for a part that is not one block of the whole.
+    """
+    index = 0
+    for along, stride in zip(logical_coordinates(like), like.stride()):
+        if not len(along):
+            return 0
+        first = int(along[0])
+        if int(along[-1]) - first != len(along) - 1:
+            raise StateError(
+                f"{label} is {_placed(like)}: what of it is here lies apart in the whole tensor, and random bits are "
+                "counted along that: leave out rounding='stochastic' in its group, or shard it evenly"
+            )
+        index += first * stride
+    return index
+
+
 def local_state(
     label: str,
     known: Mapping[str, Any],

@@ -32,6 +32,7 @@ def footprint(
     dtype: torch.dtype = torch.bfloat16,
     master_weights: MasterWeights = False,
     state_dtype: Any = None,
+    rounding: str = "nearest",
     grad_sync_dtype: torch.dtype | None = None,
 ) -> Footprint:
     """What a rule keeps and moves for the elements of a matrix.
@@ -45,7 +46,8 @@ def footprint(
         >>> found.state, found.moved
         (10.0, 26.0)
     """
-    spec = spec_for(rule, hyperparameters, dtype=dtype, master_weights=master_weights, state_dtype=state_dtype)
+    kept: dict[str, Any] = {"master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
+    spec = spec_for(rule, hyperparameters, dtype=dtype, **kept)
     graph, notes, state = spec.program.graph, [], 0.0
     for name, storage in spec.storages.items():
         if name in ("grad", *spec.program.library.scratch):
@@ -62,9 +64,9 @@ def footprint(
         notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
     if spec.program.library.passes:
         notes.append("the time of matrix products")
-    described = describe(
-        rule, hyperparameters, backend="cpp", dtype=dtype, master_weights=master_weights, state_dtype=state_dtype
-    )
+    if spec.draws:
+        notes.append("the arithmetic of random bits, for " + ", ".join(spec.draws))
+    described = describe(rule, hyperparameters, backend="cpp", dtype=dtype, **kept)
     gradient = (grad_sync_dtype or dtype).itemsize
     moved = described.bytes_read + described.bytes_written + gradient - dtype.itemsize
     return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))

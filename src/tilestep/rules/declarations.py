@@ -25,6 +25,8 @@ NOT_FOR_HYPERPARAMETERS = {
     "max_grad_norm": "the optimizer's clip",
     "master_weights": "the optimizer's argument",
     "state_dtype": "the optimizer's argument",
+    "rounding": "the optimizer's argument",
+    "seed": "the optimizer's argument",
     "skip_nonfinite": "the optimizer's argument",
     "skip_above": "the optimizer's argument",
     "rule": "the param group's rule",

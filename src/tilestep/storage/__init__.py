@@ -15,6 +15,7 @@ from .masters import MASTER_FORMATS, MasterFormat
 from .plain import Plain
 from .remainder import Remainder
 from .states import STATE_FORMATS, entries_of, kept_in_blocks, scale_names, state_format
+from .stochastic import Stochastic, bits_graph, keys_graph, random_tensor, stream_of
 from .terms import Term, dtype_name
 
 __all__ = [
@@ -28,19 +29,24 @@ __all__ = [
     "Plain",
     "Remainder",
     "Storage",
+    "Stochastic",
     "Term",
+    "bits_graph",
     "codec_of",
     "dtype_name",
     "entries_before",
     "entries_of",
     "is_coarse",
     "kept_in_blocks",
+    "keys_graph",
+    "random_tensor",
     "read_arrays",
     "rows_of",
     "scale_names",
     "shape_of_entries",
     "state_format",
     "stored_in",
+    "stream_of",
     "values_of",
 ]
 

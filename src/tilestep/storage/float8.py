@@ -11,10 +11,16 @@ from .blocks import BLOCK
 from .companded import divisor, scale_of
 from .format import Array
 from .states import blocks_format
+from .stochastic import code_at_random
 from .terms import Term, magnitude, minimum, where
 
 _LARGEST = 448.0
 _LARGEST_CODE = 0x7E
+
+
+def _share_of(code: Term) -> Term:
+    """A code's number without a sign, of its block's scale."""
+    return (code << 20).of_bits() * 2.0**120 / _LARGEST
 
 
 @blocks_format("float8_e4m3")
@@ -48,13 +54,17 @@ class Float8Blocks:
         number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).of_bits() * 2.0**120
         return number * (scale.number() / _LARGEST).named("unit")
 
-    def store(self, value: Term) -> tuple[Term, ...]:
-        scale = scale_of(value)
+    def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
+        scale = scale_of(value, random is not None)
         number = ((value / divisor(scale)) * _LARGEST).named("steps")
         size = magnitude(number)
         normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
         small = (minimum(number.function("abs"), 1.0) * 512.0).function("round").whole()
         code = minimum(where(size < (121 << 23), small, normal), _LARGEST_CODE).named("code")
+        if random is not None:
+            is_exact = self.load((code.of_bits(torch.float8_e4m3fn), scale)).same(value.function("abs"))
+            share = value.function("abs") / divisor(scale)
+            code = code_at_random(code, is_exact, share, _share_of, random, (0, _LARGEST_CODE))
         positive = where((value > 0.0) & (code < 1), 1, code)
         code = where(number < 0.0, code | 0x80, code) if self.signed else positive
         return code.of_bits(torch.float8_e4m3fn), scale

@@ -69,10 +69,20 @@ class Codec:
         used = {value.attribute for value in ancestors([self.loaded]) if value.operation == "load"}
         return tuple(place for place, array in enumerate(self.arrays) if array.name in used)
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether an element is the number, but for its type."""
+        """Whether an element is the number, rounded to the nearest of its type."""
+        return self.is_element and self.stored[0].operation == "narrow"
+
+    @functools.cached_property
+    def is_element(self) -> bool:
+        """Whether what is kept is one element, and its number what is read."""
         return self.loaded.operation == "widen" and self.loaded.args[0].operation == "load"
+
+    @functools.cached_property
+    def is_random(self) -> bool:
+        """Whether what is kept is rounded by random bits."""
+        return any(value.attribute == "random" for value in ancestors(self.stored) if value.operation == "load")
 
     @property
     def has_blocks(self) -> bool:
@@ -131,9 +141,9 @@ def values_of(
         if not math.prod(shape):
             return torch.zeros(shape, dtype=compute, device=given[first.name].device)
         given = {array.name: cut(given[array.name], columns, array.elements) for array in codec.arrays}
-        (values,) = _evaluated((codec.loaded,), given, torch.float32)
+        (values,) = evaluated((codec.loaded,), given, torch.float32)
         return joined(values, shape, columns).to(compute)
-    (values,) = _evaluated((codec.loaded,), given, compute if codec.is_plain else torch.float32)
+    (values,) = evaluated((codec.loaded,), given, compute if codec.is_plain else torch.float32)
     shared = any(values is tensor for tensor in given.values())
     return values.clone() if shared else values.to(compute)
 
@@ -145,8 +155,13 @@ def stored_in(
     values: torch.Tensor,
     shape: Sequence[int] | None = None,
     columns: int | None = None,
+    random: torch.Tensor | None = None,
 ) -> None:
-    """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`."""
+    """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`.
+
+    With random bits for each element, int32, as the format rounds by them; without, to the nearest.
+    """
+    storage = getattr(storage, "nearest", storage) if random is None else storage
     codec = codec_of(storage)
     number = values if codec.is_plain else values.to(torch.float32)
     if codec.has_blocks:
@@ -154,19 +169,21 @@ def stored_in(
         shape = tuple(tensors[own[0].name].shape) if shape is None else tuple(shape)
         columns = rows_of(shape)[1] if columns is None else columns
         if math.prod(shape):
-            blocks = cut(number.expand(shape), columns)
-            kept = _evaluated(codec.stored, {"number": blocks}, number.dtype)
+            blocks = {"number": cut(number.expand(shape), columns)}
+            blocks.update({} if random is None else {"random": cut(random, columns)})
+            kept = evaluated(codec.stored, blocks, number.dtype)
             for array, entries in zip(own, kept):
                 tensor = tensors[array.name]
                 tensor.copy_(joined(entries, tensor.shape, columns, array.elements))
         return
-    for array, element in zip(storage.arrays(name), _evaluated(codec.stored, {"number": number}, number.dtype)):
+    elements = {"number": number} if random is None else {"number": number, "random": random}
+    for array, element in zip(storage.arrays(name), evaluated(codec.stored, elements, number.dtype)):
         if array.name in tensors:
             tensors[array.name].copy_(element)
 
 
-def _evaluated(roots: tuple[Value, ...], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
-    """Values of a format's graph on tensors."""
+def evaluated(roots: tuple[Value, ...], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
+    """Values of a graph of terms on tensors."""
     known: dict[int, Any] = {}
     for value in ancestors(roots):
         args = [known[id(arg)] for arg in value.args]

@@ -42,13 +42,13 @@ class Int4Blocks:
         code = pair.nibble()
         return expanded(code - 8, scale, 7) if self.signed else squared(code, scale, 15)
 
-    def store(self, value: Term) -> tuple[Term, ...]:
+    def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
-            scale = scale_of(value)
-            return (compressed(value, scale, 7) + 8).packed(torch.int8), scale
+            scale = scale_of(value, random is not None)
+            return (compressed(value, scale, 7, random) + 8).packed(torch.int8), scale
         root = value.function("sqrt").named("root")
-        scale = scale_of(root)
-        return counted(root, scale, 15).packed(torch.uint8), scale
+        scale = scale_of(root, random is not None)
+        return counted(root, scale, 15, value, random).packed(torch.uint8), scale
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return False

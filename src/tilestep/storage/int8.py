@@ -41,13 +41,13 @@ class Int8Blocks:
         code, scale = elements
         return expanded(code.bits(), scale, 127) if self.signed else squared(code.bits(), scale, 255)
 
-    def store(self, value: Term) -> tuple[Term, ...]:
+    def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
-            scale = scale_of(value)
-            return compressed(value, scale, 127).of_bits(torch.int8), scale
+            scale = scale_of(value, random is not None)
+            return compressed(value, scale, 127, random).of_bits(torch.int8), scale
         root = value.function("sqrt").named("root")
-        scale = scale_of(root)
-        return counted(root, scale, 255).of_bits(torch.uint8), scale
+        scale = scale_of(root, random is not None)
+        return counted(root, scale, 255, value, random).of_bits(torch.uint8), scale
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return False

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from .format import Array
+from .stochastic import element_at_random
 from .terms import Term, dtype_name
 
 
 @dataclass(frozen=True)
 class Plain:
-    """One array of one dtype, rounded to nearest even."""
+    """One array of one dtype, rounded to nearest even where random bits do not say otherwise."""
 
     dtype: torch.dtype
 
@@ -34,8 +35,8 @@ class Plain:
     def load(self, elements: Sequence[Term]) -> Term:
         return elements[0].number()
 
-    def store(self, value: Term) -> tuple[Term, ...]:
-        return (value.element(self.dtype),)
+    def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
+        return (value.element(self.dtype) if random is None else element_at_random(value, self.dtype, random),)
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return self.dtype is compute
