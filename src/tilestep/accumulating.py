@@ -1,14 +1,16 @@
-"""Accumulation over several backward passes, said in one way by everybody who looks at gradients as they come."""
+"""Gradients as backward completes them: hooks, which gradients a bucket still waits for, accumulation over passes."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from . import native
 from .compat import count_gradient_hooks, is_last_gradient_hook
 
 
@@ -105,3 +107,79 @@ class GradientHooks:
     def _recount(self) -> None:
         self._params = [param for param, *_ in self.made.values()]
         self._count = count_gradient_hooks(self._params)
+
+
+class GradReadiness:
+    """Which gradients backward passes have brought: counted in C++ where that is built, else in Python.
+
+    Args:
+        tensors: how many parameters there are; for few, nothing is built to count them.
+        by_stream: whether to tell which streams they come from.
+    """
+
+    def __init__(self, tensors: int, *, by_stream: bool) -> None:
+        self._module = native.module(tensors)
+        self.is_native = self._module is not None
+        """Whether they are counted in C++."""
+        self._pass = None if self._module is None else self._module.new_pass(by_stream)
+
+    def awaited(self) -> AwaitedGradients:
+        """For one bucket what it waits for; nothing so far."""
+        return AwaitedGradients() if self._module is None else _CountedNatively(self._module, self._pass)
+
+    def follow(self, number: int | None) -> None:
+        """Count the gradients of another backward pass from now on.
+
+        Args:
+            number: what `compat.backward_pass` calls it; None for no pass: each gradient is a function call.
+        """
+        if self._module is not None:
+            self._module.follow(self._pass, -1 if number is None else number)
+
+    def know_stream(self, tensor: torch.Tensor) -> None:
+        """Until the next `follow`, the current stream of a tensor's device is one that is known to write gradients."""
+        if self._module is not None:
+            self._module.know_stream(self._pass, tensor)
+
+
+class AwaitedGradients:
+    """What one bucket waits for; made by `GradReadiness.awaited`."""
+
+    def __init__(self) -> None:
+        self._places: set[int] = set()
+
+    def begin(self, trains: bytes) -> object:
+        """Wait for the gradients of a backward pass.
+
+        Args:
+            trains: a one for each parameter of the bucket that has one, else a zero.
+        """
+        self._places = {place for place, one in enumerate(trains) if one}
+        return None
+
+    def come(self, place: int) -> int:
+        """Note that a gradient has come; how many are awaited now."""
+        self._places.discard(place)
+        return len(self._places)
+
+    def left(self) -> int:
+        """How many gradients are awaited."""
+        return len(self._places)
+
+    def hook(self, place: int, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """What is to be called when a gradient has come: counts it where that is all there is to do.
+
+        Args:
+            place: the parameter's in the bucket.
+            function: what is called otherwise.
+        """
+        return function
+
+
+class _CountedNatively(AwaitedGradients):
+    """As `AwaitedGradients`, each method a function of the C++ module."""
+
+    def __init__(self, module: Any, pass_: Any) -> None:
+        own = module.new_awaited(pass_)
+        functions = {"begin": module.await_places, "come": module.come, "left": module.left, "hook": module.new_hook}
+        vars(self).update({name: partial(function, own) for name, function in functions.items()})

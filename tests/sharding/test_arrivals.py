@@ -19,9 +19,8 @@ from torch import nn
 
 import tilestep
 from tilestep import native
-from tilestep.accumulating import announce_gradients
+from tilestep.accumulating import GradReadiness, announce_gradients
 from tilestep.compat import backward_pass
-from tilestep.sharding.arrivals import Arrivals
 
 WITHOUT, WITH = "Python", "C++"
 
@@ -48,8 +47,8 @@ class Bucket:
 
     def __init__(self, *, by_stream: bool = False) -> None:
         self.params = [nn.Parameter(torch.ones(2)) for _ in range(5)]
-        self.arrivals = Arrivals(1000, by_stream=by_stream)
-        self.awaited = self.arrivals.awaited()
+        self.readiness = GradReadiness(1000, by_stream=by_stream)
+        self.awaited = self.readiness.awaited()
         self.calls: list[int] = []
         self.last: list[int] = []
         for place, param in enumerate(self.params):
@@ -60,9 +59,9 @@ class Bucket:
     def come(self, place: int, param: torch.Tensor) -> None:
         assert param is self.params[place]
         self.calls.append(place)
-        self.arrivals.follow(backward_pass())
-        self.arrivals.know_stream(param)
-        if self.awaited.come(place):
+        self.readiness.follow(backward_pass())
+        self.readiness.know_stream(param)
+        if not self.awaited.come(place):
             self.last.append(place)
 
     def backward(self, chosen: list[int], begin: bool = True) -> None:
@@ -81,7 +80,7 @@ def test_the_last_gradient_is_told_and_no_more_are_calls_than_must_be(where: str
     for _ in range(3):
         bucket.calls, bucket.last = [], []
         bucket.backward([0, 1, 2, 3, 4])
-        assert bucket.awaited.is_done
+        assert not bucket.awaited.left()
         assert len(bucket.calls) == (2 if where == WITH else 5)
         assert bucket.last == [bucket.calls[-1]]
         assert all(param.grad is not None for param in bucket.params)
@@ -91,16 +90,16 @@ def test_gradients_that_are_not_awaited_or_do_not_come(where: str) -> None:
     bucket = Bucket()
     bucket.params[1].requires_grad_(False)
     bucket.backward([0, 1, 2])
-    assert not bucket.awaited.is_done and not bucket.last
+    assert bucket.awaited.left() and not bucket.last
     bucket.backward([3, 4, 0], begin=False)
-    assert bucket.awaited.is_done and len(bucket.last) == 1
+    assert not bucket.awaited.left() and len(bucket.last) == 1
     # Nothing is awaited any more: each of these is a call, as whoever sums them up must know.
     bucket.calls = []
     bucket.backward([2, 3], begin=False)
     assert sorted(bucket.calls) == [2, 3]
     bucket.params[1].requires_grad_(True)
     bucket.backward([0, 1, 2, 3, 4])
-    assert bucket.awaited.is_done
+    assert not bucket.awaited.left()
 
 
 def test_passes_are_told_apart(where: str) -> None:
@@ -109,10 +108,10 @@ def test_passes_are_told_apart(where: str) -> None:
     bucket.calls = []
     bucket.backward([2, 3, 4], begin=False)
     # The first of another pass is always a call, and so is the last one.
-    assert len(bucket.calls) == (2 if where == WITH else 3) and bucket.awaited.is_done
+    assert len(bucket.calls) == (2 if where == WITH else 3) and not bucket.awaited.left()
     bucket.calls = []
     bucket.backward([0, 1, 2])
-    bucket.arrivals.follow(None)
+    bucket.readiness.follow(None)
     bucket.backward([3], begin=False)
     assert bucket.calls[-1] == 3
 
@@ -136,7 +135,7 @@ def test_passes_of_several_threads_are_counted_one_by_one(where: str) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(each.awaited.is_done and len(each.last) == 1 for each in buckets)
+    assert all(not each.awaited.left() and len(each.last) == 1 for each in buckets)
 
 
 def test_the_module_refuses_what_it_does_not_know() -> None:
@@ -178,7 +177,7 @@ def test_a_training_that_begins_before_the_module_is_built(one_rank: None, monke
             model(data).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert sharded.schedule.sharding.gradients._arrivals.is_native == built
+        assert sharded.schedule.sharding.gradients._readiness.is_native == built
     for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
         assert torch.equal(mine, theirs)
 
@@ -189,7 +188,7 @@ def train_beside_twins(where: str) -> None:
     with counted_in(where):
         for options in ({}, {"bucket_cap_mb": 200 / 2**20}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}):
             pair = Pair(Branches(), sgd, **options)
-            assert pair.optimizer.schedule.sharding.gradients._arrivals.is_native == (where == WITH)
+            assert pair.optimizer.schedule.sharding.gradients._readiness.is_native == (where == WITH)
             for chosen in ([[0, 1, 2, 3, 4, 5]], [[0, 1], [5, 4, 4, 3], [2, 1]], [[1, 1, 2]], [[3, 0], [0, 3]]):
                 for sync_all in (False, True):
                     run(pair, chosen, sync_all)

@@ -114,11 +114,6 @@ class DeviceEngine:
             self.start_norm()
 
     @property
-    def is_steady(self) -> bool:
-        """After `start`: whether the gradients are those of the last step, but for their addresses."""
-        return bool(self._known_gradients)
-
-    @property
     def looking_threads(self) -> int:
         """How many threads look at the tensors before a step: on a CPU those that will update them, awake anyway."""
         most = _MOST_LOOKING if is_host(self.device) else _MOST_WOKEN
@@ -133,20 +128,25 @@ class DeviceEngine:
         """Launch the norm of gradients whose addresses are up to date, to run while the host checks the rest."""
         self._started_norm = self.own_norm_table().launch_tiles(self.grads)
 
-    def prepare(self, gradients: list[torch.Tensor | None]) -> None:
-        """Check this step's tensors and hyperparameters and bring every table up to date; nothing is updated yet."""
+    def prepare(self, gradients: list[torch.Tensor | None]) -> bool:
+        """Check this step's tensors and hyperparameters and bring every table up to date; nothing is updated yet.
+
+        Returns:
+            Whether the gradients are those of the last step, but for their addresses.
+        """
         self._follow_tensors()
         self.push_hypers()
         self.refresh_device_hypers()
         known, self._known_gradients = self._known_gradients, None
         if self.gradients.unchanged(gradients) if known is None else known:
-            return
+            return True
         try:
             if self.gradients.inspect(gradients):
                 self._spread_strided()
         except Exception:
             self.gradients.forget()
             raise
+        return False
 
     def _follow_tensors(self) -> None:
         """Take over where parameters and state lie now."""

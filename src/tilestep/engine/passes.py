@@ -41,7 +41,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
         if any(segment.spec.program.scalars[index].across for segment in running):
             calls.append(partial(_meet, running, index))
         calls += [partial(segment.run_tiles if segment.mover else segment.tile_pass, index) for segment in running]
-        calls += [partial(sums.combine, index) for sums in shared]
+        calls += [call for sums in shared for call in sums.calls(index)]
         calls += [partial(segment.library_pass, index) for segment in running if segment.matrices]
     return calls
 

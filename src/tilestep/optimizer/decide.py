@@ -126,7 +126,7 @@ class StepControl:
     """
 
     def __init__(self, policy: SkipPolicy) -> None:
-        self.policy = policy
+        self.policy, self._policy_needs_norm = policy, policy.needs_norm
         self._constants = vars(policy.inputs())
         """What of the inputs is the same at every step."""
         self.history = StepHistory()
@@ -151,7 +151,7 @@ class StepControl:
     def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a step asks for the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
         clips = any(group.get("max_grad_norm") is not None for group in groups)
-        return clips or self.joint is not None or self.checks_overflow or self.policy.needs_norm
+        return clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
 
     def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[StepLimit, ...]:
         """The limits that remember something."""

@@ -368,10 +368,11 @@ class Optimizer(torch.optim.Optimizer):
         if self.schedule.makes_tables and (self.schedule.begins_together or not self.memory.is_beside):
             self.rebuild(ahead=True)
 
-    def fitting_tables(self, *, ahead: bool = False) -> StepPlan:
-        """The tables, built anew if groups, parameters or states are others; see `build_tables`."""
-        fits = self._tables is not None and self._tables.fit(self) and not (ahead and self._tables.leaves_out_training)
-        return self._tables if fits and self._tables is not None else self.rebuild(ahead=ahead)
+    def fitting_tables(self, *, ahead: bool = False, parts: bool = True) -> StepPlan:
+        """The tables, built anew if groups, parameters or states are others; see `StepPlan.fit` and `build_tables`."""
+        plan = self._tables
+        fits = plan is not None and plan.fit(self, parts=parts) and not (ahead and plan.leaves_out_training)
+        return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:
         with unchanged_on_error(self), keeping_squares(self):
@@ -602,7 +603,8 @@ class Optimizer(torch.optim.Optimizer):
         plan = self._tables
         if known and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
             marked = not step_is_ordinary()
-            plan.run(self, self.control.inputs(self), [], marked=marked, counts_versions=False, taps=self.taps)
+            inputs, nothing = self.control.inputs(self), plan.no_gradients
+            plan.run(self, inputs, nothing, marked=marked, counts_versions=False, taps=self.taps)
             return
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")

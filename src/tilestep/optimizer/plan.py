@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,8 +59,8 @@ class StepPlan:
     sharers: Any = None  # those that hold parts of the same parameters, if there are several
     local_gradients: Sequence[LocalGradients] = ()  # then for each engine what finds the local parts of its gradients
     shared_sums: Sequence[SharedSums] = ()  # then for each engine what combines reductions over one tensor
-    scan: Scan | None = None  # the quick look at all tensors, once there is one
-    places: dict[Any, list[int]] = field(default_factory=dict)
+    scans: dict[int, Scan] = field(default_factory=dict)  # for places of engines the quick look at all their tensors
+    places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     home: StateHome = field(default_factory=StateHome)  # where the state lives
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
     complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
@@ -83,8 +83,12 @@ class StepPlan:
     def __post_init__(self) -> None:
         self._calls: dict[tuple[int, ...], list[Callable[[], object]]] = {}
         self._every = tuple(range(len(self.engines)))
+        self.places = {part: tuple(places) for part, places in self.places.items()}
+        self.no_gradients: list[list[torch.Tensor | None]] = [[] for _ in self.engines]
+        """What stands for gradients at which C++ has looked."""
         home = type(self.home)
-        self.follows = bool(self.masters) or home.follow_parameters is not StateHome.follow_parameters
+        self.has_masters = bool(self.masters)
+        self.follows = self.has_masters or home.follow_parameters is not StateHome.follow_parameters
         """Whether something follows what other code writes to parameters."""
         self._home_finishes = home.finish is not StateHome.finish
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
@@ -95,6 +99,8 @@ class StepPlan:
         )
         """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
         self._home_sums = home.power_sums is not StateHome.power_sums
+        self.same_list: Callable[[Any, Any], bool] = _same
+        """Whether two lists hold the same objects; C++'s own once there is one."""
         self.built_ahead: set[bool] = set()
         """For which steps kernels were built together: those that unscale, or those that do not."""
         self.kind: Any = None
@@ -102,34 +108,35 @@ class StepPlan:
         self.decided_plainly = False
         """Whether control numbers are those of a step that nothing is asked of, which need not be written again."""
 
+    @property
+    def scan(self) -> dict[int, Scan] | None:
+        """The quick looks at all tensors, if there is one for every engine."""
+        return self.scans if len(self.scans) == len(self.engines) else None
+
     def scanned(self, optimizer: Optimizer, *, norm: bool) -> bool:
         """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed."""
-        scan = self.scan
-        if scan is None:
-            return False
-        groups = optimizer.param_groups
-        params = groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
-        state = vars(optimizer)["state"]
-        if (
-            state is not self.state
-            or state.count.changes != self.state_changes
-            or not scan.same_list(groups, self.groups)
-            or not scan.same_list(params, self.params)
-            or ((self.dormant or self.unreal) and not self._same_others())
-        ):
-            return self._look_again()
-        for engine, scanner, address, host in scan.looks:
+        complete = self.scans and len(self.scans) == len(self.engines)
+        if not complete or (self._fits_lists(optimizer) and self.look(self._every, norm=norm)):
+            return bool(complete)
+        return self._look_again()
+
+    def look(self, places: Sequence[int], *, norm: bool = False) -> bool:
+        """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed."""
+        for place in places:
+            scan, engine = self.scans.get(place), self.engines[place]
             gradients = engine.gradients
-            if not gradients.settled or engine.captured:
-                return self._look_again()
-            seen = scan.scan(scanner, address, engine.looking_threads if engine.is_large else 1)
+            if scan is None or not gradients.settled or engine.captured:
+                return False
+            threads = engine.looking_threads if engine.is_large else 1
+            seen = scan.look(threads)
             if seen == _CHANGED:
-                return self._look_again()
-            if host is not None and (seen == _MOVED or not gradients.scanned):
-                copy_to(engine.grads, host)
+                del self.scans[place]
+                gradients.look_again()
+                return False
+            if scan.host is not None and (seen == _MOVED or not gradients.scanned):
+                copy_to(engine.grads, scan.host)
             gradients.scanned = True
-        for engine in self.engines:
-            if not engine.states.look(engine.looking_threads if engine.is_large else 1):
+            if not engine.states.look(threads):
                 raise Stale("state was given other memory")
             if norm:
                 engine.start_norm()
@@ -150,7 +157,7 @@ class StepPlan:
 
     def _look_again(self) -> bool:
         """Have the next look at each tensor say what has changed; False."""
-        self.scan = None
+        self.scans.clear()
         for engine in self.engines:
             engine.gradients.look_again()
         return False
@@ -159,7 +166,7 @@ class StepPlan:
         """As `scanned` but without a look, for parameters and gradients that are known to be where they were."""
         at_home = self.home.is_beside and all(engine.can_scan for engine in self.engines)
         current = at_home and all(engine.gradients.scanned for engine in self.engines)
-        if self.scan is None or not current or not self.same_groups(optimizer):
+        if not current or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
             return False
         try:
             for engine in self.engines:
@@ -172,18 +179,29 @@ class StepPlan:
             return False
         return True
 
-    def fit(self, optimizer: Optimizer) -> bool:
-        """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
-        groups = optimizer.param_groups
-        params = _all_params(optimizer)
+    def fit(self, optimizer: Optimizer, *, parts: bool = True) -> bool:
+        """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient.
+
+        Args:
+            parts: whether to look at the local parts of DTensors too, of which `refresh_places` looks at its own.
+        """
         return (
-            vars(optimizer)["state"] is self.state
-            and self.state.changes == self.state_changes
-            and _same(groups, self.groups)
-            and _same(params, self.params)
-            and self._same_others()
-            and (self.agreement is None or self._same_parts())
-            and all(members.lie_as_before() for members in self.complex_members)
+            self._fits_lists(optimizer)
+            and (not parts or self.agreement is None or self._same_parts(self._every))
+            and (not self.complex_members or all(members.lie_as_before() for members in self.complex_members))
+        )
+
+    def _fits_lists(self, optimizer: Optimizer) -> bool:
+        """What of `fit` lists and counts tell."""
+        groups = optimizer.param_groups
+        params = groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
+        state, same = vars(optimizer)["state"], self.same_list
+        return (
+            state is self.state
+            and state.count.changes == self.state_changes
+            and same(groups, self.groups)
+            and same(params, self.params)
+            and (not (self.dormant or self.unreal) or self._same_others())
         )
 
     @property
@@ -196,9 +214,10 @@ class StepPlan:
         awake = any(param.grad is not None for param in self.dormant)
         return not awake and (not self.unreal or all(param.is_meta or is_fake(param) for param in self.unreal))
 
-    def _same_parts(self) -> bool:
+    def _same_parts(self, places: Sequence[int]) -> bool:
         """Whether DTensors still have the local parts that the tables describe; a model that is moved gets others."""
-        for params, engine in zip(self.members, self.engines):
+        for place in places:
+            params, engine = self.members[place], self.engines[place]
             parts = list(map(self.home.part, params, local_parts(params)))
             if self.complex_members:
                 parts = [own if part.is_complex() else part for part, own in zip(parts, engine.params)]
@@ -208,10 +227,14 @@ class StepPlan:
 
     def same_groups(self, optimizer: Optimizer) -> bool:
         """What of `fit` can be seen without looking at every parameter."""
-        groups = optimizer.param_groups
-        known = sum(len(group["params"]) for group in groups) == len(self.params)
-        same_state = vars(optimizer)["state"] is self.state and self.state.changes == self.state_changes
-        return known and same_state and _same(groups, self.groups)
+        groups, state = optimizer.param_groups, vars(optimizer)["state"]
+        known = sum([len(group["params"]) for group in groups]) == len(self.params)
+        return (
+            known
+            and state is self.state
+            and state.count.changes == self.state_changes
+            and self.same_list(groups, self.groups)
+        )
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
         """For each engine the gradients of its entries; of DTensors what lies on this rank."""
@@ -225,13 +248,6 @@ class StepPlan:
             gradients = self.local_gradients[place].parts(gradients)
         return self.complex_members[place].real_gradients(gradients) if self.complex_members else gradients
 
-    def start(self, *, norm: bool) -> list[list[torch.Tensor | None]]:
-        """Look at the gradients first, so that their norm runs on a GPU while the host checks everything else."""
-        gradients = self.gradients()
-        for engine, own in zip(self.engines, gradients):
-            engine.start(own, norm=norm and len(self.engines) == 1)
-        return gradients
-
     def prepare(self, gradients: list[list[torch.Tensor | None]] | None = None) -> list[list[torch.Tensor | None]]:
         """Bring every engine up to date; nothing is updated yet."""
         gradients = self.gradients() if gradients is None else gradients
@@ -240,17 +256,54 @@ class StepPlan:
         return gradients
 
     def refresh(self, optimizer: Optimizer, inputs: StepInputs | None) -> list[list[torch.Tensor | None]]:
-        """Bring every engine up to date for the coming step; nothing is updated yet."""
+        """Bring every engine up to date for the coming step; nothing is updated yet.
+
+        Returns:
+            For each engine the gradients of its entries; none where a look in C++ was enough.
+
+        Raises:
+            Stale: if these are not the tables of the optimizer's parameters and states any more.
+        """
         norm = inputs is not None and inputs.needs_norm and self.sums_in_tiles and self.ranks is None
         if self.scanned(optimizer, norm=norm):
-            return [[]] * len(self.engines)
-        known = self.start(norm=norm)
+            return self.no_gradients
+        gradients = self.gradients()
+        for engine, own in zip(self.engines, gradients):
+            # First, so that their norm runs on a GPU while the host checks everything else.
+            engine.start(own, norm=norm and len(self.engines) == 1)
         if not self.fit(optimizer):
             raise Stale
-        steady = all(engine.is_steady for engine in self.engines)
-        gradients = self.prepare(known)
-        self.scan = Scan.of(self) if steady else None
+        self._prepare_steady(self._every, gradients)
         return gradients
+
+    def refresh_places(
+        self, places: Sequence[int], find: Callable[[torch.Tensor], Any] = _GRAD
+    ) -> list[list[torch.Tensor | None]]:
+        """As `refresh` for some engines, of tables that fit.
+
+        Args:
+            places: of the engines.
+            find: gives the gradient of a parameter.
+        """
+        if find is _GRAD and self.look(places):
+            return self.no_gradients
+        if self.agreement is not None and not self._same_parts(places):
+            raise Stale
+        gradients = list(self.no_gradients)
+        for place in places:
+            gradients[place] = self.gradients_at(place, find)
+        self._prepare_steady(places if find is _GRAD else (), gradients)
+        for place in () if find is _GRAD else places:
+            self.engines[place].prepare(gradients[place])
+        return gradients
+
+    def _prepare_steady(self, places: Sequence[int], gradients: list[list[torch.Tensor | None]]) -> None:
+        """Prepare engines; those whose gradients are like the last step's are looked at in C++ from now on."""
+        for place in places:
+            if not self.engines[place].prepare(gradients[place]):
+                self.scans.pop(place, None)
+            elif scan := Scan.of(self, place):
+                self.scans[place] = scan
 
     def run(
         self,
@@ -265,59 +318,74 @@ class StepPlan:
         """Take a step of all engines: decide it, then make the calls that its passes are."""
         if self.further_rounds and inputs is not None and inputs.grad_scale is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
-        scan = self.scan
         try:
             if self.follows and counts_versions:
                 self.follow_parameters()
             if inputs is not None or not self.decided_plainly:
                 optimizer.control.decide(optimizer, self, inputs)
             measures = taps is not None and taps.begin(self.engines)
-            if scan is None or measures:
-                self.update(gradients, self._every, counts_versions=counts_versions)
-            else:
-                # C++ has looked at the gradients: nothing is handed over, and nothing let go but their memory.
-                calls = self._calls.get(self._every) or self.calls_of(self._every)
-                if marked:
-                    run_marked(calls, self.engines)
-                else:
-                    for call in calls:
-                        call()
-                if self._home_finishes:
-                    for engine in self.engines:
-                        self.home.finish(engine)
-                if counts_versions:
-                    scan.mark_written()
-                for engine in self.engines:
-                    if engine.wrote is not None:
-                        engine.note_written()
+            self.update(gradients, self._every, marked=marked, counts_versions=counts_versions, measures=measures)
             if self.further_rounds:
                 self.run_further_rounds(gradients)
             if self.follows and counts_versions:
                 self.note_versions()
             if taps is not None:
                 taps.finish()
-        finally:
-            if scan is not None:
-                scan.release()
+        except BaseException:
+            self.release()
+            raise
 
     def update(
-        self, gradients: list[list[torch.Tensor | None]], places: Sequence[int], *, counts_versions: bool
+        self,
+        gradients: list[list[torch.Tensor | None]],
+        places: tuple[int, ...],
+        *,
+        counts_versions: bool,
+        marked: bool = True,
+        measures: bool = False,
     ) -> None:
-        """Update the parameters of prepared and decided engines."""
-        engines = [self.engines[place] for place in places]
-        for place, engine in zip(places, engines):
-            engine.begin(gradients[place])
-        run_marked(self.calls_of(tuple(places)), engines)
-        for engine in engines:
-            engine.finish(counts_versions=counts_versions)
-            self.home.finish(engine)
+        """Update the parameters of some engines, which are prepared and decided: make the calls that passes are.
 
-    def calls_of(self, places: tuple[int, ...]) -> list[Callable[[], object]]:
+        Args:
+            gradients: what `refresh` gave.
+            places: of the engines.
+            counts_versions: whether to tell autograd of the parameters that are written.
+            marked: whether something is around the step: a profiler, autocast.
+            measures: whether segments give out statistics.
+        """
+        engines = self.engines if places is self._every else [self.engines[place] for place in places]
+        calls = self._calls.get(places) or self.calls_of(places)
+        looked = gradients is self.no_gradients and not measures
+        if not looked:
+            for place, engine in zip(places, engines):
+                engine.begin(gradients[place])
+        try:
+            if marked:
+                run_marked(calls, engines)
+            else:
+                for call in calls:
+                    call()
+            for place, engine in zip(places, engines):
+                if not looked:
+                    engine.finish(counts_versions=counts_versions)
+                elif counts_versions:
+                    # C++ has looked at the gradients, and lets go of their memory.
+                    self.scans[place].mark_written(engine.looking_threads if engine.is_large else 1)
+                    if engine.wrote is not None:
+                        engine.note_written()
+                if self._home_finishes:
+                    self.home.finish(engine)
+        finally:
+            for place in places:
+                if place in self.scans:
+                    self.scans[place].release()
+
+    def calls_of(self, places: Sequence[int]) -> list[Callable[[], object]]:
         """What the passes of some engines are, one call after the other; made once."""
-        calls = self._calls.get(places)
+        calls = self._calls.get(tuple(places))
         if calls is None:
             shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
-            calls = self._calls[places] = pass_calls([self.engines[place] for place in places], shared)
+            calls = self._calls[tuple(places)] = pass_calls([self.engines[place] for place in places], shared)
         return calls
 
     def run_further_rounds(self, gradients: list[list[torch.Tensor | None]]) -> None:
@@ -332,8 +400,8 @@ class StepPlan:
 
     def release(self) -> None:
         """After a step, or one that failed: let go of gradients that were held for it."""
-        if self.scan is not None:
-            self.scan.release()
+        for scan in self.scans.values():
+            scan.release()
 
     def same_versions(self) -> bool:
         """Whether no other code has written to a parameter of `masters` since the last step."""
@@ -354,11 +422,6 @@ class StepPlan:
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> AbstractContextManager[None]:
         """A block that writes parameters with their masters."""
         return self.masters.own_writes(params)
-
-
-def _all_params(optimizer: Optimizer) -> list[torch.Tensor]:
-    groups = optimizer.param_groups
-    return groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
@@ -389,40 +452,36 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Scan:
-    """The look before a step as one C++ call a device: all is as it was, or where gradients have moved."""
+    """The look before a step at one device's tensors as a call in C++: all is as it was, or gradients have moved."""
 
-    def __init__(self, module: Any, engines: Sequence[DeviceEngine], scanners: list[Any]) -> None:
-        self.scan, self.same_list = module.scan, module.same_list
-        releases = [partial(module.release, scanner) for scanner in scanners]
-        self.release: Callable[[], object] = releases[0] if len(releases) == 1 else lambda: [let() for let in releases]
-        """Lets go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
-        self._module, self._scanners, self._engines = module, scanners, engines
+    def __init__(self, module: Any, engine: DeviceEngine, scanner: Any) -> None:
         # A look writes every address: where kernels read host memory, into their own table.
-        hosts = [np.zeros(len(e.entries), dtype=np.int64) if e.has_device_tables else None for e in engines]
-        addresses = [e.grads.data_ptr() if host is None else host.ctypes.data for e, host in zip(engines, hosts)]
-        self.looks = list(zip(engines, scanners, addresses, hosts))
+        self.host = np.zeros(len(engine.entries), dtype=np.int64) if engine.has_device_tables else None
+        address = engine.grads.data_ptr() if self.host is None else self.host.ctypes.data
+        self.look: Callable[[int], int] = partial(module.scan, scanner, address)
+        """Looks with so many threads."""
+        self.release: Callable[[], object] = partial(module.release, scanner)
+        """Lets go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
+        self.mark_written: Callable[[int], object] = partial(module.bump, scanner)
+        """Counts a version of every parameter that has a gradient, as torch does for what is written in place."""
 
     @classmethod
-    def of(cls, tables: StepPlan) -> Scan | None:
-        """A scan of these tables, if the module is built and knows what there is to know about their tensors."""
-        module = native.module(len(tables.params))
+    def of(cls, plan: StepPlan, place: int) -> Scan | None:
+        """A scan of an engine's tensors, if the module is built and knows what there is to know about them."""
+        module, engine, params = native.module(len(plan.params)), plan.engines[place], plan.members[place]
         if (
             module is None
-            or tables.further_rounds
-            or tables.complex_members
-            or tables.home.looks_at_gradients
-            or not all(engine.can_scan for engine in tables.engines)
+            or plan.further_rounds
+            or plan.complex_members
+            or plan.home.looks_at_gradients
+            or not engine.can_scan
         ):
             return None
         known: tuple[Any, ...] = _PLAIN
-        if tables.agreement is not None and dtensors_have_parts():
+        if plan.agreement is not None and dtensors_have_parts():
             known = (*_PLAIN, distributed_tensor_type())
-        if not all(type(param) in known for params in tables.members for param in params):
+        scanner = module.create(params, DTENSOR_PARTS) if all(type(param) in known for param in params) else None
+        if scanner is None:
             return None
-        scanners = [module.create(params, DTENSOR_PARTS) for params in tables.members]
-        return None if any(scanner is None for scanner in scanners) else cls(module, tables.engines, scanners)
-
-    def mark_written(self) -> None:
-        """Count a version of every parameter that has a gradient, as torch does for what is written in place."""
-        for engine, scanner in zip(self._engines, self._scanners):
-            self._module.bump(scanner, engine.looking_threads if engine.is_large else 1)
+        plan.same_list = module.same_list
+        return cls(module, engine, scanner)

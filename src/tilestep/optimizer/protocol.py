@@ -87,5 +87,5 @@ class Optimizer(Protocol):
     def _current(self) -> Any:
         """The engines, up to date."""
 
-    def fitting_tables(self, *, ahead: bool = False) -> Any:
+    def fitting_tables(self, *, ahead: bool = False, parts: bool = True) -> Any:
         """The tables, built if there are none that fit."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..compat import fsdp_module_type, local_parts
+from ..devices import has_streams
 from ..optimizer import Optimizer
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import spec_of
@@ -23,6 +24,7 @@ class Group:
     name: str  # how messages call it
     params: list[torch.Tensor]  # the parameters
     module: nn.Module | None = None  # the FSDP module that gathers them, if one does
+    is_copied_to_host: bool = False  # whether FSDP2 may leave gradients on their way from a GPU to the host
     is_guarded: bool = True  # whether who looks a parameter up in the model can be made to wait for its update
 
 
@@ -67,6 +69,8 @@ def divide(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> Groupin
     if outside:
         groups.append(Group(len(groups), "parameters outside of the model", outside, is_guarded=False))
     for group in groups:
+        meshes = {id(mesh): mesh for param in group.params if (mesh := getattr(param, "device_mesh", None)) is not None}
+        group.is_copied_to_host = any(has_streams(torch.device(mesh.device_type)) for mesh in meshes.values())
         group.is_guarded = all(id(param) in names for param in group.params)
     return Grouping(groups)
 

@@ -277,10 +277,10 @@ class OverlapSchedule(Schedule):
 
     def _count_versions(self, tables: StepPlan) -> None:
         """Tell autograd which parameters are going to be written."""
-        if tables.scan is not None:
-            tables.scan.mark_written()
-        else:
-            for engine in tables.engines:
+        for place, engine in enumerate(tables.engines):
+            if place in tables.scans:
+                tables.scans[place].mark_written(engine.looking_threads)
+            else:
                 torch.autograd.graph.increment_version(engine.gradients.active)
         for engine in tables.engines:
             engine.note_written()
@@ -299,14 +299,14 @@ class OverlapSchedule(Schedule):
         group: Group,
         held: list[torch.Tensor],
     ) -> Callable[[], None]:
-        places = tables.places.get(group.index, [])
+        places = tables.places.get(group.index, ())
 
         @torch.no_grad()
         def work() -> None:
             with self.lane.after():
                 for place in places:
                     tables.engines[place].follow_memory()
-                tables.update(gradients, places, counts_versions=False)
+                tables.update(gradients, places, counts_versions=False, measures=self._optimizer.taps is not None)
             held.clear()
             for place in places:
                 gradients[place] = []

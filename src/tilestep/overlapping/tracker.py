@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..accumulating import Accumulating, GradientHooks
+from ..accumulating import Accumulating, AwaitedGradients, GradientHooks, GradReadiness
 from ..combinations import follow_wrappers, refusal
-from ..compat import after_backward, backward_pass, count_scaled_losses, local_parts
-from ..devices import has_streams, is_host
+from ..compat import after_backward, backward_pass, count_scaled_losses, local_parts, step_is_ordinary
+from ..devices import is_host
 from ..engine import Stale
 from ..errors import GradientError
 from ..gradientless import gradientless
@@ -25,12 +26,10 @@ from ..taken import announce_taker
 from .groups import Group
 from .lanes import Lane
 
-if TYPE_CHECKING:
-    from ..optimizer.plan import StepPlan
-
 __all__ = ["BackwardTracker", "scale_error"]
 
 _NONE: Set[int] = frozenset()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Overlapped(Protocol):
@@ -79,6 +78,12 @@ class BackwardTracker(Accumulating):
         self._lane = lane
         self._updates = updates
         self._hooks = GradientHooks()
+        self._grouping: Any = None
+        """What the following two are made for."""
+        self._readiness: list[GradReadiness] = []
+        """For each group what counts its gradients: streams that have written some are known group by group."""
+        self._place_of: dict[int, tuple[Group, AwaitedGradients, int]] = {}
+        """For each parameter, by id, its group, what that waits for, and its place there."""
         self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
         """Gradients that are used up, until the streams whose memory they are have waited for their update."""
         self._scaled_losses = count_scaled_losses()
@@ -98,7 +103,8 @@ class BackwardTracker(Accumulating):
         self.applied: list[Group] = []
         self._updated: set[int] = set()
         """Parameters of the applied groups, by id."""
-        self._missing: dict[int, set[int]] = {}
+        self._pass: int | None = None
+        """The backward pass whose gradients are counted."""
         self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
         self._reduced: dict[int, torch.Tensor] = {}
         """Gradients that are somewhere else than in their parameter's `grad`."""
@@ -125,19 +131,37 @@ class BackwardTracker(Accumulating):
         Args:
             elsewhere: parameters whose complete gradients somebody else announces, by `id`.
         """
+        if self._grouping is not self._schedule.grouping:
+            self._regroup()
         made = self._hooks.made
         for param in self._schedule.params:
             if param.requires_grad and id(param) not in made and id(param) not in elsewhere:
-                self._hooks.add(param, self.arrived)
+                _, awaited, place = self._place_of[id(param)]
+                self._hooks.add(param, self.arrived, through=partial(awaited.hook, place))
+
+    def _regroup(self) -> None:
+        """Count the gradients of other groups, or count them in C++ now that this has been built."""
+        self._hooks.remove()
+        self._grouping = self._schedule.grouping
+        self._readiness, self._place_of = [], {}
+        for group in self._grouping.groups:
+            readiness = GradReadiness(len(self._grouping.of), by_stream=self._lane.stream is not None)
+            awaited = readiness.awaited()
+            self._readiness.append(readiness)
+            self._place_of.update((id(param), (group, awaited, place)) for place, param in enumerate(group.params))
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrived(param)
+            return
         if self._schedule.pending.updates:
             self._schedule.pending.complete()
         if not (self.syncing and self._updates):
             return
         current = backward_pass()
-        moved = _NONE if self.is_open and current in self._running else self._note_pass(current)
+        moved = _NONE if self.is_open and current == self._pass else self._note_pass(current)
         # A hook of its own that is still to come changes it, or a reduction: the step takes what they leave.
         if id(param) not in moved and (self.applies or self._sums):
             self._arrived(param)
@@ -191,6 +215,7 @@ class BackwardTracker(Accumulating):
         """Whether backward has used a parameter's gradient up, before its step."""
         return id(param) in self._updated or id(param) in self._announced
 
+    @gradientless
     def reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
         """Note gradients that are complete when a collective has run.
 
@@ -220,11 +245,16 @@ class BackwardTracker(Accumulating):
     def _note_pass(self, current: int | None) -> Set[int]:
         """Begin a round if there is none; the parameters whose hooks have only now become the last ones, by `id`."""
         moved = _NONE if self.is_open else self._open()
-        if current is None or current in self._running:
-            return moved
-        if after_backward(lambda: self._running.discard(current)):
+        if current is not None and current not in self._running and after_backward(partial(self._end_of_pass, current)):
             self._running.add(current)
+        if current != self._pass:
+            self._pass = current
+            for readiness in self._readiness:
+                readiness.follow(current)
         return moved
+
+    def _end_of_pass(self, number: int) -> None:
+        self._running.discard(number)
 
     def _open(self) -> Set[int]:
         optimizer = self._optimizer
@@ -234,7 +264,7 @@ class BackwardTracker(Accumulating):
             moved = self.follow_later_wrappers() | self._hooks.move_last()
         else:
             moved = self._hooks.move_last()
-        tables = optimizer.fitting_tables()
+        tables = optimizer.fitting_tables(parts=False)
         if tables.ahead:
             tables.begin_states(optimizer, all_of_them=True)
         self.applies = not (self._schedule.is_scaled or optimizer.control.needs_norm(optimizer.param_groups))
@@ -243,29 +273,26 @@ class BackwardTracker(Accumulating):
         self._sums = not self.applies and self._schedule.needs_norm_early
         self.is_open = True
         self.watch(self._schedule.elsewhere)
-        self._missing = {
-            group.index: {id(param) for param in group.params if param.requires_grad}
-            for group in self._schedule.grouping.groups
-        }
+        for group in self._grouping.groups:
+            self._begin_group(group)
         if not self.applies:
             return moved
         if optimizer.taps is not None:
             optimizer.taps.begin(tables.engines)
-        inputs = optimizer.control.inputs(optimizer)
-        decides = inputs is not None or not tables.decided_plainly
-        if decides or tables.follows:
+        if not tables.decided_plainly or tables.follows:
             with self._lane.after():
-                if decides:
-                    optimizer.control.decide(optimizer, tables, inputs)
+                if not tables.decided_plainly:
+                    optimizer.control.decide(optimizer, tables)
                 if tables.follows:
                     tables.follow_parameters()
                     tables.note_versions()
         return moved
 
     def _arrived(self, param: torch.Tensor) -> None:
-        group = self._schedule.grouping.of.get(id(param))
-        if group is None or not (self.applies or self._sums):
+        known = self._place_of.get(id(param))
+        if known is None or not (self.applies or self._sums):
             return
+        group, awaited, place = known
         if id(param) in self._updated:
             raise RuntimeError(
                 f"a gradient of {self._schedule.label(param)} came after {group.name} was updated in backward: run "
@@ -277,15 +304,21 @@ class BackwardTracker(Accumulating):
             streams = self._streams.setdefault(group.index, {})
             if number not in streams and (stream := self._lane.current()) is not None:
                 streams[number] = stream
-        missing = self._missing[group.index]
-        if not missing:
+            self._readiness[group.index].know_stream(param)
+        if not awaited.left():
             # Its norm is known; backward runs once more.
-            missing.update(id(each) for each in group.params if each.requires_grad)
-        missing.discard(id(param))
-        if not missing and self.applies:
+            self._begin_group(group)
+        if awaited.come(place):
+            return
+        if self.applies:
             self._update(group)
-        elif not missing:
+        else:
             self._sum(group)
+
+    def _begin_group(self, group: Group) -> None:
+        """Wait for the gradients of a group."""
+        _, awaited, _ = self._place_of[id(group.params[0])]
+        awaited.begin(bytes([param.requires_grad for param in group.params]))
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._reduced.get(id(param), param.grad)
@@ -293,14 +326,14 @@ class BackwardTracker(Accumulating):
     def _update(self, group: Group) -> None:
         """Update a group from the gradients that it has, and let these go."""
         lane = self._lane
-        if lane.stream is None:
+        if group.is_copied_to_host:
             _await_copies(group)
+        if lane.stream is None:
             self._run(group)
             self._note_updated(group)
             return
         current = lane.current()
         streams = list(self._streams.pop(group.index, {}).values()) or ([] if current is None else [current])
-        _await_copies(group)
         with lane.after(*streams):
             self._run(group)
             event = lane.mark()
@@ -329,27 +362,20 @@ class BackwardTracker(Accumulating):
             param.grad = None
         return gradients
 
-    @gradientless
     def _run(self, group: Group) -> None:
         optimizer = self._optimizer
-        tables = optimizer.tables
-        assert tables is not None
+        plan, find = optimizer.tables, (self._gradient,) if self._reduced else ()
+        assert plan is not None
+        places = plan.places.get(group.index, ())
         try:
-            gradients = self._prepared(tables, group)
+            gradients = plan.refresh_places(places, *find)
         except Stale:
-            tables = optimizer.rebuild()
-            gradients = self._prepared(tables, group)
-        places = tables.places.get(group.index, [])
-        with tables.own_writes(group.params) if tables.masters else nullcontext():
-            tables.update(gradients, places, counts_versions=True)
-
-    def _prepared(self, tables: StepPlan, group: Group) -> list[list[torch.Tensor | None]]:
-        """Bring the engines of a group up to date; the gradients of their entries, and none for other engines."""
-        gradients: list[list[torch.Tensor | None]] = [[] for _ in tables.engines]
-        for place in tables.places.get(group.index, []):
-            gradients[place] = tables.gradients_at(place, *((self._gradient,) if self._reduced else ()))
-            tables.engines[place].prepare(gradients[place])
-        return gradients
+            plan = optimizer.rebuild()
+            places = plan.places.get(group.index, ())
+            gradients = plan.refresh_places(places, *find)
+        with plan.own_writes(group.params) if plan.has_masters else _NOTHING:
+            is_marked, measures = not step_is_ordinary(), optimizer.taps is not None
+            plan.update(gradients, places, counts_versions=True, marked=is_marked, measures=measures)
 
     def _sum(self, group: Group) -> None:
         """Sum the squares of a group's gradients, for a norm that the step finishes."""
@@ -357,14 +383,17 @@ class BackwardTracker(Accumulating):
         tables = optimizer.tables
         if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
             return
-        _await_copies(group)
+        if group.is_copied_to_host:
+            _await_copies(group)
+        places = tables.places.get(group.index, ())
         with self._lane.after(*self._streams.pop(group.index, {}).values()):
             try:
-                self._prepared(tables, group)
+                tables.refresh_places(places)
             except (Stale, GradientError):
                 # The step says so, if it is still true then.
                 return
-            self._schedule.norms.put(tables, tables.places.get(group.index, []))
+            self._schedule.norms.put(tables, places)
+        tables.release()
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
         """Whether gradients may be memory of other streams than the one that completes them."""
@@ -398,11 +427,11 @@ class BackwardTracker(Accumulating):
         for param in self._schedule.params:
             if id(param) in self._updated:
                 param.grad = None
-        tables = optimizer.fitting_tables()
+        tables = optimizer.fitting_tables(parts=False)
         changed = [
             group.name
             for group in self.applied
-            if any(tables.engines[place].hypers_changed for place in tables.places.get(group.index, []))
+            if any(tables.engines[place].hypers_changed for place in tables.places.get(group.index, ()))
         ]
         # What was reduced has been given to the parameters at the end of backward.
         self._reduced.clear()
@@ -449,11 +478,8 @@ def _come_from_collectives(group: Group) -> bool:
 
 def _await_copies(group: Group) -> None:
     """Wait for gradients that are still on their way from a GPU to the host, as FSDP2's CPU offloading leaves them."""
-    for param in group.params:
-        mesh = getattr(param, "device_mesh", None)
-        if mesh is not None and has_streams(torch.device(mesh.device_type)) and is_host(param.device):
-            torch.cuda.current_stream().synchronize()
-            return
+    if any(is_host(param.device) for param in group.params):
+        torch.cuda.current_stream().synchronize()
 
 
 def _may_be_summed(group: Group) -> bool:

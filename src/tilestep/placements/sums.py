@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -85,16 +86,15 @@ class SharedSums:
         self._added = [_parts_of(agreement, sharded, index, adds=True) for index in range(depth)]
         self._largest = [_parts_of(agreement, sharded, index, adds=False) for index in range(depth)]
 
-    def combine(self, index: int) -> None:
-        """Let every segment know the reductions over whole tensors that tile pass `index` has begun."""
-        if index < len(self._added):
-            _combine(self._added[index], self._agreement.add)
-            _combine(self._largest[index], self._agreement.largest)
+    def calls(self, index: int) -> list[Callable[[], None]]:
+        """What lets every segment know the reductions over whole tensors that tile pass `index` has begun."""
+        if index >= len(self._added):
+            return []
+        kinds = (self._added[index], self._agreement.add), (self._largest[index], self._agreement.largest)
+        return [partial(_combine, parts, reduce) for parts, reduce in kinds if parts]
 
 
 def _combine(parts: Sequence[_Part], reduce: Callable[[torch.Tensor], None]) -> None:
-    if not parts:
-        return
     values = [part.values() for part in parts]
     together = torch.cat(values)
     reduce(together)

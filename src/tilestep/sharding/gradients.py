@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..accumulating import Accumulating, GradientHooks
+from ..accumulating import Accumulating, GradientHooks, GradReadiness
 from ..combinations import follow_wrappers, refusal
 from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
@@ -16,7 +16,6 @@ from ..gradientless import gradientless
 from ..taken import announce_taker
 from ..tensor_watch import Survey, any_gradient, which_train
 from .alike import Alike
-from .arrivals import Arrivals
 from .buckets import Bucket, Options
 from .groups import Ranks
 from .streams import Channel
@@ -59,7 +58,7 @@ class GradientSync(Accumulating):
         self.options = options
         self.channel = channel
         self._in_order = channel.in_order
-        self._arrivals = Arrivals(sum(map(len, places)), by_stream=channel.in_order)
+        self._readiness = GradReadiness(sum(map(len, places)), by_stream=channel.in_order)
         self.sums: list[Sums] = []
         self._places: list[list[int]] = []
         self.params: list[torch.Tensor] = []
@@ -115,7 +114,7 @@ class GradientSync(Accumulating):
         """
         memory = contiguous_memory(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
         self.channel.keep(*memory)
-        added = [Sums(bucket, flat, self._arrivals.awaited()) for bucket, flat in zip(buckets, memory)]
+        added = [Sums(bucket, flat, self._readiness.awaited()) for bucket, flat in zip(buckets, memory)]
         for sums in added:
             like = torch.empty(0, dtype=sums.bucket.grad_dtype, device=sums.bucket.flat.device)
             sums.comes_averaged = self.options.average and self.ranks.can_average(like)
@@ -149,13 +148,13 @@ class GradientSync(Accumulating):
 
     def _count_faster(self) -> None:
         """Between rounds: count gradients in C++ if that has been built by now."""
-        arrivals = Arrivals(len(self.params), by_stream=self._in_order)
-        if not arrivals.is_native:
+        readiness = GradReadiness(len(self.params), by_stream=self._in_order)
+        if not readiness.is_native:
             return
         self.close()
-        self._arrivals = arrivals
+        self._readiness = readiness
         for sums in self.sums:
-            sums.awaited = arrivals.awaited()
+            sums.awaited = readiness.awaited()
         self._announce(0)
 
     @property
@@ -176,9 +175,9 @@ class GradientSync(Accumulating):
             moved = self._note_pass(current)
         if self._in_order:
             self.channel.note_writer()
-            self._arrivals.know_stream(param)
+            self._readiness.know_stream(param)
         # A hook of its own that is still to come changes it: then the end of the pass takes what it leaves.
-        if id(param) not in moved and sums.awaited.come(place):
+        if id(param) not in moved and not sums.awaited.come(place):
             self._completed(sums)
 
     def _completed(self, sums: Sums) -> None:
@@ -190,7 +189,7 @@ class GradientSync(Accumulating):
             sums.collect()
         elif not again:
             self._reduce_next()
-        while self._reducing and self._next < len(self.sums) and self.sums[self._next].awaited.is_done:
+        while self._reducing and self._next < len(self.sums) and not self.sums[self._next].awaited.left():
             self._reduce_next()
 
     def _note_pass(self, current: int | None) -> Set[int]:
@@ -231,8 +230,8 @@ class GradientSync(Accumulating):
     def _follow(self, current: int | None) -> None:
         """Take the gradients that come for those of this pass; None where each has to be looked at."""
         self._pass = current
-        if self._arrivals.is_native:
-            self._arrivals.follow(current)
+        if self._readiness.is_native:
+            self._readiness.follow(current)
 
     @gradientless
     def _end_of_pass(self, *, within: bool) -> None:
@@ -423,7 +422,7 @@ class GradientSync(Accumulating):
         if self._pass is not None:
             self._follow(None)
         self.summed_in_graph = False
-        if not self._arrivals.is_native:
+        if not self._readiness.is_native:
             self._count_faster()
 
     def close(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..accumulating import AwaitedGradients
 from ..compat import copy_all, zero_all
 from ..tensor_watch import which_train
-from .arrivals import AwaitedGradients
 from .buckets import Bucket, view_of
 
 __all__ = ["Sums", "contiguous_memory"]
