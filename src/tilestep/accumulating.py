@@ -12,6 +12,7 @@ import torch
 
 from . import native
 from .compat import count_gradient_hooks, is_last_gradient_hook
+from .tensor_watch import survey
 
 
 class Accumulating:
@@ -109,6 +110,10 @@ class GradientHooks:
         self._count = count_gradient_hooks(self._params)
 
 
+def _nothing(_: object) -> None:
+    """What is done where gradients are counted in Python."""
+
+
 class GradReadiness:
     """Which gradients backward passes have brought: counted in C++ where that is built, else in Python.
 
@@ -121,25 +126,23 @@ class GradReadiness:
         self._module = native.module(tensors)
         self.is_native = self._module is not None
         """Whether they are counted in C++."""
-        self._pass = None if self._module is None else self._module.new_pass(by_stream)
+        self._pass = None
+        self.follow: Callable[[int], object] = _nothing
+        """Counts the gradients of another backward pass from now on: of that with this number, see
+        `compat.backward_pass`; with -1 of none, and each gradient is a function call."""
+        self.know_stream: Callable[[torch.Tensor], object] = _nothing
+        """Until the next `follow`, the current stream of a tensor's device is one that is known to write gradients."""
+        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey
+        """`tensor_watch.survey`."""
+        if self._module is not None:
+            self._pass = self._module.new_pass(by_stream)
+            self.follow = partial(self._module.follow, self._pass)
+            self.know_stream = partial(self._module.know_stream, self._pass)
+            self.survey = self._module.survey
 
     def awaited(self) -> AwaitedGradients:
         """For one bucket what it waits for; nothing so far."""
         return AwaitedGradients() if self._module is None else _CountedNatively(self._module, self._pass)
-
-    def follow(self, number: int | None) -> None:
-        """Count the gradients of another backward pass from now on.
-
-        Args:
-            number: what `compat.backward_pass` calls it; None for no pass: each gradient is a function call.
-        """
-        if self._module is not None:
-            self._module.follow(self._pass, -1 if number is None else number)
-
-    def know_stream(self, tensor: torch.Tensor) -> None:
-        """Until the next `follow`, the current stream of a tensor's device is one that is known to write gradients."""
-        if self._module is not None:
-            self._module.know_stream(self._pass, tensor)
 
 
 class AwaitedGradients:

@@ -129,6 +129,8 @@ class FixedTensors:
         self._fixed: Any = None
         self.look: Callable[[int], bool] = self.are_unmoved
         """`are_unmoved`; C++'s own once there is one."""
+        self.count_writes: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
+        """Counts a version of each of some tensors, as torch does for what is written in place."""
 
     def are_unmoved(self, threads: int = 1) -> bool:
         """Whether every tensor is unchanged; a DTensor if its local part is the same object, unchanged."""
@@ -145,6 +147,7 @@ class FixedTensors:
             self._fixed = None if self._module is None else self._module.fix(self.tensors, DTENSOR_PARTS)
             if self._fixed is not None:
                 self.look = functools.partial(self._module.unmoved, self._fixed)
+                self.count_writes = self._module.bump_list
         return True
 
 

@@ -59,7 +59,8 @@ class Bucket:
     def come(self, place: int, param: torch.Tensor) -> None:
         assert param is self.params[place]
         self.calls.append(place)
-        self.readiness.follow(backward_pass())
+        number = backward_pass()
+        self.readiness.follow(-1 if number is None else number)
         self.readiness.know_stream(param)
         if not self.awaited.come(place):
             self.last.append(place)
@@ -111,7 +112,7 @@ def test_passes_are_told_apart(where: str) -> None:
     assert len(bucket.calls) == (2 if where == WITH else 3) and not bucket.awaited.left()
     bucket.calls = []
     bucket.backward([0, 1, 2])
-    bucket.readiness.follow(None)
+    bucket.readiness.follow(-1)
     bucket.backward([3], begin=False)
     assert bucket.calls[-1] == 3
 

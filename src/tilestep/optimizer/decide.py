@@ -172,13 +172,15 @@ class StepControl:
                 "the gradients still carry a loss scale: call scaler.step(optimizer) instead of optimizer.step(), "
                 "or scaler.unscale_(optimizer) before it; nothing was updated"
             )
-        needs_norm = self.needs_norm(optimizer.param_groups)
+        limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
+        clips = any(limit is not None for limit in limits)
+        needs_norm = clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
         if not needs_norm and scale is None and found_inf is None:
             return None
         inputs = StepInputs(**self._constants)
         inputs.needs_norm, inputs.check_overflow, inputs.memory = needs_norm, self.checks_overflow, self.history
         inputs.grad_scale, inputs.found_inf = scale, found_inf
-        if any(isinstance(group.get("max_grad_norm"), ZClip) for group in optimizer.param_groups):
+        if any(isinstance(limit, ZClip) for limit in limits):
             inputs.limits += adaptive_clips(optimizer.param_groups)
         if inputs.limits:
             inputs.loss, self.history.loss = self.history.loss, None

@@ -98,6 +98,11 @@ class StepPlan:
             e.norm_share == 1 for each in self.engines for e in each.entries
         )
         """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
+        alone = self.norm_sources[0] if len(self.norm_sources) == 1 else None
+        if alone is not None and home.power_sums is StateHome.power_sums:
+            self.power_sum: Callable[[], torch.Tensor] = alone.norm
+        else:
+            self.power_sum = self._power_sum
         self._home_sums = home.power_sums is not StateHome.power_sums
         self.same_list: Callable[[Any, Any], bool] = _same
         """Whether two lists hold the same objects; C++'s own once there is one."""
@@ -120,22 +125,32 @@ class StepPlan:
             return bool(complete)
         return self._look_again()
 
-    def look(self, places: Sequence[int], *, norm: bool = False) -> bool:
-        """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed."""
+    def look(self, places: Sequence[int], *, norm: bool = False, known: bool = False) -> bool:
+        """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed.
+
+        Args:
+            places: of the engines.
+            norm: whether to begin with the norm of the gradients.
+            known: whether parameters and gradients are known to be where they were.
+        """
         for place in places:
             scan, engine = self.scans.get(place), self.engines[place]
             gradients = engine.gradients
             if scan is None or not gradients.settled or engine.captured:
                 return False
             threads = engine.looking_threads if engine.is_large else 1
-            seen = scan.look(threads)
-            if seen == _CHANGED:
-                del self.scans[place]
-                gradients.look_again()
-                return False
-            if scan.host is not None and (seen == _MOVED or not gradients.scanned):
-                copy_to(engine.grads, scan.host)
-            gradients.scanned = True
+            if known:
+                if not gradients.scanned:
+                    return False
+            else:
+                seen = scan.look(threads)
+                if seen == _CHANGED:
+                    del self.scans[place]
+                    gradients.look_again()
+                    return False
+                if scan.host is not None and (seen == _MOVED or not gradients.scanned):
+                    copy_to(engine.grads, scan.host)
+                gradients.scanned = True
             if not engine.states.look(threads):
                 raise Stale("state was given other memory")
             if norm:
@@ -148,7 +163,7 @@ class StepPlan:
                 engine.refresh_device_hypers()
         return True
 
-    def power_sum(self) -> torch.Tensor:
+    def _power_sum(self) -> torch.Tensor:
         """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
         if self._home_sums:
             return total(self.home.power_sums(self.norm_sources))
@@ -164,20 +179,13 @@ class StepPlan:
 
     def repeats(self, optimizer: Optimizer) -> bool:
         """As `scanned` but without a look, for parameters and gradients that are known to be where they were."""
-        at_home = self.home.is_beside and all(engine.can_scan for engine in self.engines)
-        current = at_home and all(engine.gradients.scanned for engine in self.engines)
-        if not current or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
+        if not self.home.is_beside or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
             return False
         try:
-            for engine in self.engines:
-                if not engine.states_are_unmoved:
-                    return False
-                engine.push_hypers()
-                engine.refresh_device_hypers()
+            return self.look(self._every, known=True)
         except Stale:
             # Whoever looks at everything finds out what has changed.
             return False
-        return True
 
     def fit(self, optimizer: Optimizer, *, parts: bool = True) -> bool:
         """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient.

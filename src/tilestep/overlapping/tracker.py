@@ -145,10 +145,13 @@ class BackwardTracker(Accumulating):
         self._grouping = self._schedule.grouping
         self._readiness, self._place_of = [], {}
         for group in self._grouping.groups:
-            readiness = GradReadiness(len(self._grouping.of), by_stream=self._lane.stream is not None)
+            readiness = self._new_readiness()
             awaited = readiness.awaited()
             self._readiness.append(readiness)
             self._place_of.update((id(param), (group, awaited, place)) for place, param in enumerate(group.params))
+
+    def _new_readiness(self) -> GradReadiness:
+        return GradReadiness(len(self._schedule.grouping.of), by_stream=self._lane.stream is not None)
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""
@@ -250,7 +253,7 @@ class BackwardTracker(Accumulating):
         if current != self._pass:
             self._pass = current
             for readiness in self._readiness:
-                readiness.follow(current)
+                readiness.follow(-1 if current is None else current)
         return moved
 
     def _end_of_pass(self, number: int) -> None:
@@ -455,6 +458,9 @@ class BackwardTracker(Accumulating):
         self._schedule.pending.joined()
         self._scaled_losses = count_scaled_losses()
         self._begin()
+        if self._readiness and not self._readiness[0].is_native and self._new_readiness().is_native:
+            self._regroup()
+            self.watch(self._schedule.elsewhere)
 
     def require_whole(self) -> None:
         """Raise if a backward pass was broken off."""

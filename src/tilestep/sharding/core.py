@@ -19,12 +19,11 @@ from ..norm.orders import combine
 from ..optimizer import Optimizer
 from ..placements import Origin
 from ..storage import entries_before, rows_of, shape_of_entries
-from ..tensor_watch import survey
 from .alike import Alike
 from .buckets import Bucket, Division, Options, make_buckets, memory_order, view_of
 from .gradients import GradientSync
 from .groups import Deciders, Ranks
-from .inner import add_pieces, divisions_of, make_inner, mirror
+from .inner import PieceSchedule, add_pieces, divisions_of, make_inner, mirror
 from .layout import Slot
 from .parameters import ParameterSync
 from .streams import Channel
@@ -168,7 +167,8 @@ class Sharding:
         self._align_others()
         origins = self._cut(self.members)
         pieces = [self._named_pieces(group["params"]) for group in optimizer.param_groups]
-        self.inner = make_inner(optimizer, pieces, ranks, self.deciders, origins)
+        self.schedule = PieceSchedule()
+        self.inner = make_inner(optimizer, pieces, ranks, self.deciders, origins, self.schedule)
         self.alike = Alike(weakref.ref(optimizer), ranks)
         self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel, self.alike, model)
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
@@ -267,9 +267,12 @@ class Sharding:
 
     def _follow_parameters(self, versions: int | None) -> None:
         """As `follow_parameters`, without gradients; `versions` is how often they have been written to, if known."""
-        if self.parameters.is_pending:
-            self.parameters.wait_all()
-        written = [self.member_of[param].piece for param in self.parameters.written(versions)]
+        params = self.parameters
+        if params.is_pending:
+            params.wait_all()
+        if not params.is_exact and params.fixed.look(1) and versions is not None and versions == params.versions:
+            return
+        written = [self.member_of[param].piece for param in params.written(versions)]
         if written:
             self.look_again()
             torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
@@ -285,16 +288,15 @@ class Sharding:
 
     def _ready(self, captures: bool) -> None:
         """As `ready`, without gradients."""
-        seen = survey(self.gradients.params)
-        self.gradients.finish(seen)
-        if not captures:
+        versions, trains = self.gradients.finish(captures)
+        if not captures and self.ranks.count > 1:
             try:
                 self.alike.check()
             except ValueError:
                 self.gradients.ask_again()
                 raise
-        self._follow_parameters(seen.versions)
-        now = _Known([sums.section for sums in self.gradients.sums], self.gradients.has_gradient(), seen.trains)
+        self._follow_parameters(versions)
+        now = _Known([sums.section for sums in self.gradients.sums], self.gradients.has_gradient(), trains)
         if not now.same(self._known):
             self._give_gradients(now)
             self._known = now
@@ -343,7 +345,7 @@ class Sharding:
         updates = self.gradients.updates()
         if not captures or self.gradients.summed_in_graph:
             self.gradients.forget()
-        self.parameters.gather(updates)
+        self.parameters.gather(updates, captures=captures)
 
     def _note_begun(self) -> None:
         """After a step: what trains has state when the first one begins, and all else when it has a gradient."""

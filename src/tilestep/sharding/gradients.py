@@ -14,7 +14,7 @@ from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
 from ..gradientless import gradientless
 from ..taken import announce_taker
-from ..tensor_watch import Survey, any_gradient, which_train
+from ..tensor_watch import any_gradient
 from .alike import Alike
 from .buckets import Bucket, Options
 from .groups import Ranks
@@ -70,6 +70,8 @@ class GradientSync(Accumulating):
         self._next = 0
         self._rounds = 0
         self._reducing = False
+        self._is_awaited = False
+        """Whether communication has begun that nobody has waited for."""
         self._pass: int | None = None
         self._passes: set[int | None] = set()
         """That of the current gradient, and all that belong to the same backward."""
@@ -214,7 +216,7 @@ class GradientSync(Accumulating):
             self._end_round()
         if not self._open:
             self._begin_round()
-        trains = which_train(self.params)
+        trains = self._readiness.survey(self.params)[2]
         if trains != self._trains:
             self._trains = trains
             for sums in self.sums:
@@ -230,11 +232,13 @@ class GradientSync(Accumulating):
     def _follow(self, current: int | None) -> None:
         """Take the gradients that come for those of this pass; None where each has to be looked at."""
         self._pass = current
-        if self._readiness.is_native:
-            self._readiness.follow(current)
+        self._readiness.follow(-1 if current is None else current)
 
-    @gradientless
     def _end_of_pass(self, *, within: bool) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._end_of_pass(within=within)
+            return
         if self._open and self._reducing and not within:
             self._end_round()
         elif self._open:
@@ -244,7 +248,8 @@ class GradientSync(Accumulating):
                     sums.collect()
 
     def _begin_round(self) -> None:
-        self._await_all()
+        if self._is_awaited or self._in_order:
+            self._await_all(is_capturing())
         for sums in self.sums:
             sums.open()
         self._open, self._next = True, 0
@@ -267,6 +272,7 @@ class GradientSync(Accumulating):
         if not sums.bucket.trains:
             return
         flat = sums.complete()
+        self._is_awaited = True
         section = sums.section = sums.own_section if sums.keeps_memory else sums.new_section()
         assert section is not None
         sums.was_summed = True
@@ -301,15 +307,15 @@ class GradientSync(Accumulating):
             for sums, places in zip(self.sums, self._places):
                 for place, is_there in zip(places, sums.filled):
                     self._used_here[place] |= is_there
-        self._used_is_due = True
+        self._used_is_due = self.ranks.count > 1
         if self._in_order:
             self.channel.forget_writers()
         self._open, self._reducing, self._passes = False, False, set()
         self._follow(None)
         self._rounds += 1
-        self.summed_in_graph = is_capturing()
+        self.summed_in_graph = self._in_order and is_capturing()
 
-    def _send_used(self) -> None:
+    def _send_used(self, captures: bool) -> None:
         """Begin to tell the other ranks what this one has used, once for each step, and with what it is going to step.
 
         Not in backward, where nothing runs in order: another optimizer's may come first on another rank.
@@ -322,54 +328,61 @@ class GradientSync(Accumulating):
                 if self.used.is_cuda:
                     source = source.pin_memory()
                 self._used_sent[: len(source)].copy_(source, non_blocking=True)
-            if not is_capturing():
+            if not captures:
                 self.alike.write(self._used_sent[-Alike.PARTS :])
             self.used.copy_(self._used_sent)
             self._used_work = self.ranks.begin_to_add(self.used)
+            self._is_awaited = True
             if self._in_order:
-                self._finish_used()
+                self._finish_used(captures)
 
     def ask_again(self) -> None:
         """Have the next `finish` tell the other ranks once more; all of them call it."""
         self._used_is_due = True
 
-    def _finish_used(self) -> None:
+    def _finish_used(self, captures: bool) -> None:
         """What remains once the numbers of the ranks that split the state are added up."""
         self._used_work.wait()
         self._used_work = None
         if self.ranks.copies > 1:
             self.ranks.add_in(self.ranks.replicate, self.used)
-        if not is_capturing():
+        if not captures:
             self.alike.hear(self.used[-Alike.PARTS :])
 
-    def _await_all(self) -> None:
+    def _await_all(self, captures: bool) -> None:
         # In this order on every rank: copies exchange sections here.
         for sums in self.sums:
             if sums.work is not None:
                 self._finish(sums)
         if self._used_work is not None:
-            self._finish_used()
+            self._finish_used(captures)
         if self._in_order:
             self.channel.await_communication()
+        self._is_awaited = False
 
-    def finish(self, seen: Survey | None = None) -> None:
+    def finish(self, captures: bool) -> tuple[int, bytes]:
         """Have the summed gradients of every bucket; those of one that does not train are None. Without gradients.
 
         Args:
-            seen: what a look at all parameters has told, if there was one already.
+            captures: whether a CUDA graph is captured.
+
+        Returns:
+            How often the parameters have been written to, all together, and for each whether it trains.
         """
-        given = seen is None or seen.any_gradient
-        if not self._open and (not self._rounds or (given and self._was_given(seen))):
+        versions, given, trains = self._readiness.survey(self.params)
+        if not self._open and (not self._rounds or (given and self._was_given())):
             self._begin_round()
         if self._open:
             self._end_round()
         if self._used_is_due:
-            self._send_used()
-        self._await_all()
+            self._send_used(captures)
+        if self._is_awaited or self._in_order:
+            self._await_all(captures)
+        return versions, trains
 
-    def _was_given(self, seen: Survey | None = None) -> bool:
+    def _was_given(self) -> bool:
         """Whether somebody has set gradients by hand since the last round."""
-        if not (any_gradient(self.params) if seen is None else seen.any_gradient):
+        if not any_gradient(self.params):
             return False
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 
@@ -402,7 +415,7 @@ class GradientSync(Accumulating):
         if self._open and self._reducing:
             # A backward pass was broken off; other ranks may be further in this round.
             self._end_round()
-        self._await_all()
+        self._await_all(is_capturing())
         rounds, summed = self._rounds, [sums.was_summed for sums in self.sums]
         self.forget()
         # A rank that drops its gradients alone must not begin a round that the others have behind them, and takes part

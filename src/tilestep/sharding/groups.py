@@ -237,13 +237,12 @@ class Deciders:
     """
 
     def __init__(self, ranks: Ranks, others: Sequence[Any] = ()) -> None:
-        self._ranks = ranks
-        self.others = list(others)
+        self._ranks, self.others = ranks, list(others)
+        self._groups = [group for group in (ranks.shard, *self.others) if dist.get_world_size(group) > 1]
 
     def add(self, values: torch.Tensor) -> None:
         """Replace numbers by their sums over all of them; copies of a part of the state count once."""
-        self._ranks.add(values)
-        for group in self.others:
+        for group in self._groups:
             self._ranks.add_in(group, values)
 
 

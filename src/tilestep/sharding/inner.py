@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ class PieceSchedule(Schedule):
     """When this rank's pieces are updated: when the optimizer that is sharded says so; all states begin together."""
 
     begins_together = True
+    times_made = 0
+    """How often tables, and with them states, were made."""
+
+    def making_tables(self) -> AbstractContextManager[None]:
+        """A block in which tables are made anew."""
+        self.times_made += 1
+        return super().making_tables()
 
 
 def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
@@ -86,6 +94,7 @@ def make_inner(
     ranks: Ranks,
     deciders: Deciders,
     origins: Mapping[Any, Origin],
+    schedule: PieceSchedule,
 ) -> Optimizer:
     """An optimizer with the rules and hyperparameters of another one."""
     params = [_mirrored(group, outer.rule_of(group), named) for group, named in zip(outer.param_groups, groups)]
@@ -100,7 +109,7 @@ def make_inner(
         params,
         rule,
         placement=Pieces(weakref.ref(outer), ranks, deciders, origins, has_own_names=not is_named(outer)),
-        schedule=PieceSchedule(),
+        schedule=schedule,
         taps=outer.taps,
         max_grad_norm=outer.defaults.get("max_grad_norm"),
         master_weights=outer.defaults.get("master_weights", False),

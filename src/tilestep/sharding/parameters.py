@@ -11,7 +11,7 @@ from torch import nn
 from ..compat import version_of
 from ..engine.capturing import is_capturing
 from ..guards import guard_model, guard_sharers
-from ..tensor_watch import TensorWatch, sum_of_versions
+from ..tensor_watch import FixedTensors, sum_of_versions
 from .buckets import Bucket, Options
 from .streams import Channel, Mark
 
@@ -186,7 +186,8 @@ class ParameterSync:
         self._waves += waves
         self._which = b""
         self._of.update(own)
-        self._watch = TensorWatch(self.params)
+        self.fixed = FixedTensors(self.params)
+        self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
         self._updates.update((id(bucket), 0) for bucket in buckets)
         self._note_writes()
         if self._overlaps:
@@ -245,11 +246,12 @@ class ParameterSync:
         self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
         self._updated_waves = [wave for wave in self._waves if wave.choose(self._updated)]
 
-    def gather(self, which: bytes | None = None) -> None:
+    def gather(self, which: bytes | None = None, *, captures: bool | None = None) -> None:
         """After a step: let every rank have the parameters that the others have updated.
 
         Args:
             which: for each bucket a one if it was updated, else a zero; None for all of them.
+            captures: whether a CUDA graph is captured, if that is known.
         """
         which = b"\1" * len(self._buckets) if which is None else which
         if which != self._which:
@@ -259,7 +261,7 @@ class ParameterSync:
             for wave in self._updated_waves:
                 wave.launch()
         self._count_update()
-        if is_capturing():
+        if is_capturing() if captures is None else captures:
             self._join_graph()
         elif self.compiled or not self._overlaps:
             self.wait_all()
@@ -273,12 +275,12 @@ class ParameterSync:
         for bucket in self._updated:
             self._updates[id(bucket)] += 1
         if len(self._updated) == len(self._buckets):
-            self._watch.count_writes(self.params)
-            self._versions += len(self.params)
+            self.fixed.count_writes(self.params)
+            self.versions += len(self.params)
         else:
             written = [param for bucket in self._updated for param in bucket.params]
             torch.autograd.graph.increment_version(written)
-            self._versions += len(written)
+            self.versions += len(written)
 
     def _join_graph(self) -> None:
         """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
@@ -289,18 +291,18 @@ class ParameterSync:
 
     def take_back(self) -> None:
         """Let parameters that somebody has moved be views of their buckets again."""
-        _, in_place = self._watch.same_metadata_and_addresses(self.params)
-        if not in_place and not self._watch.same_addresses(self.params):
+        if not self.fixed.look(1):
             for bucket in self._buckets:
                 bucket.take_back()
-            self._versions = -1
+            self.versions = -1
+            self.fixed = FixedTensors(self.params)
 
     def _written_by_others(self) -> list[int]:
         """For each parameter how many of its versions no update has counted, in the order of the buckets."""
         return [version_of(param) - self._updates[id(bucket)] for bucket in self._buckets for param in bucket.params]
 
     def _note_writes(self) -> None:
-        self._versions = sum_of_versions(self.params)
+        self.versions = sum_of_versions(self.params)
         self._others = self._written_by_others()
 
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
@@ -316,9 +318,9 @@ class ParameterSync:
             # No version counts what is written through `param.data`.
             bucket.follow_writes()
         versions = sum_of_versions(self.params) if versions is None else versions
-        if versions == self._versions:
+        if versions == self.versions:
             return []
-        moved = self._versions == -1
+        moved = self.versions == -1
         before = self._others
         self._note_writes()
         counts = zip(self.params, before, self._others)

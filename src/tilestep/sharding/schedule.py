@@ -37,8 +37,8 @@ class ShardedSchedule(Schedule):
         self.sharding = sharding
         self._consolidated: dict[str, Any] | None = None
         """What `consolidate_state_dict` has gathered for the next `state_dict`."""
-        self._shown: Any = None
-        """The tables of the pieces when their states were last put into `state`."""
+        self._shown = 0
+        """How often tables of the pieces had been made when their states were last put into `state`."""
         self._overflows_are_shared = False
         """Whether overflows that a scaler has found since the last step are known on all ranks."""
 
@@ -65,7 +65,7 @@ class ShardedSchedule(Schedule):
     def show_states(self) -> None:
         """Let the optimizer's `state` have the pieces' states."""
         inner, state = self.sharding.inner, self._optimizer.state
-        self._shown = inner.tables
+        self._shown = self.sharding.schedule.times_made
         state.clear()
         for member in self.sharding.members:
             if member.piece is not None and member.piece in inner.state:
@@ -73,7 +73,7 @@ class ShardedSchedule(Schedule):
 
     def _follow_states(self) -> None:
         """Let `state` have the pieces' states if these were made anew."""
-        if self._shown is not self.sharding.inner.tables:
+        if self._shown != self.sharding.schedule.times_made:
             self.show_states()
 
     def states_replaced(self, optimizer: Any) -> None:
@@ -86,7 +86,8 @@ class ShardedSchedule(Schedule):
 
     def step(self, plain: Callable[[], None]) -> None:
         """Update this rank's pieces and send them to the others."""
-        optimizer = self._optimizer
+        optimizer = self._reference()
+        assert optimizer is not None
         if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if hasattr(optimizer, "found_inf") and not self._overflows_are_shared:
@@ -96,7 +97,8 @@ class ShardedSchedule(Schedule):
             )
         self._overflows_are_shared = False
         self.sharding.step(optimizer)
-        self._follow_states()
+        if self._shown != self.sharding.schedule.times_made:
+            self.show_states()
 
     def follow_parameters(self, optimizer: Any) -> None:
         """Have the pieces be what the parameters are, which all are here."""

@@ -140,7 +140,8 @@ class Sums:
 
     def complete(self) -> torch.Tensor:
         """The bucket with the gradient of every parameter in it, zero for those that have none."""
-        self.collect(ends=True)
+        if 1 in self.filled or not self._collect_all(True):
+            self._collect_some(True)
         if 0 in self.filled:
             views = self._memory_views()
             zero_all([view for view, is_there in zip(views, self.filled) if not is_there])
@@ -162,7 +163,8 @@ class Sums:
         self.section = self.carried = None
         self.was_summed = False
         self.filled[:] = self._none
-        self.let_go()
+        if not self.keeps_memory:
+            self.let_go()
 
 
 def contiguous_memory(buckets: Sequence[Bucket]) -> list[Any]:
