@@ -138,9 +138,8 @@ version_of: Callable[[Any], int] = operator.attrgetter("_version")
 """How often a tensor has been written to, as autograd counts it."""
 
 
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of autograd's zeros, which have no memory."""
-    return tensor._is_zerotensor()
+is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
+"""Whether a tensor is one of autograd's zeros, which have no memory."""
 
 
 def operation_name(operation: Any) -> str:

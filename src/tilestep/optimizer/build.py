@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,7 @@ from ..placements import (
 )
 from ..placements.local import first_index, local_part
 from ..rules import Rule
-from ..storage import entries_of, scale_names
+from ..storage import entries_of
 from .hyperparameters import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
 from .muon_groups import sorted_for
@@ -43,7 +42,7 @@ from .parts import build_engines
 from .plan import StepPlan
 from .specs import graph_of
 from .state_formats import check_cut_blocks
-from .states import Later, begin_missing, compute_dtype, has_begun, initial_state, storages
+from .states import Later, StateTemplate, begin_missing, compute_dtype, has_begun, storages
 from .watched_state import ParameterState, WatchedState
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ def _without_collection() -> Iterator[None]:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = (float, int, type(None))
 
 
 @dataclass
@@ -85,21 +85,35 @@ class _Planned:
     is_unreal: bool = False
 
 
+@dataclass
+class _Kind:
+    """What is the same for all parameters of a kind; `part` is what is here of one of them."""
+
+    graph: Graph
+    spec: KernelSpec
+    part: torch.Tensor
+    group: dict[str, Any]
+    rule: Rule
+
+    @functools.cached_property
+    def template(self) -> StateTemplate:
+        """How their states begin."""
+        return StateTemplate(self.part, self.group, self.graph, self.rule, self.spec.storages)
+
+
 class _Plans:
     """Graphs and kernels of parameters, looked up once for all parameters of a kind."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._known: dict[tuple[Any, ...], tuple[Graph, KernelSpec]] = {}
+        self._known: dict[tuple[Any, ...], _Kind] = {}
         self._by_shape: set[tuple[Any, ...]] = set()
 
-    def of(
-        self, label: str, group_index: int, group: dict[str, Any], param: torch.Tensor, part: torch.Tensor
-    ) -> tuple[Graph, KernelSpec]:
+    def of(self, label: str, group_index: int, group: dict[str, Any], param: torch.Tensor, part: torch.Tensor) -> _Kind:
         """The graph and the kernels of a parameter, of which a part is here."""
         whole = self._optimizer.placement.wholes.get(param)
         like = param if whole is None else whole
-        shape = real_shape(like)
+        shape = real_shape(like) if like.is_complex() else like.shape
         kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
         if "state_dtype" in group:
             kind = (*kind, label, shape)
@@ -129,7 +143,7 @@ class _Plans:
                     )
                 make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
                 spec = taps.spec(spec, make, part.device)
-            self._known[alike] = graph, spec
+            self._known[alike] = _Kind(graph, spec, part, group, rule)
         return self._known[alike]
 
 
@@ -154,7 +168,7 @@ def check_params(optimizer: Optimizer) -> None:
         part = as_real(part) if part.is_complex() else part
         if "master_weights" in group:
             check_master(label, part.dtype, group)
-        _, spec = plans.of(label, group_index, group, param, part)
+        spec = plans.of(label, group_index, group, param, part).spec
         if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
             by_device.setdefault(part.device, []).append((label, part))
             specs[id(spec), part.device] = spec
@@ -312,38 +326,39 @@ def _planned(
 ) -> _Planned:
     """A parameter with its kernels and state; `known` and `live` are those of `initial_state`."""
     label, group_index, group, param = labelled_param
-    home, rule = optimizer.memory, optimizer.rule_of(group)
-    whole = _checked(optimizer, label, param)
-    part = home.part(param, as_real(whole))
-    check_master(label, part.dtype, group)
-    graph, spec = plans.of(label, group_index, group, param, part)
-    apart = {*graph.scalar_states, *graph.matrix_states}
-    buffers = {
-        *MASTER_KEYS,
-        *rule.state_names,
-        *chain.from_iterable(map(scale_names, rule.state_names)),
-    } - apart
+    home = optimizer.memory
+    # Most are plain tensors, of which nothing has to be asked that was asked when they were added.
+    is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
+    whole = param if is_plain and live is not None else _checked(optimizer, label, param)
+    part = whole if is_plain else as_real(whole)
+    if not home.is_beside:
+        part = home.part(param, part)
+    if "master_weights" in group:
+        check_master(label, part.dtype, group)
+    kind = plans.of(label, group_index, group, param, part)
+    graph, template = kind.graph, kind.template
+    unreal = not is_plain and is_unreal(whole)
 
-    unreal = is_unreal(whole)
-
-    def here(values: Mapping[str, Any]) -> dict[str, Any]:
+    def here(values: Mapping[str, Any]) -> Mapping[str, Any]:
         """What kernels see of a state."""
-        entries = entries_of(values, rule.state_names)
-        own = local_state(label, values, param, buffers, graph.slice_states, graph.matrix_states, entries)
+        entries = entries_of(values, template.names)
+        own = local_state(label, values, param, template.buffers, graph.slice_states, graph.matrix_states, entries)
         if not unreal:
-            own = {
-                name: value
-                for name, value in own.items()
-                if (type(value) is torch.Tensor and not value.is_meta) or not is_unreal(value)
-            }
+            own = {name: value for name, value in own.items() if not is_unreal(value)}
         if param.is_complex():
-            own = {name: as_real(value) if name in buffers else value for name, value in own.items()}
+            own = {name: as_real(value) if name in template.buffers else value for name, value in own.items()}
         return own
 
-    others = None if live is None else here(live)
-    known = here(known)
-    state = initial_state(label, part, group, graph, rule, known, later, home, param.shape, spec.storages, others)
-    return _Planned(label, group_index, param, graph, spec, state, None, unreal)
+    if not is_plain or not _are_plain(known, live or {}):
+        known, live = here(known), None if live is None else here(live)
+    state = template.begin(label, part, group, known, later, home, param.shape, live)
+    return _Planned(label, group_index, param, graph, kind.spec, state, None, unreal)
+
+
+def _are_plain(*states: Mapping[str, Any]) -> bool:
+    """Whether the values of states are tensors in memory, or no tensors."""
+    values = [value for state in states for value in state.values()]
+    return all([type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in values])
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
@@ -382,20 +397,29 @@ def loaded_states(
     begun = [one for one in listed_once(optimizer) if one[3] in saved or _begins_too(one[3], together)]
     optimizer.memory.begin([(label, param) for label, _, _, param in begun])
     chosen = [one for one in begun if saved and not one[3].is_meta]
-    planned = [
-        _planned(optimizer, plans, one, saved.get(one[3], {}), later, optimizer.state.get(one[3], {})) for one in chosen
+    live = optimizer.state
+    planned = [_planned(optimizer, plans, one, saved.get(one[3], {}), later, live.get(one[3], {})) for one in chosen]
+    absent = [
+        (name, each)
+        for name, missing in later.items()
+        if name not in MASTER_KEYS
+        for each in missing
+        if each.source is None
     ]
-    known = {id(one.state): one for one in planned if has_begun(saved.get(one.param, {}))}
-    for name, missing in later.items():
-        for each in missing:
-            one = known.get(id(each.state))
-            if one is not None and each.source is None and name not in MASTER_KEYS:
-                raise StateError(
-                    f"the checkpoint has no state {name!r} for {one.label}: it is of another optimizer, or of other "
-                    "hyperparameters"
-                )
+    known = {id(one.state): one for one in planned if absent and has_begun(saved.get(one.param, {}))}
+    for name, each in absent:
+        if id(each.state) in known:
+            raise StateError(
+                f"the checkpoint has no state {name!r} for {known[id(each.state)].label}: it is of another optimizer, "
+                "or of other hyperparameters"
+            )
     begin_missing(later, optimizer.memory)
-    return {one.param: _distributed(one.state, one.param, one.graph) for one in planned}
+    return {
+        one.param: one.state
+        if type(one.param) in _PLAIN and not one.param.is_complex()
+        else _distributed(one.state, one.param, one.graph)
+        for one in planned
+    }
 
 
 def _engines(

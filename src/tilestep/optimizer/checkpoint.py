@@ -16,10 +16,11 @@ from ..errors import StateError
 from ..placements.local import copy_into, distribute, gathered, is_distributed, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
+from ..rules.scalars import PYTHON_TYPES
 from ..storage import Storage, dtype_name, kept_in_blocks, scale_names, shape_of_entries
 from .build import loaded_states
 from .full_precision import read_by_value
-from .hyperparameters import about_group, check_group, without_defaults
+from .hyperparameters import GROUP_OPTIONS, about_group, check_group, without_defaults
 from .masters import MASTER_KEYS, master_kind
 from .parameters import labelled
 from .state_formats import saved_choice
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _LIKE_PARAM = State("param")
 _NOTHING = {type(None)}
+_PLAIN = {torch.Tensor, float, int, type(None)}
 
 
 @contextmanager
@@ -76,7 +78,9 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             saved = _saved_states(optimizer, given)
             states = loaded_states(optimizer, saved)
             for param, values in saved.items():
-                _add_training(param, values, states.setdefault(param, dict(values)))
+                state = states.setdefault(param, dict(values))
+                if values.get(TRAINING) is not None:
+                    _add_training(param, values, state)
             known = {identifier for group in given["param_groups"] for identifier in group["params"]}
             others = {key: value for key, value in given["state"].items() if key not in known}
             optimizer.take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
@@ -110,8 +114,11 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
     check_rules(before, saved, optimizer.rule_of)
     groups = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in saved])
     for index, (group, old) in enumerate(zip(groups, before)):
-        _complete_group(group, old, optimizer.rule_of(old))
-        about_group(index, partial(check_group, optimizer.rule_of(old), group))
+        rule, known = optimizer.rule_of(old), {**GROUP_OPTIONS, **old}
+        _complete_group(group, old, rule)
+        # What the optimizer has was checked when it was given.
+        if any(value is not known.get(key) and not _is_equal(value, known.get(key)) for key, value in group.items()):
+            about_group(index, partial(check_group, rule, group))
     return groups
 
 
@@ -152,6 +159,14 @@ def check_rules(
             )
 
 
+def _is_equal(value: Any, known: Any) -> bool:
+    """Whether two hyperparameters are numbers, flags or strings, or tuples of such, and the same."""
+    if type(value) is not type(known):
+        return False
+    entries = value if isinstance(value, (tuple, list)) else (value,)
+    return PYTHON_TYPES.issuperset(map(type, entries)) and bool(value == known)
+
+
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
     """Give a loaded param group its parameters and the keys that the checkpoint does not have.
 
@@ -163,7 +178,8 @@ def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -
         if key in old:
             group.setdefault(key, old[key])
     for key in rule.hyperparameters:
-        group[key] = _with_functions(old[key], group[key])
+        if type(old[key]) not in PYTHON_TYPES and changes(old[key]):
+            group[key] = _with_functions(old[key], group[key])
     group.setdefault("max_grad_norm", old.get("max_grad_norm"))
     group["master_weights"] = old.get("master_weights", False)
     for key in ("state_dtype", "grad_sync_dtype", "param_sync_dtype"):
@@ -214,61 +230,87 @@ def _numbers(value: Any) -> Any:
 def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
     """The values that a checkpoint has for each parameter, checked as far as names and shapes tell."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
+    readers: dict[tuple[int, torch.dtype], _StateReader] = {}
     keys = [(key, saved) for saved in given["param_groups"] for key in saved["params"]]
-    for (key, saved), (label, _, group, param) in zip(keys, labelled(optimizer)):
+    live = optimizer.state
+    for (key, saved), (label, index, group, param) in zip(keys, labelled(optimizer)):
         values = given["state"].get(key, {})
         # A state without anything in it is one that has not begun.
-        if not _NOTHING.issuperset(map(type, values.values())):
-            rule = optimizer.rule_of(group)
-            values = read_by_value(label, values, saved, rule.name, param)
-            _check_known(label, rule, values, optimizer.state.get(param, {}))
-            found[param] = _saved_state(label, rule, group, param, values)
+        if _NOTHING.issuperset(map(type, values.values())):
+            continue
+        reader = readers.get((index, param.dtype))
+        if reader is None:
+            reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
+        if not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
+            values = read_by_value(label, values, saved, reader.rule.name, param)
+            reader.check_names(label, values, live.get(param, {}))
+        found[param] = reader.read(label, param, values)
     return found
 
 
-def _saved_state(
-    label: str, rule: Rule, group: Mapping[str, Any], param: torch.Tensor, saved: Mapping[str, Any]
-) -> dict[str, Any]:
-    values = dict(saved)
-    if not is_distributed(param):
-        # As they come from an optimizer of DTensors.
-        values = {
-            name: gathered(value) if type(value) is not torch.Tensor and is_distributed(value) else value
-            for name, value in values.items()
-        }
-    kind = master_kind(param.dtype, group)
-    starts = {**starts_of(rule, rule.state_names, param.dtype, group), TRAINING: _LIKE_PARAM}
-    starts.update({key: _LIKE_PARAM for key in MASTER_KEYS if key not in starts})
-    for name, start in starts.items():
-        value = values.get(name)
-        if start.shape == "scalar" or not isinstance(value, torch.Tensor):
-            continue
-        blocks = None if values.keys().isdisjoint(scale_names(name)) else kept_in_blocks(values, name)
-        if blocks is not None:
-            _check_blocks(label, name, blocks, values, param)
-            continue
-        if name not in MASTER_KEYS and not (value.is_floating_point() or value.is_complex()):
-            raise StateError(
-                f"state {name!r} of {label} is {dtype_name(value.dtype)} in the checkpoint, without scales that say "
-                "what its codes stand for: give it in floating point"
-            )
-        wanted = shape_of(start, param, param.shape)
-        if tuple(value.shape) != wanted and value.numel() == 1 and math.prod(wanted) == 1:
-            values[name] = value = value.detach().reshape(wanted)
-        if tuple(value.shape) != wanted:
-            raise StateError(
-                f"state {name!r} of {label} has shape {tuple(value.shape)} in the checkpoint, it needs {wanted}"
-            )
-    integers = kind.key if kind is not None and not kind.dtype.is_floating_point else ""
-    if integers in values and values[integers].dtype.is_floating_point:
-        # torch's optimizers have rounded it: what is left of integers is of no use.
-        del values[integers]
-    if values.get("step") is None and any(isinstance(value, torch.Tensor) for value in values.values()):
-        if rule.uses_step and not rule.uncounted:
-            raise StateError(f"the checkpoint has no step count ('step') for {label}, which {rule.name} needs")
-        # Optimizers of torch that count no steps have their buffers from the first one on.
-        values["step"] = 1.0
-    return values
+class _StateReader:
+    """Checks a checkpoint's states of a group's parameters of one dtype: made once for all of them."""
+
+    def __init__(self, rule: Rule, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
+        self.rule = rule
+        kind = master_kind(dtype, group)
+        self._integers = kind.key if kind is not None and not kind.dtype.is_floating_point else ""
+        starts = {**dict.fromkeys((TRAINING, *MASTER_KEYS), _LIKE_PARAM)}
+        starts.update(starts_of(rule, rule.state_names, dtype, group))
+        self._starts = {name: start for name, start in starts.items() if start.shape != "scalar"}
+        beside = {each for name in starts for each in scale_names(name)}
+        self._beside = beside
+        self.names = {"step", *starts, *beside}
+        """What a state of the rule may have."""
+
+    def check_names(self, label: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Raise if a checkpoint has buffers that neither the rule nor this parameter's state knows."""
+        rule = self.rule
+        for name, value in saved.items():
+            if name not in self.names and name not in state and isinstance(value, torch.Tensor):
+                raise StateError(
+                    f"the checkpoint has state {name!r} for {label}, which rule {rule.name} does not have "
+                    f"({', '.join(rule.state_names) or 'it has none'}): it is of another optimizer"
+                )
+
+    def read(self, label: str, param: torch.Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a parameter's state, checked."""
+        values, rule = dict(saved), self.rule
+        if not _PLAIN.issuperset(map(type, values.values())) and not is_distributed(param):
+            # As they come from an optimizer of DTensors.
+            values = {name: gathered(value) if is_distributed(value) else value for name, value in values.items()}
+        has_blocks = not self._beside.isdisjoint(values)
+        for name, start in self._starts.items():
+            value = values.get(name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            blocks = kept_in_blocks(values, name) if has_blocks else None
+            if blocks is not None:
+                _check_blocks(label, name, blocks, values, param)
+                continue
+            if name not in MASTER_KEYS and not (value.is_floating_point() or value.is_complex()):
+                raise StateError(
+                    f"state {name!r} of {label} is {dtype_name(value.dtype)} in the checkpoint, without scales that "
+                    "say what its codes stand for: give it in floating point"
+                )
+            if start.shape == "param" and value.shape == param.shape:
+                continue
+            wanted = shape_of(start, param, param.shape)
+            if tuple(value.shape) != wanted and value.numel() == 1 and math.prod(wanted) == 1:
+                values[name] = value = value.detach().reshape(wanted)
+            if tuple(value.shape) != wanted:
+                raise StateError(
+                    f"state {name!r} of {label} has shape {tuple(value.shape)} in the checkpoint, it needs {wanted}"
+                )
+        if self._integers in values and values[self._integers].dtype.is_floating_point:
+            # torch's optimizers have rounded it: what is left of integers is of no use.
+            del values[self._integers]
+        if values.get("step") is None and any(isinstance(value, torch.Tensor) for value in values.values()):
+            if rule.uses_step and not rule.uncounted:
+                raise StateError(f"the checkpoint has no step count ('step') for {label}, which {rule.name} needs")
+            # Optimizers of torch that count no steps have their buffers from the first one on.
+            values["step"] = 1.0
+        return values
 
 
 def _check_blocks(label: str, name: str, blocks: Storage, values: Mapping[str, Any], param: torch.Tensor) -> None:
@@ -283,18 +325,5 @@ def _check_blocks(label: str, name: str, blocks: Storage, values: Mapping[str, A
 
 def _add_training(param: torch.Tensor, saved: Mapping[str, Any], state: dict[str, Any]) -> None:
     """Copy the weights that train, where a checkpoint was written while the parameters held their averages."""
-    if saved.get(TRAINING) is not None:
-        state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
-        copy_into(state[TRAINING], saved[TRAINING].detach())
-
-
-def _check_known(label: str, rule: Rule, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise if a checkpoint has buffers that neither the rule nor this parameter's state knows."""
-    beside = [each for name in rule.state_names for each in scale_names(name)]
-    mine = {"step", *MASTER_KEYS, TRAINING, *rule.state_names, *beside, *state}
-    for name, value in saved.items():
-        if name not in mine and isinstance(value, torch.Tensor):
-            raise StateError(
-                f"the checkpoint has state {name!r} for {label}, which rule {rule.name} does not have "
-                f"({', '.join(rule.state_names) or 'it has none'}): it is of another optimizer"
-            )
+    state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
+    copy_into(state[TRAINING], saved[TRAINING].detach())

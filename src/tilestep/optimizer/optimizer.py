@@ -392,8 +392,7 @@ class Optimizer(torch.optim.Optimizer):
         # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
         self._masters = None
         self.state = state = WatchedState(dict)
-        for key, values in states.items():
-            state[key] = state.entry(values, is_ahead=key in ahead) if isinstance(key, torch.Tensor) else values
+        state.adopt(states, ahead)
         self.control.load(self.param_groups, groups)
         self.is_evaluating = holds_averages(self)
 

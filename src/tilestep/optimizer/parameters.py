@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -53,13 +53,15 @@ class Grouped(Protocol):
     state: Any
 
 
-def labelled(optimizer: Grouped) -> Iterator[tuple[str, int, dict[str, Any], torch.Tensor]]:
+def labelled(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
     """Every parameter in order: what messages call it, index of its group, its group, and itself."""
+    found = []
     for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
         for index, param in enumerate(group["params"]):
             label = f"parameter {index} of group {group_index}"
-            yield (f"{label} ({names[index]})" if names else label), group_index, group, param
+            found.append(((f"{label} ({names[index]})" if names else label), group_index, group, param))
+    return found
 
 
 def listed_once(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:

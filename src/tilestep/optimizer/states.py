@@ -86,53 +86,91 @@ def storages(
     }
 
 
-def initial_state(
-    label: str,
-    param: torch.Tensor,
-    group: Mapping[str, Any],
-    graph: Graph,
-    rule: Rule,
-    known: Mapping[str, Any],
-    later: Later,
-    home: StateHome,
-    whole: torch.Size,
-    formats: Mapping[str, Storage],
-    live: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The state of a parameter: known buffers are kept, missing ones begin as the rule says."""
-    kept = [name for name in graph.states if name in formats and name not in graph.matrix_states]
-    dtypes = {name: formats[name].arrays(name)[0].dtype for name in kept}
-    dtypes.update(dict.fromkeys((*graph.matrix_states, *graph.scalar_states), compute_dtype(param)))
-    dtypes["step"] = torch.float32
-    starts = starts_of(rule, graph.states, param.dtype, group)
-    kind = master_kind(param.dtype, group)
-    if kind is not None:
-        dtypes[kind.key] = kind.dtype
-        other = other_master(kind, known)
-        if other is not None:
+class StateTemplate:
+    """How the states of a param group's parameters begin that are kept alike: made once for all of them.
+
+    Args:
+        param: one of them, as kernels see it.
+        group: its param group.
+        graph: its rule's graph.
+        rule: its rule.
+        formats: its storages.
+    """
+
+    def __init__(
+        self, param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, formats: Mapping[str, Storage]
+    ) -> None:
+        kept = [name for name in graph.states if name in formats and name not in graph.matrix_states]
+        self.dtypes = {name: formats[name].arrays(name)[0].dtype for name in kept}
+        self.dtypes.update(dict.fromkeys((*graph.matrix_states, *graph.scalar_states), compute_dtype(param)))
+        self.dtypes["step"] = torch.float32
+        self.starts = starts_of(rule, graph.states, param.dtype, group)
+        self.kind = master_kind(param.dtype, group)
+        if self.kind is not None:
+            self.dtypes[self.kind.key] = self.kind.dtype
+        self.formats = formats
+        self.in_blocks = {name for name in self.starts if name in formats and codec_of(formats[name]).has_blocks}
+        self.scales = set(chain.from_iterable(map(scale_names, formats)))
+        """Names that arrays of states in blocks can have, of whatever format."""
+        self.own = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(scale_names, rule.state_names))}
+        """Names of which a value that a state does not have is not kept."""
+        self.names = rule.state_names
+        self.buffers = self.own.difference(graph.scalar_states, graph.matrix_states)
+        """Those of buffers that lie as the parameter does."""
+
+    def begin(
+        self,
+        label: str,
+        param: torch.Tensor,
+        group: Mapping[str, Any],
+        known: Mapping[str, Any],
+        later: Later,
+        home: StateHome,
+        whole: torch.Size,
+        live: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The state of a parameter: known buffers are kept, missing ones begin as the rule says.
+
+        Args:
+            label: the parameter in messages.
+            param: what kernels update.
+            group: its param group.
+            known: its buffers and numbers so far.
+            later: takes the buffers that are to be made.
+            home: where they live.
+            whole: shape of the tensor of which the parameter may be a part.
+            live: where `known` is a checkpoint's, the state that the optimizer has: other buffers are copied.
+        """
+        kind, dtypes = self.kind, self.dtypes
+        other = None if kind is None else other_master(kind, known)
+        if kind is not None and other is not None:
             known = {**known, kind.key: kind.buffer_of(param, other.values(param, known[other.key]))}
-    state: dict[str, Any] = {}
-    known = _by_value(known, formats, param)
-    for name, start in starts.items():
-        value = known.get(name)
-        if name in formats and codec_of(formats[name]).has_blocks:
-            _add_blocks(label, name, formats[name], start, state, known, live, later, home, param, group, whole)
-            continue
-        if start.shape == "scalar":
-            state[name] = _scalar(_start(start, group) if value is None else value, dtypes[name], live is not None)
-        elif (
-            value is not None
-            and _can_stay(label, name, value, start, param, dtypes[name], home, whole)
-            and (live is None or _is_same(value, live.get(name)))
-        ):
-            state[name] = value
-        else:
-            state[name] = None
-            later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], whole, value))
-    unused = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(scale_names, rule.state_names))}
-    unused -= {name for name, value in known.items() if not isinstance(value, torch.Tensor)}
-    state.update({name: value for name, value in known.items() if name not in state and name not in unused})
-    return state
+        if not self.scales.isdisjoint(known):
+            known = _by_value(known, self.formats, param)
+        state: dict[str, Any] = {}
+        for name, start in self.starts.items():
+            value = known.get(name)
+            if name in self.in_blocks:
+                _add_blocks(
+                    label, name, self.formats[name], start, state, known, live, later, home, param, group, whole
+                )
+                continue
+            if start.shape == "scalar":
+                state[name] = _scalar(_start(start, group) if value is None else value, dtypes[name], live is not None)
+            elif (
+                value is not None
+                and (live is None or _is_same(value, live.get(name)))
+                and _can_stay(label, name, value, start, param, dtypes[name], home, whole)
+            ):
+                state[name] = value
+            else:
+                state[name] = None
+                later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], whole, value))
+        others = {name: value for name, value in known.items() if name not in state}
+        if others:
+            own = self.own.difference([name for name, value in others.items() if not isinstance(value, torch.Tensor)])
+            state.update({name: value for name, value in others.items() if name not in own})
+        return state
 
 
 def _by_value(known: Mapping[str, Any], formats: Mapping[str, Storage], param: torch.Tensor) -> Mapping[str, Any]:
@@ -338,10 +376,11 @@ def _can_stay(
     whole: torch.Size,
 ) -> bool:
     """Whether a known buffer lies as kernels want it."""
-    wanted = shape_of(start, param, whole)
-    if tuple(value.shape) != wanted:
-        raise _other_shape(label, name, value, wanted)
     is_like_param = start.shape == "param"
+    if not is_like_param or value.shape != param.shape:
+        wanted = shape_of(start, param, whole)
+        if tuple(value.shape) != wanted:
+            raise _other_shape(label, name, value, wanted)
     return value.dtype is dtype and _lies_well(value, param, home, is_like_param=is_like_param)
 
 
@@ -356,7 +395,8 @@ def _lies_well(value: torch.Tensor, param: torch.Tensor, home: StateHome, *, is_
     """Whether a buffer lies where and as kernels want it."""
     follows = value.stride() == param.stride() or not is_dense(param)
     lies_well = follows if is_like_param else value.is_contiguous()
-    lives_well = home.keeps(value, param) if is_like_param else value.device == param.device
+    is_kept = value.device == param.device
+    lives_well = home.keeps(value, param) if is_like_param and not home.is_beside else is_kept
     is_lazy = value.is_neg() or value.is_conj() or is_zero_tensor(value)
     return lives_well and lies_well and not is_lazy
 

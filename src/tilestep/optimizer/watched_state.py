@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -116,6 +116,15 @@ class WatchedState(defaultdict[Any, Any]):
         made = ParameterState(values)
         made.count, made.is_ahead = self.count, is_ahead
         return made
+
+    def adopt(self, states: Mapping[Any, Any], ahead: Container[Any]) -> None:
+        """Take the states of parameters; those of `ahead` begin with their first step."""
+        entries: dict[Any, Any] = {}
+        for key, values in states.items():
+            entries[key] = made = ParameterState(values) if isinstance(key, torch.Tensor) else values
+            if isinstance(made, ParameterState):
+                made.count, made.is_ahead = self.count, key in ahead
+        self.update(entries)
 
     __setitem__ = _counted("__setitem__")
     __delitem__ = _counted("__delitem__")

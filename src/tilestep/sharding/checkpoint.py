@@ -18,7 +18,7 @@ from ..optimizer.homes import StateHome
 from ..optimizer.masters import MASTER_KEYS
 from ..optimizer.parameters import labelled
 from ..optimizer.specs import graph_of
-from ..optimizer.states import TRAINING, begin_missing, initial_state, storages
+from ..optimizer.states import TRAINING, StateTemplate, begin_missing, storages
 from ..rules import Rule
 from ..storage import entries_of, kept_in_blocks, shape_of_entries, values_of
 from .inner import ANCHOR, mirror
@@ -89,7 +89,8 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     graph = graph_of(rule, group, like.shape)
     later: Any = {}
     formats = storages(like, group, graph, rule, label=f"({member.name})" if group.get("param_names") else "")
-    state = initial_state(member.name, like, group, graph, rule, {}, later, StateHome(), like.shape, formats)
+    template = StateTemplate(like, group, graph, rule, formats)
+    state = template.begin(member.name, like, group, {}, later, StateHome(), like.shape)
     begin_missing(later, StateHome())
     return {
         name: ShardedTensorPiece.alone(None, tuple(value.shape), member, sharding.ranks, value.dtype)
