@@ -345,7 +345,7 @@ class Sharding:
         updates = self.gradients.updates()
         if not captures or self.gradients.summed_in_graph:
             self.gradients.forget()
-        self.parameters.gather(updates, captures=captures)
+        self.parameters.gather(updates, captures)
 
     def _note_begun(self) -> None:
         """After a step: what trains has state when the first one begins, and all else when it has a gradient."""

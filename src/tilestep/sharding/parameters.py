@@ -246,7 +246,7 @@ class ParameterSync:
         self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
         self._updated_waves = [wave for wave in self._waves if wave.choose(self._updated)]
 
-    def gather(self, which: bytes | None = None, *, captures: bool | None = None) -> None:
+    def gather(self, which: bytes | None = None, captures: bool | None = None) -> None:
         """After a step: let every rank have the parameters that the others have updated.
 
         Args:
