@@ -258,6 +258,11 @@ class StepHistory:
             self._numbers[key] = zeros if elsewhere is None else zeros.copy_(elsewhere)
         return self._numbers[key]
 
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """All that limits remember, in the order in which they began."""
+        return list(self._numbers.values())
+
     def save(self, limits: Iterable[StepLimit]) -> dict[str, torch.Tensor]:
         """Copies of the numbers of these limits, by the limits' kind, unread."""
         saved = {}

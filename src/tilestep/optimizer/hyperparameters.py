@@ -172,10 +172,11 @@ def about_group(index: int, check: Callable[[], None]) -> None:
         raise type(error)(f"group {index}: {error}") from None
 
 
-def current_value(group: Mapping[str, Any], state: Mapping[Any, Any], name: str) -> torch.Tensor:
+def current_value(group: Mapping[str, Any], step: Any, name: str) -> torch.Tensor:
     """A number of a param group as a float64 scalar on the device of its parameters, without a wait.
 
     Args:
+        step: the last one that was taken; None before any.
         name: the key, with `[index]` for an entry of a tuple.
     """
     key, _, index = name.partition("[")
@@ -185,9 +186,7 @@ def current_value(group: Mapping[str, Any], state: Mapping[Any, Any], name: str)
     value = group[key][int(index.rstrip("]"))] if index else group[key]
     device = next((param.device for param in group["params"]), torch.device("cpu"))
     if callable(value):
-        steps = (state[param]["step"] for param in group["params"] if "step" in state.get(param, {}))
-        step = next(iter(steps), torch.zeros((), device=device))
-        step = step if isinstance(step, torch.Tensor) else torch.full((), float(step), device=device)
+        step = step if isinstance(step, torch.Tensor) else torch.full((), float(step or 0), device=device)
         value = at_step(value, step.to(torch.float64).clamp(min=1), name)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().to(device, torch.float64, copy=True, non_blocking=not is_host(device)).reshape(())

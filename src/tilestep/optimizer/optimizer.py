@@ -470,7 +470,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.current("lr").item()
             0.25
         """
-        return current_value(self.param_groups[group], self.state, name)
+        chosen = self.param_groups[group]
+        return current_value(chosen, self.schedule.step_of(self, chosen), name)
 
     @property
     def stats(self) -> StepStats:

@@ -42,6 +42,11 @@ class Schedule:
             optimizer.tables.home.follow_parameters()
             optimizer.tables.home.note_parameters()
 
+    def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
+        """The step count of a param group; None before its first step."""
+        states = (optimizer.state.get(param, {}) for param in group["params"])
+        return next((state["step"] for state in states if "step" in state), None)
+
     def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
         """Parameters with what there is of their gradients on this rank."""
         return optimizer.memory.present_gradients(p for group in optimizer.param_groups for p in group["params"])  # type: ignore[no-any-return]

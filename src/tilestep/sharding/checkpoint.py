@@ -13,6 +13,7 @@ from ..compat import load_hooks
 from ..errors import StateError
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import after_hooks, loaded_groups
+from ..optimizer.decide import with_limits
 from ..optimizer.full_precision import read_by_value
 from ..optimizer.homes import StateHome
 from ..optimizer.masters import MASTER_KEYS
@@ -101,7 +102,7 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
 
 def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Take the state of a checkpoint into the pieces, whole or not at all."""
-    state_dict = after_hooks(optimizer, state_dict)
+    state_dict = with_limits(after_hooks(optimizer, state_dict))
     groups = loaded_groups(optimizer, state_dict["param_groups"])
     inner = sharding.inner
     given = inner.state_dict()

@@ -115,6 +115,9 @@ def shard(
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     if state is not None:
         load_into_pieces(sharding, optimizer, state)
+        # Before, each rank has remembered losses of its own.
+        for numbers in optimizer.control.history.numbers:
+            sharding.ranks.broadcast(numbers)
     else:
         sharding.inner.rebuild(ahead=True)
     schedule = ShardedSchedule(optimizer, sharding)

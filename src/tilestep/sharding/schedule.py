@@ -104,6 +104,15 @@ class ShardedSchedule(Schedule):
         """Have the pieces be what the parameters are, which all are here."""
         self.sharding.follow_parameters()
 
+    def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
+        """As of a plain optimizer; that of the pieces of other groups where a rank has none of this one."""
+        own = super().step_of(optimizer, group)
+        members = (self.sharding.member_of[param] for param in group["params"])
+        if own is not None or not any(map(self.sharding.holds_state, members)):
+            return own
+        steps = [state["step"] for state in self.sharding.inner.state.values() if "step" in state]
+        return torch.stack(steps).amax() if steps else None
+
     @torch.no_grad()
     def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
         """Parameters with this rank's pieces of their gradients, summed up; all ranks call it."""

@@ -1,0 +1,166 @@
+"""Limits and norms under every placement, schedule and memory: each step is decided as a plain optimizer decides it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_processes import each_passes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import tilestep
+from tilestep.offloading.host_update import HostState
+from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.streaming import StreamedState
+
+SHAPES = [(6, 9), (40, 33), (7,), (3,)]
+SIZES = [1.0, 1.2, 0.9, 1.1, 30.0, 1.0, 0.01, 1.3, 9.0, 1.0]
+"""Of the gradients of each step: two of them are outliers."""
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "ZClip": {"max_grad_norm": tilestep.ZClip(z=1.5, warmup=3, max_norm=60.0)},
+    "ZClip to the mean": {"max_grad_norm": tilestep.ZClip(z=1.5, warmup=3, max_norm=None, option="mean")},
+    "AdaGC": {"max_grad_norm": tilestep.AdaGC(warmup=3)},
+    "Sigma": {"skip_above": tilestep.Sigma(2.0, window=8, warmup=4)},
+    "TimesMean": {"skip_above": tilestep.TimesMean(3.0, warmup=3)},
+    "clip": {"max_grad_norm": 5.0},
+    "norm": {"track_grad_norm": True},
+}
+WAYS = [
+    ("plain", "backward"),
+    ("plain", "forward"),
+    ("plain", "streamed"),
+    ("plain", "on the host"),
+    ("fsdp2", "at the step"),
+    ("fsdp2", "backward"),
+    ("fsdp2", "forward"),
+    ("fsdp2", "streamed gradients"),
+    ("hsdp", "at the step"),
+    ("shard", "at the step"),
+    ("shard", "streamed"),
+]
+
+
+class Weights(nn.Module):
+    """Parameters whose gradients are what a forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients))  # type: ignore[return-value]
+
+
+def gradients_of(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [SIZES[step % len(SIZES)] * torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def placed(way: tuple[str, str]) -> Weights:
+    model = Weights()
+    if way[0] == "fsdp2":
+        fully_shard(model)
+    elif way[0] == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "part")))
+    return model
+
+
+def attached(optimizer: Any, model: Weights, way: tuple[str, str]) -> Any:
+    if way[0] == "shard":
+        tilestep.shard(optimizer, model, bucket_cap_mb=0.001)
+    if way[1] in ("backward", "forward"):
+        tilestep.overlap(optimizer, model, during=way[1], bucket_cap_mb=0.001)  # type: ignore[arg-type]
+    elif way[1].startswith("streamed"):
+        home = StreamedState(torch.device("cpu"), 1000, 2, keeps_gradients="gradients" in way[1])
+        move_state(optimizer, home, "gpu", "for a test")
+    elif way[1] == "on the host":
+        move_state(optimizer, HostState(torch.device("cpu"), 1000), "cpu", "for a test")
+    return optimizer
+
+
+def groups_of(model: Weights) -> list[dict[str, Any]]:
+    first, second, third, left_out = model.weights
+    return [
+        {"params": [first, second], "lr": lambda step: 0.1 / (1 + step)},
+        {"params": [third], "betas": (lambda step: 0.8 + 0.1 / (1 + step), 0.99)},
+        {"params": [left_out], "in_norm": False},
+    ]
+
+
+def made(model: Weights, name: str) -> Any:
+    return tilestep.AdamW(groups_of(model), lr=0.05, **LIMITS[name])
+
+
+def compare(name: Any, optimizer: Any, expected: Any, model: Weights, plain: Weights) -> None:
+    torch.testing.assert_close(float(optimizer.grad_norm), float(expected.grad_norm), rtol=1e-6, atol=0, msg=str(name))
+    assert int(optimizer.skipped_steps) == int(expected.skipped_steps), name
+    for group in range(3):
+        got, wanted = optimizer.current("lr", group), expected.current("lr", group)
+        assert got == wanted, (name, group, got, wanted)
+    # One rank has nothing of this group, if it is sharded.
+    assert optimizer.current("betas[0]", 1) == expected.current("betas[0]", 1), name
+    for mine, its in zip(model.weights, plain.weights):
+        whole: Any = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(whole.detach(), its.detach(), rtol=1e-5, atol=1e-6, msg=str(name))
+
+
+def step(optimizer: Any, model: Weights, number: int, **given: Any) -> None:
+    model(gradients_of(number)).backward()
+    optimizer.step(**given)
+    optimizer.zero_grad()
+
+
+class Limit:
+    """A limit over all ways, with a checkpoint in the middle."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self) -> None:
+        name = self.__name__
+        for turn, way in enumerate(WAYS):
+            plain, model = Weights(), placed(way)
+            expected, optimizer = made(plain, name), made(model, name)
+            for number in range(len(SIZES)):
+                if number == turn % 2 * 3:
+                    # Some go on from the steps of a plain optimizer.
+                    attached(optimizer, model, way)
+                if number == 6:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                loss = 2.0 if number != 8 else 50.0
+                given = {"loss": loss} if name == "Sigma" else {}
+                step(expected, plain, number, **given)
+                # A loss of each rank; those that decide together average them.
+                own = 0.5 - dist.get_rank() if way[0] != "plain" and number >= turn % 2 * 3 else 0.0
+                step(optimizer, model, number, **({"loss": loss + own} if given else {}))
+                if name not in ("AdaGC",):
+                    compare((name, way, number), optimizer, expected, model, plain)
+            if name in ("Sigma", "TimesMean"):
+                assert 0 < int(expected.skipped_steps) < len(SIZES)
+            for mine, its in zip(model.weights, plain.weights):
+                whole: Any = mine.full_tensor() if isinstance(mine, DTensor) else mine
+                torch.testing.assert_close(whole.detach(), its.detach(), rtol=1e-5, atol=1e-6, msg=str((name, way)))
+
+
+def losses_that_ranks_have_remembered_alone_are_the_first_ranks() -> None:
+    model = Weights()
+    optimizer = made(model, "Sigma")
+    for number in range(4):
+        step(optimizer, model, 0, loss=1.0 + (number % 2) * (1 + 100 * dist.get_rank()))
+    tilestep.shard(optimizer, model)
+    step(optimizer, model, 0, loss=10.0)
+    skipped = torch.tensor([int(optimizer.skipped_steps)])
+    everyone = [torch.zeros_like(skipped) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, skipped)
+    assert everyone == [1, 1]
+
+
+CHECKS = [*(Limit(name) for name in LIMITS), losses_that_ranks_have_remembered_alone_are_the_first_ranks]
+
+test_on_two_ranks = each_passes(CHECKS, 2)
