@@ -396,6 +396,9 @@ def differs(left, right):
     """Whether elements of one type have other bits."""
     if left.dtype == tl.float64:
         return left.to(tl.int64, bitcast=True) != right.to(tl.int64, bitcast=True)
+    elif left.dtype == tl.bfloat16:
+        # As the numbers that most of them are made for anyway.
+        return bits_of(to_float32(left)) != bits_of(to_float32(right))
     else:
         return bits_of(left) != bits_of(right)
 

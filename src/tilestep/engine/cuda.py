@@ -35,6 +35,9 @@ _TAP_RUN = 256
 _MOST_SPANS, _ENOUGH_PROGRAMS = 8, 8192
 """Spans that a program walks which measures, and how many programs there are for each of them: what it has accumulated
 is reduced once."""
+_MEASURING = {"maxnreg": 80}
+"""Registers of a thread that measures: 24 warps run on a multiprocessor of a GPU. Left alone, the compiler takes up to
+140, though it needs none of them in the loop over whole tiles."""
 _DECIDE_BLOCK = 8192
 _DECIDE_FLAGS = (
     "HAS_NORM",
@@ -255,7 +258,9 @@ class CudaSegment(Segment):
     def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
         kernel = getattr(module, f"{self.spec.name}_{name}")
         warps = self.shape.warps if name.startswith("tile_pass") else 4
-        return prepare(kernel, grid, self.device, constants, num_warps=warps, **EXACT)
+        measures = module is not _module(self.spec) and self.spec.compute is torch.float32
+        options = {**(_MEASURING if measures else {}), **EXACT}
+        return prepare(kernel, grid, self.device, constants, num_warps=warps, **options)
 
     def _arguments(self, names: Sequence[str]) -> list[torch.Tensor]:
         return [self._tables[name] for name in names]

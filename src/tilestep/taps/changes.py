@@ -78,6 +78,15 @@ def index_dtype(param: torch.Tensor) -> torch.dtype:
     return torch.int32 if param.numel() <= _LARGEST else torch.int64
 
 
+@dataclass
+class _Written:
+    """Tensors that steps write, how many of them are watched, and by how many steps."""
+
+    tensors: list[torch.Tensor]
+    watched: int
+    steps: int = 0
+
+
 class Changes:
     """The bits of all parameters of an optimizer."""
 
@@ -87,8 +96,13 @@ class Changes:
         self._sharers: Any = None
         self._names: Sequence[str] = ()
         self._handles: list[torch.Tensor] = []
-        self._written: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+        self._watched: list[torch.Tensor] = []
+        self._writes: list[tuple[np.ndarray, list[int]]] = []
+        self._written: dict[int, _Written] = {}
         self._counts: dict[int, int] = {}
+        self._of_steps = 0
+        """Versions of watched tensors that steps have counted, those that `_written` has left out."""
+        self._version: int | None = None
         self._cut: dict[torch.device, _Blocks] = {}
 
     def attach(self, tables: Any, rows: Mapping[int, Origin], handles: Sequence[torch.Tensor], names: Names) -> None:
@@ -102,15 +116,20 @@ class Changes:
         """
         self._see_writes()
         found: dict[int, _Tracked] = {}
+        self._writes = []
         self._sharers, self._handles, self._names = tables.sharers, list(handles), names.names
         for engine, params in zip(tables.engines, tables.members):
             members = {id(entry): member for entry, member in zip(engine.entries, params)}
             for segment in engine.segments:
+                taps = segment.taps
+                places: list[int] = []
+                self._writes.append((taps.writes, places))
                 for position, entry in enumerate(segment.entries):
                     origin = rows.get(id(entry))
                     if origin is None:
                         continue
-                    handle, member, taps = origin.param, members[id(entry)], segment.taps
+                    places.append(position)
+                    handle, member = origin.param, members[id(entry)]
                     is_part = is_distributed(member)
                     watched = taps.watched[position] = [local_part(member), member] if is_part else [member]
                     one = _Tracked(
@@ -127,7 +146,8 @@ class Changes:
                     if known is not None and known.handle is handle:
                         one.take_bits(known)
                     found[id(handle)] = one
-        self._tracked = found
+        self._tracked, self._version = found, None
+        self._watched = [tensor for one in found.values() for tensor in one.watched]
         self._cut.clear()
         self._order = sorted(found, key=lambda each: found[each].place)
         for engine in tables.engines:
@@ -140,23 +160,33 @@ class Changes:
         if known is None:
             if len(self._written) > 64:
                 self._fold_counts()
-            self._written[id(written)] = (written, [1])
-        else:
-            known[1][0] += 1
+            watched = set(map(id, self._watched))
+            known = self._written[id(written)] = _Written(written, sum(id(tensor) in watched for tensor in written))
+        known.steps += 1
 
     def _fold_counts(self) -> None:
-        for written, (count,) in self._written.values():
-            for tensor in written:
-                self._counts[id(tensor)] = self._counts.get(id(tensor), 0) + count
+        for known in self._written.values():
+            for tensor in known.tensors:
+                self._counts[id(tensor)] = self._counts.get(id(tensor), 0) + known.steps
+            self._of_steps += known.steps * known.watched
         self._written.clear()
+
+    def _versions(self) -> int:
+        """How often any code but steps has written to any parameter, less a constant."""
+        own = sum(int(writes[places].sum()) for writes, places in self._writes)
+        stepped = self._of_steps + sum(known.steps * known.watched for known in self._written.values())
+        return sum_of_versions(self._watched) - own - stepped
 
     def _see_writes(self) -> None:
         """Take note of parameters that other code than steps has written to."""
+        if self._version is not None and self._versions() == self._version:
+            return
         self._fold_counts()
         for one in self._tracked.values():
             now = one.versions() - sum(self._counts.get(id(each), 0) for each in one.watched)
             one.wholly |= one.version is not None and now != one.version
             one.version = now
+        self._version = self._versions()
 
     @torch.no_grad()
     def list(self, *, clear: bool, gather: bool) -> Iterator[Change]:
@@ -176,8 +206,9 @@ class Changes:
         else:
             made = {}
             for each in lists:
-                for one, (index, values) in zip(each.tracked, each.made(each.counts().tolist())):
-                    made[one.place] = _moved(index, one.handle), _moved(values, one.handle)
+                for one, pair in zip(each.tracked, each.made(each.counts().tolist())):
+                    there = one.handle is one.param
+                    made[one.place] = pair if there else (_moved(pair[0], one.handle), _moved(pair[1], one.handle))
         if clear:
             for one in tracked:
                 one.wholly = False
@@ -358,15 +389,14 @@ class _OnDevice:
         listed = self._blocks.listed([known[id(one)] for one in self._plain])
         lists = []
         for one in self.tracked:
-            if id(one) in listed:
-                index, values = listed[id(one)]
-            else:
+            pair = listed.get(id(one))
+            if pair is None:
                 if id(one) in self._flags:
                     index = torch.nonzero_static(self._flags[id(one)], size=known[id(one)]).reshape(-1)
                 else:
                     index = torch.arange(known[id(one)], dtype=torch.int64, device=self.device)
-                values = one.param.detach().reshape(-1)[index]
-            lists.append((one.logical(index).to(one.dtype), values))
+                pair = index.to(one.dtype), one.param.detach().reshape(-1)[index]
+            lists.append(pair if one.handle is one.param else (one.logical(pair[0]).to(one.dtype), pair[1]))
         return lists
 
 
