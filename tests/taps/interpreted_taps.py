@@ -54,6 +54,24 @@ def check(dtype: torch.dtype, master_weights: bool | str) -> None:
     assert optimizer.first_nonfinite() == "0.2" and optimizer.skipped_steps == 1
 
 
+def check_lists_of_several_blocks() -> None:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(size)) for size in (40_001, 16_384, 33, 0)]
+    optimizer = tilestep.SGD(params, lr=1.0, track_changes=True)
+    for density in (1.0, 0.01, 0.0, 0.5):
+        before = [param.detach().clone() for param in params]
+        for param in params:
+            param.grad = torch.randn_like(param) * (torch.rand_like(param) < density)
+        optimizer.step()
+        found = {name: (indices.long(), values) for name, indices, values in optimizer.changes(clear=True)}
+        for place, (param, old) in enumerate(zip(params, before)):
+            now = param.detach()
+            wanted = (now != old).nonzero().reshape(-1)
+            indices, values = found.get(f"0.{place}", (wanted[:0], now[:0]))
+            assert torch.equal(indices, wanted), (density, place)
+            assert torch.equal(values, now[wanted])
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     backends.segment_class = lambda device: CudaSegment
@@ -62,4 +80,6 @@ if __name__ == "__main__":
         # Programs that measure walk several spans.
         cuda._ENOUGH_PROGRAMS = 1
         check(torch.float32, False)
+    with forced_shape(TileShape(8192, 4, 2)):
+        check_lists_of_several_blocks()
     print("all equal")
