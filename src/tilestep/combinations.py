@@ -23,16 +23,7 @@ DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "
 _SUMS = "which sums gradients over the ranks itself: give shard() the plain module; it does that too"
 _FLAT = "whose parameters are pieces of flat ones: shard the model with fully_shard instead"
 
-_JOINT = (
-    "a joint norm needs all gradients when the first of its optimizers steps, and {} takes them before: use it with "
-    "plain optimizers, or with FSDP2"
-)
-
 REFUSED: dict[tuple[str, str], str] = {
-    ("shard", "joint norm"): _JOINT.format("shard()"),
-    ("overlap", "joint norm"): _JOINT.format("overlap()"),
-    ("joint norm", "shard"): _JOINT.format("shard()"),
-    ("joint norm", "overlap"): _JOINT.format("overlap()"),
     ("joint norm", "joint norm"): "the optimizer shares a norm already",
     (
         "capture",

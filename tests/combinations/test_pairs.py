@@ -168,7 +168,6 @@ OFFLOADS = [name for name in PUT if name.startswith("offload")]
 REFUSED: dict[tuple[str, str], str] = {
     ("shard", "shard"): "sharded already",
     **{pair: "offloaded already" for pair in itertools.product(OFFLOADS, repeat=2)},
-    **{pair: "joint norm" for name in ["shard", *OVERLAPS] for pair in ((name, "joint norm"), ("joint norm", name))},
     ("joint norm", "joint norm"): "shares a norm already",
     ("shard", "offload of gradients"): "keeps this rank's part of them",
     ("ddp", "offload of gradients"): "DistributedDataParallel, which reduces gradients after",

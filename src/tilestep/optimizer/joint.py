@@ -36,7 +36,7 @@ class JointGradNorm:
         """The sum of squares of all members' gradients, float64[1]; worked out by the first that steps.
 
         Args:
-            optimizer: the member whose step is decided, prepared.
+            optimizer: the member whose step is decided, prepared; of a sharded one that of this rank's pieces.
 
         Raises:
             GradientError: if some members' gradients carry a loss scale and others' do not.
@@ -50,7 +50,7 @@ class JointGradNorm:
         members = self._living()
         carries = _carries_scale(stepping)
         # A scaler does not mark optimizers that it has not stepped yet; those that it has unscaled it does.
-        others = [member.control.gradients_scaled for member in members if member is not stepping]
+        others = [each.control.gradients_scaled for each in members if each.schedule.updating(each) is not stepping]
         if any(scaled is not None and scaled != carries for scaled in others):
             raise GradientError(
                 "joint_norm: gradients of some of its optimizers carry a loss scale and others' do not: unscale those "
@@ -58,7 +58,7 @@ class JointGradNorm:
             )
         total: torch.Tensor | None = None
         for member in members:
-            own = member.power_sum(prepared=member is stepping)
+            own = member.power_sum(prepared=member.schedule.updating(member) is stepping)
             if own is not None:
                 total = own if total is None else total + own.to(total.device, non_blocking=total.is_cuda)
         assert total is not None
@@ -95,8 +95,7 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
             has its own. All its ranks must step alike.
 
     Raises:
-        ValueError: for fewer optimizers (without a group), one given twice, or one that shares a norm already, is
-            sharded or overlapped, whose gradients are not all there when it steps.
+        ValueError: for fewer optimizers (without a group), one given twice, or one that shares a norm already.
         TypeError: for an optimizer that is not tilestep's.
 
     Source: one norm over model parts, as torchtitan's `clip_grad_norm_` over its container of optimizers.
@@ -123,5 +122,5 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
             raise ValueError(f"joint_norm: optimizer {place}: {reason}")
     joint = JointGradNorm(given, group)
     for optimizer in given:
-        optimizer.control.joint = joint
+        optimizer.control.joint = optimizer.schedule.updating(optimizer).control.joint = joint
         optimizer.attach(("joint norm",))

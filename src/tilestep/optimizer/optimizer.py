@@ -441,8 +441,9 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             float64[1] on a device, not waited for; None without parameters.
         """
-        tables = self._tables if prepared and self._tables is not None else self.prepared()[0]
-        return self.control.power_sum(tables)
+        updating = self.schedule.updating(self) if prepared else self.schedule.complete_gradients(self)
+        tables = updating.tables if prepared and updating.tables is not None else updating.prepared()[0]
+        return updating.control.power_sum(tables)  # type: ignore[no-any-return]
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
         """A hyperparameter of a param group as a device scalar, without a wait: what the last step used.

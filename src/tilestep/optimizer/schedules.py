@@ -42,6 +42,11 @@ class Schedule:
             optimizer.tables.home.follow_parameters()
             optimizer.tables.home.note_parameters()
 
+    def complete_gradients(self, optimizer: Any) -> Any:
+        """Have all gradients where updates look for them; the optimizer whose updates these are, see `updating`."""
+        self.settle()
+        return optimizer
+
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
         """The step count of a param group; None before its first step."""
         states = (optimizer.state.get(param, {}) for param in group["params"])

@@ -123,7 +123,9 @@ class OverlapSchedule(Schedule):
         """Whether the step is going to ask for the norm of the gradients, as far as can be seen in backward."""
         control = self._optimizer.control
         scaled = control.gradients_scaled or isinstance(self._scaler, GradScaler)
-        return self._early_norm and (scaled or control.needs_norm(self._optimizer.param_groups))
+        return (
+            self._early_norm and control.joint is None and (scaled or control.needs_norm(self._optimizer.param_groups))
+        )
 
     def part_of(self, param: torch.Tensor) -> Any:
         """The group that a parameter is updated with."""

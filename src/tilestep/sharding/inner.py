@@ -118,6 +118,7 @@ def make_inner(
         track_grad_norm=outer.control.policy.tracks_norm,
         **given,
     )
+    made.control.joint = outer.control.joint
     made.control.history, made.workspace_limit = outer.control.history, outer.workspace_limit
     return made
 

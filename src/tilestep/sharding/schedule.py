@@ -104,6 +104,11 @@ class ShardedSchedule(Schedule):
         """Have the pieces be what the parameters are, which all are here."""
         self.sharding.follow_parameters()
 
+    def complete_gradients(self, optimizer: Any) -> Any:
+        """Have the pieces hold their summed gradients; all ranks call it."""
+        self.sharding.ready()
+        return self.sharding.inner
+
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
         """As of a plain optimizer; that of the pieces of other groups where a rank has none of this one."""
         own = super().step_of(optimizer, group)
@@ -116,7 +121,7 @@ class ShardedSchedule(Schedule):
     @torch.no_grad()
     def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
         """Parameters with this rank's pieces of their gradients, summed up; all ranks call it."""
-        self.sharding.ready()
+        self.complete_gradients(optimizer)
         pieces = [(member.param, member.piece) for member in self.sharding.members if member.piece is not None]
         return [(param, piece.grad) for param, piece in pieces if piece.grad is not None]
 
