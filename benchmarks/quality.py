@@ -2,9 +2,9 @@
 
     python benchmarks/quality.py errors [--steps 100]      # of AdamW's update, on states of a training in float32
     python benchmarks/quality.py train [--only int8 int4]  # three seeds with each format; rows of others stay
-    python benchmarks/quality.py picture                   # of what `train` has written
+    python benchmarks/quality.py picture                   # docs/images/formats.png, of what `train` has written
 
-Each writes to `--out`, benchmarks/results unless said: quality.json, quality-training.json, quality.png.
+The first two write to `--out`, benchmarks/results unless said: quality.json, quality-training.json.
 
 Errors: each format is applied to both states of every tensor of 4,096 and more elements after the last step; the
 figure is the normalized mean squared error of m / (sqrt(v) + eps), over all of them: |kept - exact|^2 / |exact|^2.
@@ -206,7 +206,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = given.out / ("quality.json" if given.what == "errors" else "quality-training.json")
     if given.what == "picture":
-        picture(json.loads(path.read_text()), path.with_name("quality.png"))
+        picture(json.loads(path.read_text()), Path("docs/images/formats.png"))
         return
     if given.what == "errors":
         results = errors(given.steps or 100, device)
