@@ -39,6 +39,7 @@ BETWEEN = 50
 """Steps from one look at the validation loss to the next."""
 
 BF16: dict[str, Any] = {"weights": "bfloat16"}
+STOCHASTIC: dict[str, Any] = {"rounding": "stochastic"}
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16 states": {"state_dtype": "bfloat16"},
@@ -51,6 +52,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16 weights, int8 masters": {**BF16, "master_weights": "int8"},
     "int8 states, int8 masters": {**BF16, "state_dtype": "int8", "master_weights": "int8"},
     "bfloat16 states and weights, to nearest": {**BF16, "state_dtype": "bfloat16"},
+    "int8 states, stochastic": {**STOCHASTIC, "state_dtype": "int8"},
+    "float8_e4m3 states, stochastic": {**STOCHASTIC, "state_dtype": "float8_e4m3"},
+    "int4 states, stochastic": {**STOCHASTIC, "state_dtype": "int4"},
+    "bfloat16 weights, stochastic": {**BF16, **STOCHASTIC},
+    "int8 states, int8 masters, stochastic": {**BF16, **STOCHASTIC, "state_dtype": "int8", "master_weights": "int8"},
+    "bfloat16 states and weights, stochastic": {**BF16, **STOCHASTIC, "state_dtype": "bfloat16"},
 }
 """What is trained: the dtype of weights where it is not float32, and options of the optimizer."""
 
