@@ -9,6 +9,8 @@ import torch
 from block_rows import FORMATS, RULES, SHAPES, as_bits, numbers
 
 import tilestep
+from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.streaming import StreamedState
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -70,3 +72,35 @@ def test_a_captured_step_is_an_eager_one(format: str) -> None:
             step()
         runs.append([param.detach().clone() for param in params])
     assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_streamed_blocks_are_those_on_the_device(format: str) -> None:
+    """In chunks of every size, and loaded again; codes are on the host, two to a byte where they are packed."""
+    shapes = [(64, 300), (150, 256), (5000,), (7,)]
+
+    def run(home: Any) -> tuple[Any, list[torch.nn.Parameter]]:
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=generator).cuda()) for shape in shapes]
+        made = tilestep.AdamW([(f"p{place}", param) for place, param in enumerate(params)], state_dtype=format)
+        optimizer: Any = made if home is None else move_state(made, home, "gpu", "for a test")
+        for _ in range(4):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator).cuda()
+            optimizer.step()
+        if home is not None:
+            optimizer.wait()
+        return optimizer, params
+
+    _, wanted = run(None)
+    for room, buffers in ((1, 3), (20_000, 2), (1 << 30, 1)):
+        home = StreamedState(torch.device("cuda:0"), room, buffers)
+        optimizer, params = run(home)
+        assert all(map(torch.equal, params, wanted))
+        assert all(home.memory.holds(optimizer.state[param]["exp_avg"]) for param in params)
+    wide = tilestep.full_precision(optimizer.state_dict())
+    assert all(wide["state"][place]["exp_avg"].shape == shape for place, shape in enumerate(shapes))
+    plain = tilestep.AdamW(wanted)
+    plain.load_state_dict(optimizer.state_dict())
+    for place, param in enumerate(wanted):
+        assert torch.equal(plain.state[param]["exp_avg"].cpu(), wide["state"][place]["exp_avg"].cpu())

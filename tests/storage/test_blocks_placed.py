@@ -39,8 +39,17 @@ def test_on_the_host(format: str) -> None:
     _, wanted = run(format)
     cpu = torch.device("cpu")
     for home in (StreamedState(cpu, 1, 3), StreamedState(cpu, 20_000, 2), HostState(cpu, 1)):
-        _, params = run(format, home=home)
+        optimizer, params = run(format, home=home)
         assert all(map(torch.equal, params, wanted))
+        if not isinstance(home, StreamedState):
+            continue
+        moved = 0
+        for param in params[:4]:
+            state = optimizer.state[param]
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert home.memory.holds(state[name])
+                moved += state[name].nbytes
+        assert format != "int4" or moved < 1.2 * sum(param.numel() for param in params[:4])
 
 
 def test_a_skipped_step_leaves_every_bit() -> None:

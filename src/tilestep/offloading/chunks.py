@@ -104,7 +104,9 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
             stop = min((chunk.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
             if stop <= first:
                 continue
-            first, stop = segment.element_at(place, first), segment.element_at(place, stop)
+            # Rows of packed neighbours are even, and so are the places at which tiles cut them.
+            packed = segment.entries[place].param.numel() // array.numel()
+            first, stop = segment.element_at(place, first) // packed, segment.element_at(place, stop) // packed
             width = array.element_size()
             start = int(array.storage_offset()) * width + first * width
             length = (stop - first) * width

@@ -18,10 +18,10 @@ from .placing import part_of
 
 
 def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
-    """The arrays of a kernel that live on the host: its element states and the master, but no numbers of blocks."""
+    """The arrays of a kernel that live on the host: its element states and the master, but no scales of blocks."""
     graph = spec.program.graph
     buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
-    found = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.elements == 1]
+    found = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.follows_elements]
     masters = [array.name for array in spec.storages["param"].arrays("param") if array.name != "param"]
     return (*masters, *found)
 
@@ -62,8 +62,8 @@ class Plan:
 
 def plan_for(optimizer: Optimizer) -> Plan:
     """What an update of an optimizer's parameters moves."""
-    totals = [0] * 6
-    widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[int, ...]] = {}
+    totals = [0.0] * 6
+    widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[float, ...]] = {}
     for _, _, group, param in labelled(optimizer):
         if param.is_meta:
             continue
@@ -74,14 +74,14 @@ def plan_for(optimizer: Optimizer) -> Plan:
             widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), round(sum(total_traffic(spec))))
         for place, width in enumerate(widths[key]):
             totals[place] += width * part.numel()
-    return Plan(*totals)
+    return Plan(*map(round, totals))
 
 
-def _widths(spec: KernelSpec) -> tuple[int, int, int]:
+def _widths(spec: KernelSpec) -> tuple[float, float, float]:
     """For each element: bytes on the host, bytes that come in, bytes that go out, in all passes."""
-    sizes = {array.name: array.dtype.itemsize for array in spec.arrays}
+    sizes = {array.name: array.dtype.itemsize / array.elements for array in spec.arrays}
     touched: set[str] = set()
-    came = went = 0
+    came = went = 0.0
     for index in range(len(spec.program.tiles)):
         into, out = traffic_of(spec, index)
         touched.update(into)

@@ -18,6 +18,7 @@ from ..placements.local import local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step
 from ..storage import (
+    BLOCK,
     Plain,
     Storage,
     codec_of,
@@ -55,9 +56,17 @@ class Missing:
     in_blocks: bool = False  # whether it is one of the arrays of such a state
 
     @property
-    def is_like_param(self) -> bool:
-        """Whether it has the parameter's shape and lies as it does."""
-        return self.start.shape == "param" and self.elements == 1
+    def follows_elements(self) -> bool:
+        """Whether it lives where states do; numbers of rows, columns and blocks are always with the parameter."""
+        return self.start.shape == "param" and self.elements < BLOCK
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the buffer's shape that lies in memory as it does."""
+        if self.elements == 1:
+            return self.param
+        shape = shape_of_entries(self.param.shape, self.elements)
+        return self.param.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 _STEP = State(0.0, shape="scalar")
@@ -213,7 +222,7 @@ def _add_blocks(
         for buffer, array in zip(there, arrays)
     )
     if is_same and all(
-        _lies_well(buffer, param, home, is_like_param=array.elements == 1)
+        _lies_well(buffer, param, home, is_like_param=array.elements == 1, is_at_home=array.follows_elements)
         and (live is None or _is_same(buffer, live.get(array.name)))
         for buffer, array in zip(there, arrays)
     ):
@@ -287,12 +296,12 @@ def begin_missing(later: Later, home: StateHome) -> None:
     They are made name by name, so that those which a pass walks one after the other lie beside each other: a CPU's
     prefetcher runs from one into the next, which is a quarter of the time for tensors of 8,192 elements.
     """
-    elementwise = [one for missing in later.values() for one in missing if one.is_like_param]
-    made = iter(home.make([one.param for one in elementwise], [one.dtype for one in elementwise]))
+    elementwise = [one for missing in later.values() for one in missing if one.follows_elements]
+    made = iter(home.make([one.like for one in elementwise], [one.dtype for one in elementwise]))
     for name, missing in later.items():
         zeros: list[torch.Tensor] = []
         for one in missing:
-            one.state[name] = buffer = next(made) if one.is_like_param else _empty(one)
+            one.state[name] = buffer = next(made) if one.follows_elements else _empty(one)
             if one.in_blocks and (one.source is not None or one.start.init != 0):
                 continue
             if one.source is not None:
@@ -381,7 +390,7 @@ def _can_stay(
         wanted = shape_of(start, param, whole)
         if tuple(value.shape) != wanted:
             raise _other_shape(label, name, value, wanted)
-    return value.dtype is dtype and _lies_well(value, param, home, is_like_param=is_like_param)
+    return value.dtype is dtype and _lies_well(value, param, home, is_like_param, is_at_home=is_like_param)
 
 
 def _other_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> StateError:
@@ -391,12 +400,14 @@ def _other_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, 
     )
 
 
-def _lies_well(value: torch.Tensor, param: torch.Tensor, home: StateHome, *, is_like_param: bool) -> bool:
+def _lies_well(
+    value: torch.Tensor, param: torch.Tensor, home: StateHome, is_like_param: bool, *, is_at_home: bool
+) -> bool:
     """Whether a buffer lies where and as kernels want it."""
     follows = value.stride() == param.stride() or not is_dense(param)
     lies_well = follows if is_like_param else value.is_contiguous()
     is_kept = value.device == param.device
-    lives_well = home.keeps(value, param) if is_like_param and not home.is_beside else is_kept
+    lives_well = home.keeps(value, param) if is_at_home and not home.is_beside else is_kept
     is_lazy = value.is_neg() or value.is_conj() or is_zero_tensor(value)
     return lives_well and lies_well and not is_lazy
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..graph import Builder, Value, ancestors
-from .blocks import cut, joined, rows_of
+from .blocks import BLOCK, cut, joined, rows_of
 from .terms import Term, dtype_name
 
 
@@ -22,6 +22,11 @@ class Array:
     name: str
     dtype: torch.dtype  # of its entries
     elements: int = 1  # of how many neighbours an entry is: 2 for two elements in a byte, `BLOCK` for a number a block
+
+    @property
+    def follows_elements(self) -> bool:
+        """Whether it grows with the elements, as what `offload` moves does, and is no number for each block."""
+        return self.elements < BLOCK
 
 
 class Storage(Protocol):
@@ -140,7 +145,9 @@ def values_of(
         columns = rows_of(shape)[1] if columns is None else columns
         if not math.prod(shape):
             return torch.zeros(shape, dtype=compute, device=given[first.name].device)
-        given = {array.name: cut(given[array.name], columns, array.elements) for array in codec.arrays}
+        # Of an offloaded optimizer the codes are on the host, and the scales are not.
+        device = given[first.name].device
+        given = {array.name: cut(given[array.name].to(device), columns, array.elements) for array in codec.arrays}
         (values,) = evaluated((codec.loaded,), given, torch.float32)
         return joined(values, shape, columns).to(compute)
     (values,) = evaluated((codec.loaded,), given, compute if codec.is_plain else torch.float32)
