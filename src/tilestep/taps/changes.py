@@ -98,6 +98,7 @@ class Changes:
         self._handles: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
         self._writes: list[tuple[np.ndarray, list[int]]] = []
+        self._words: list[torch.Tensor] = []
         self._written: dict[int, _Written] = {}
         self._counts: dict[int, int] = {}
         self._of_steps = 0
@@ -116,7 +117,7 @@ class Changes:
         """
         self._see_writes()
         found: dict[int, _Tracked] = {}
-        self._writes = []
+        self._writes, self._words = [], [segment.taps.words for engine in tables.engines for segment in engine.segments]
         self._sharers, self._handles, self._names = tables.sharers, list(handles), names.names
         for engine, params in zip(tables.engines, tables.members):
             members = {id(entry): member for entry, member in zip(engine.entries, params)}
@@ -212,9 +213,8 @@ class Changes:
         if clear:
             for one in tracked:
                 one.wholly = False
-            for bits in {one.bits.untyped_storage().data_ptr(): one.bits for one in tracked}.values():
-                _table_of(bits).zero_()
-        return iter([(self._names[place], *made[place]) for place in sorted(made) if len(made[place][0])])
+            torch._foreach_zero_(self._words)
+        return iter([(self._names[place], *made[place]) for place in sorted(made) if made[place][0].numel()])
 
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The changes of all ranks on each of them, in two messages: how many there are, then all of them."""
@@ -248,7 +248,7 @@ class Changes:
         arrived: dict[tuple[int, int], list[torch.Tensor]] = {run: [] for run in runs}
         for received, widths in zip(everyone, sizes):
             for run, part in zip(runs, received[: sum(widths)].split(widths)):
-                if len(part):
+                if part.numel():
                     arrived[run].append(part.view(kinds[run[0]][run[1]]))
         whole = {run: each[0] if len(each) == 1 else torch.cat(each) for run, each in arrived.items()}
         made = {}
@@ -343,7 +343,7 @@ class _OnCpu:
 
     def counts(self) -> torch.Tensor:
         """int64[parameters], how many weights of each have changed."""
-        return torch.tensor([len(each) for each in self._found], dtype=torch.int64, device="cpu")
+        return torch.tensor([each.numel() for each in self._found], dtype=torch.int64, device="cpu")
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
@@ -364,7 +364,7 @@ class _OnDevice:
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: dict[torch.device, _Blocks]) -> None:
         self.tracked, self.device = list(tracked), device
         by_kernels = _by_kernels(device)
-        there = [one for one in tracked if not one.wholly and len(one.bits)]
+        there = [one for one in tracked if not one.wholly and one.bits.numel()]
         plain = [one for one in there if by_kernels and one.param.is_contiguous()]
         chosen = set(map(id, plain))
         self._others = [one for one in there if id(one) not in chosen]
@@ -409,7 +409,7 @@ class _Run:
 
         self.members, self._device = list(members), device
         self._dtype, self._bits = members[0].param.dtype, _table_of(members[0].bits)
-        words = np.asarray([len(one.bits) for one in members])
+        words = np.asarray([one.bits.numel() for one in members])
         first = np.asarray([one.bits.storage_offset() for one in members])
         addresses = np.asarray([one.param.data_ptr() for one in members])
         counts = -(-words // WORDS)
