@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_resharding as resharding
 import torch
 from block_rows import FORMATS, RULES, SHAPES, as_bits, numbers
+from rank_processes import each_passes
+from torch import nn
 
 import tilestep
 from tilestep.offloading.optimizer import move_state
@@ -104,3 +107,37 @@ def test_streamed_blocks_are_those_on_the_device(format: str) -> None:
     plain.load_state_dict(optimizer.state_dict())
     for place, param in enumerate(wanted):
         assert torch.equal(plain.state[param]["exp_avg"].cpu(), wide["state"][place]["exp_avg"].cpu())
+
+
+def resharded() -> None:
+    resharding.go_over(False, (1, 2, 1))
+
+
+def resharded_by_fsdp() -> None:
+    resharding.go_over(True, (1, 2, 1))
+
+
+def a_half_of_the_state() -> None:
+    """Of two ranks each has half of the codes, scales and corrections; all of it would be 3.03 bytes a parameter."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).bfloat16()
+    numel = sum(param.numel() for param in model.parameters())
+    optimizer = tilestep.shard(
+        tilestep.AdamW(model.parameters(), state_dtype="int8", master_weights="int8"), model, grad_buffer="bucket"
+    )
+    own = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert own == pytest.approx((3 + 4 / 128) * numel / 2, rel=0.001)
+    torch.cuda.synchronize()
+    # Parameters, and no whole copy of anything.
+    assert torch.cuda.memory_allocated() < 2 * numel + 1.1 * own + 2**24
+    for _ in range(3):
+        model(torch.ones(4, 2048, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+    optimizer.wait()
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+ON_TWO = [resharded, resharded_by_fsdp, a_half_of_the_state]
+
+test_on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")(
+    each_passes(ON_TWO, 2, backend="nccl", default_gpu=True)
+)

@@ -6,6 +6,8 @@ Gradients have few digits, so that their sums are the same on any number of rank
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ class Weights(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for name, shape in SHAPES.items():
-            values = torch.randn(shape, generator=generator).to(dtype)
+            values = torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
             if for_fsdp and name == "one_row":
                 continue
             if not for_fsdp and name == "images":
@@ -58,8 +60,9 @@ class Weights(nn.Module):
 
 def gradient(name: str, step: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
-    digits = torch.randint(-15, 16, SHAPES[name], generator=generator)
-    return (digits * 2.0 ** torch.randint(-12, 0, SHAPES[name], generator=generator)).to(dtype)
+    draw = partial(torch.randint, size=SHAPES[name], generator=generator, device="cpu")
+    digits, exponents = draw(-15, 16), draw(-12, 0)
+    return (digits * 2.0**exponents).to(torch.get_default_device(), dtype)
 
 
 def make(net: nn.Module, states: Any, masters: Any) -> Any:
@@ -87,7 +90,7 @@ def phase(size: int, steps: range, kept: Any, folder: str, *, loads: bool, by_fs
     group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
         return None
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
     net = Weights(dtype, by_fsdp)
     if by_fsdp:
         fully_shard(net, mesh=mesh)
@@ -119,7 +122,7 @@ def phase(size: int, steps: range, kept: Any, folder: str, *, loads: bool, by_fs
     return list(net.named_parameters()), list(optimizer.full_state_dict()["state"].values())
 
 
-def go_over(by_fsdp: bool) -> None:
+def go_over(by_fsdp: bool, sizes: Sequence[int] = SIZES) -> None:
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
@@ -127,7 +130,7 @@ def go_over(by_fsdp: bool) -> None:
             states, masters, dtype = kept
             wanted = Weights(dtype, by_fsdp)
             unbroken = make(wanted, states, masters)
-            for number, size in enumerate(SIZES):
+            for number, size in enumerate(sizes):
                 steps = range(number * STEPS, (number + 1) * STEPS)
                 for step in steps:
                     for name, param in wanted.named_parameters():
