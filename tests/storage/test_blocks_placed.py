@@ -63,6 +63,46 @@ def test_a_skipped_step_leaves_every_bit() -> None:
         assert all(torch.equal(value, optimizer.state[param][name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize("scaler", [tilestep.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_overflow_that_a_scaler_finds_leaves_every_bit(format: str, scaler: Any) -> None:
+    optimizer, params = run(format)
+    scales = scaler("cpu", init_scale=1024.0)
+
+    def step(spoil: float) -> None:
+        for place, param in enumerate(params):
+            param.grad = torch.full_like(param, 1024.0 * (spoil if place == 1 else 1.0))
+        scales.step(optimizer)
+        scales.update()
+
+    scales.scale(torch.ones(()))
+    before = [(param.detach().clone(), *map(torch.clone, optimizer.state[param].values())) for param in params]
+    for spoil in (torch.inf, torch.nan):
+        step(spoil)
+    for param, kept in zip(params, before):
+        for value, wanted in zip((param, *optimizer.state[param].values()), kept, strict=True):
+            assert value.dtype is wanted.dtype
+            assert torch.equal(as_bytes(value.detach()), as_bytes(wanted))
+    assert scales.get_scale() == 256.0
+    step(1.0)
+    assert not any(torch.equal(param, kept[0]) for param, kept in zip(params, before))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "LAMB", "Rprop", "SOAP", "StableAdamW"])
+def test_what_is_never_negative_is_kept_by_its_root(rule: str) -> None:
+    """Small ones beside large ones would be zero, and are divided by."""
+    param = nn.Parameter(torch.ones(64, 96))
+    optimizer = tilestep.Optimizer([("weight", param)], tilestep.registry[rule], state_dtype="int8")
+    param.grad = torch.ones(64, 96)
+    optimizer.step()
+    state = optimizer.state[param]
+    assert (state["step_size"] if rule == "Rprop" else state["exp_avg_sq"]).dtype is torch.uint8
+
+
 @pytest.mark.parametrize("during", ["backward", "forward"])
 def test_overlapped(during: Any) -> None:
     def train(overlaps: bool) -> list[torch.Tensor]:

@@ -5,11 +5,14 @@ Gradients have few digits, so that their sums are the same on any number of rank
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -140,6 +143,40 @@ def go_over(by_fsdp: bool, sizes: Sequence[int] = SIZES) -> None:
                 if found is not None:
                     compare(*found, wanted, unbroken)
                 dist.barrier()
+
+
+@pytest.mark.parametrize("mine", [None, "int8", "int4", torch.bfloat16])
+@pytest.mark.parametrize("theirs", [None, "int8", "int4", "float8_e4m3"])
+def test_other_formats_are_taken_by_value(theirs: Any, mine: Any, tmp_path: Path) -> None:
+    """torch's own planner reads codes as if they were numbers."""
+
+    def stepped(format: Any) -> Any:
+        param = nn.Parameter(torch.ones(64, 300))
+        optimizer = tilestep.AdamW([("weight", param)], state_dtype=format)
+        param.grad = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        return optimizer
+
+    saved, optimizer = stepped(theirs), stepped(mine)
+    dcp.save({"optimizer": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    wanted = copy.deepcopy(optimizer)
+    wanted.load_state_dict(copy.deepcopy(saved.state_dict()))
+    state = {"optimizer": optimizer.state_dict()}
+    before = dict(next(iter(optimizer.state.values())))
+    dcp.load(state, checkpoint_id=tmp_path, planner=tilestep.LoadPlanner(), no_dist=True)
+    assert next(iter(optimizer.state.values())).keys() == before.keys()
+    optimizer.load_state_dict(state["optimizer"])
+    (found,), (values,) = optimizer.state.values(), wanted.state.values()
+    assert found.keys() == values.keys()
+    assert all(torch.equal(bits(found[name]), bits(value)) for name, value in values.items())
+
+
+def test_codes_of_a_flattened_checkpoint_are_refused(tmp_path: Path) -> None:
+    codes = {"state.weight.exp_avg": torch.ones(4, dtype=torch.int8)}
+    dcp.save(codes, checkpoint_id=tmp_path, no_dist=True)
+    state = {"state.weight.exp_avg": torch.ones(4)}
+    with pytest.raises(dcp.CheckpointException, match=r"state\.weight\.exp_avg as torch\.int8, and it is to be"):
+        dcp.load(state, checkpoint_id=tmp_path, planner=tilestep.LoadPlanner(), no_dist=True)
 
 
 def shards() -> None:

@@ -14,7 +14,7 @@ from .protocol import Interval, State, at_least, between, rule
     ranges={"lr": at_least(0), "etas": (between(0, 1, open_low=True), Interval(low=1, open_low=True))},
     options={"capturable": False, "foreach": None, "differentiable": False},
     keyword_only=("maximize",),
-    states={"step_size": State(init="lr")},
+    states={"step_size": State(init="lr", signed=False)},
 )
 def rprop(
     param: Any,

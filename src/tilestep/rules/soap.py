@@ -15,6 +15,7 @@ _LARGEST = torch.finfo(torch.float32).max
 @rule(
     name="SOAP",
     states={
+        "exp_avg_sq": State(signed=False),
         "gram_left": State(shape="left"),
         "gram_right": State(shape="right"),
         "basis_left": State(shape="left"),

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from ..errors import StateError
 from ..optimizer.hyperparameters import OWN_KEYS
 from ..optimizer.masters import MASTER_KEYS
+from ..storage import kept_in_blocks
 from .rank_monitor import rank_monitor
 
 __all__ = ["LoadPlanner", "load_checkpoint", "save_checkpoint"]
@@ -31,11 +32,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     """For `torch.distributed.checkpoint.load`: takes checkpoints of torch's optimizers, and misses all else.
 
     Param groups of tilestep's optimizers have a rule, a clip and a kind of master that those of torch's have not, and
-    every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses
-    such a checkpoint, or, with `allow_partial_load`, takes one without half of the state. Of an optimizer that has no
-    state before its first step, `DefaultLoadPlanner` loads param groups alone; this one brings the state too, as whole
-    tensors in CPU memory. A checkpoint with masters of another kind (`master_weights`) than a state has is refused,
-    with what to do instead.
+    every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses such a checkpoint,
+    or, with `allow_partial_load`, takes one without half of the state. Of an optimizer that has no state before its
+    first step, it loads param groups alone; this one brings the state too, as whole tensors in CPU memory. So it does
+    with states in other blocks than the optimizer's (`state_dtype`), for `load_state_dict` to take them by value;
+    `DefaultLoadPlanner` reads their codes as if they were numbers. A checkpoint with masters of another kind
+    (`master_weights`) than a state has is refused, with what to do instead.
 
     Example:
         >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
@@ -59,6 +61,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         known = self.state_dict if metadata is None else metadata.state_dict_metadata
         _check_masters([str(key) for key in self.state_dict], known)
+        if metadata is not None:
+            _check_codes(self.state_dict, known)
         counts = any(str(key).endswith(".step") for key in known)
         places = {str(key).rpartition(".")[0] for key in known}
 
@@ -75,29 +79,73 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _begin_states(state_dict: Any, metadata: Any) -> None:
-    """Make room for a checkpoint's states where an optimizer has none yet."""
-    empty = dict(_without_state(state_dict))
+    """Make room for a checkpoint's states where an optimizer has none yet, or keeps them in other blocks.
+
+    Codes that were read into what keeps numbers, or other codes, would be nothing: they are read as they are, and
+    `load_state_dict` takes them by value.
+    """
+    optimizers = dict(_optimizers(state_dict))
+    have_begun = {place for place, optimizer in optimizers.items() if optimizer["state"]}
+    saved: dict[tuple[tuple[str, ...], str], dict[str, Any]] = {}
     for key, path in (metadata.planner_data or {}).items():
         place = tuple(map(str, path[:-3]))
-        if len(path) < 3 or place not in empty or path[-3] != "state":
-            continue
-        optimizer, (param, name) = empty[place], path[-2:]
+        if len(path) >= 3 and place in optimizers and path[-3] == "state":
+            saved.setdefault((place, str(path[-2])), {})[path[-1]] = metadata.state_dict_metadata[key]
+    for (place, param), entries in saved.items():
+        optimizer = optimizers[place]
         # Paths of checkpoints have strings where states have numbers.
         numbers = {str(number): number for group in optimizer["param_groups"] for number in group["params"]}
-        entry = metadata.state_dict_metadata[key]
-        # What is no tensor is set by `load_bytes`.
-        value = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-        optimizer["state"].setdefault(numbers.get(str(param), param), {})[name] = value
+        state = optimizer["state"]
+        names: Iterable[str] = entries
+        if place in have_begun:
+            if numbers.get(param, param) not in state:
+                continue
+            own = state[numbers.get(param, param)] = dict(state[numbers.get(param, param)])
+            names = _take_out_other_blocks(own, entries)
+        for name in names:
+            entry = entries[name]
+            # What is no tensor is set by `load_bytes`.
+            value = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+            state.setdefault(numbers.get(param, param), {})[name] = value
 
 
-def _without_state(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The optimizers whose states have not begun, by their places."""
-    if "param_groups" in values and values.get("state") == {}:
+def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> list[str]:
+    """Remove the states that a checkpoint has in other blocks, or in none; the names that it has of these."""
+    dtypes = {name: entry.properties for name, entry in entries.items() if hasattr(entry, "size")}
+    pairs = {name: (kept_in_blocks(own, name), kept_in_blocks(dtypes, name)) for name in own if name in dtypes}
+    found: list[str] = []
+    for name, (mine, theirs) in pairs.items():
+        if mine == theirs:
+            continue
+        for array in (name,) if mine is None else [array.name for array in mine.arrays(name)]:
+            del own[array]
+        found += [name] if theirs is None else [array.name for array in theirs.arrays(name)]
+    return found
+
+
+def _optimizers(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The state_dicts of optimizers, by their places."""
+    if "param_groups" in values and isinstance(values.get("state"), Mapping):
         yield path, values
         return
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _without_state(value, (*path, str(key)))
+            yield from _optimizers(value, (*path, str(key)))
+
+
+def _check_codes(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise where codes of blocks would be read as numbers or as other codes, in a flattened state_dict."""
+    for key, value in values.items():
+        dtypes = (getattr(value, "dtype", None), getattr(getattr(known.get(key), "properties", None), "dtype", None))
+        if dtypes[0] is not dtypes[1] and None not in dtypes and not _CODES.isdisjoint(dtypes):
+            raise StateError(
+                f"the checkpoint has {key} as {dtypes[1]}, and it is to be read into {dtypes[0]}: load it into the "
+                "state_dict() of the optimizer, not flattened, which takes other formats by value, or give the "
+                "optimizer the state_dtype of the checkpoint"
+            )
+
+
+_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 
 
 def _check_masters(keys: Iterable[str], known: Collection[str]) -> None:
