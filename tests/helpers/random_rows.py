@@ -16,16 +16,16 @@ from tilestep.storage import Plain, Stochastic, random_tensor, shape_of_entries,
 FORMATS = ["bfloat16", "float16", "int8", "float8_e4m3", "int4"]
 
 
-def check_elements(dtype: torch.dtype, few: bool = False) -> None:
+def check_elements(dtype: torch.dtype, few: bool = False, device: str = "cpu") -> None:
     """A parameter of 16 bits and a state: by other bits of the same draw, in either order of memory."""
     values = numbers(few)
     values = values[: len(values) // 8 * 8].view(-1, 8)
     for turned in (False, True):
-        weight = torch.nn.Parameter(torch.zeros(values.shape, dtype=dtype))
+        weight = torch.nn.Parameter(torch.zeros(values.shape, dtype=dtype, device=device))
         if turned:
-            weight = torch.nn.Parameter(torch.zeros(values.shape[::-1], dtype=dtype).t())
-        weight.grad = torch.zeros(values.shape, dtype=dtype)
-        other = torch.nn.Parameter(torch.zeros(5, dtype=dtype))
+            weight = torch.nn.Parameter(torch.zeros(values.shape[::-1], dtype=dtype, device=device).t())
+        weight.grad = torch.zeros(values.shape, dtype=dtype, device=device)
+        other = torch.nn.Parameter(torch.zeros(5, dtype=dtype, device=device))
         groups = [{"params": [other]}, {"params": [weight], "seed": 5}]
         optimizer = tilestep.Optimizer(groups, keep, rounding="stochastic", state_dtype=lambda _: "float32")
         optimizer.step()
@@ -35,20 +35,20 @@ def check_elements(dtype: torch.dtype, few: bool = False) -> None:
         if turned:
             index = torch.arange(values.numel()).view(values.shape[::-1]).t()
         random = random_tensor(stream_of(5, 1), 2, 0, index)
-        wanted = {"param": torch.empty_like(weight)}
+        wanted = {"param": torch.empty_like(weight, device="cpu")}
         stored_in(Stochastic(Plain(dtype)), wanted, "param", values, random=random)
-        assert torch.equal(bits(weight.detach()), bits(wanted["param"].detach()))
+        assert torch.equal(bits(weight.detach().cpu()), bits(wanted["param"].detach()))
 
 
-def check_states(name: str, shapes: list[tuple[int, ...]]) -> None:
+def check_states(name: str, shapes: list[tuple[int, ...]], device: str = "cpu") -> None:
     """A state in a format, of parameters of float32 and of 16 bits, which take the first bits of a draw."""
     for signed, rule in RULES.items():
         for dtype in (torch.float32, torch.bfloat16):
-            params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+            params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
             named = [("p", param) for param in params]
             optimizer = tilestep.Optimizer(named, rule, state_dtype=lambda _: name, rounding="stochastic", seed=3)
             for place, param in enumerate(params):
-                param.grad = block_numbers(shapes[place], place).to(dtype)
+                param.grad = block_numbers(shapes[place], place).to(dtype).to(device)
             optimizer.step()
             for place, param in enumerate(params):
                 state, slot = optimizer.state[param], int(dtype is torch.bfloat16)
@@ -63,10 +63,10 @@ def check_states(name: str, shapes: list[tuple[int, ...]]) -> None:
                 index = torch.arange(param.numel()).view(param.shape)
                 random = random_tensor(stream_of(3, place), 1, slot, index)
                 assert param.grad is not None
-                values = (param.grad if signed else param.grad.abs()).float()
+                values = (param.grad if signed else param.grad.abs()).float().cpu()
                 stored_in(Stochastic(format), wanted, "kept", values, param.shape, random=random)  # type: ignore[arg-type]
                 for key, array in wanted.items():
-                    assert torch.equal(as_bits(state[key]), as_bits(array)), (name, key, param.shape, dtype)
+                    assert torch.equal(as_bits(state[key].cpu()), as_bits(array)), (name, key, param.shape, dtype)
 
 
 def train(device: str, rule: str = "AdamW", steps: int = 3, **options: Any) -> list[torch.Tensor]:
