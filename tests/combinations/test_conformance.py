@@ -37,6 +37,7 @@ STORAGES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
     "kahan": (torch.bfloat16, {"master_weights": "kahan"}),
     "states in bfloat16": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "rounded at random": (torch.bfloat16, {"rounding": "stochastic"}),
 }
 PLACEMENTS = ("plain", "fsdp2", "shard")
 SCHEDULES = ("at the step", "backward", "forward", "offload")
