@@ -328,25 +328,15 @@ def test_what_a_joint_norm_refuses() -> None:
         tilestep.joint_norm([one, tilestep.SGD(parameters(), lr=0.1)])
 
 
-def test_a_joint_norm_goes_with_no_schedule_that_takes_gradients(one_rank: None) -> None:
-    """In both orders: the joint norm would be another without a word."""
-
-    def made() -> tuple[torch.nn.Linear, tilestep.Optimizer, tilestep.Optimizer]:
-        model = torch.nn.Linear(4, 4)
-        return model, tilestep.SGD(model.parameters(), lr=0.1), tilestep.SGD(parameters(), lr=0.1)
-
-    for attach in (
-        lambda optimizer, model: tilestep.overlap(optimizer, model, during="backward"),
-        lambda optimizer, model: tilestep.shard(optimizer, model),
-    ):
-        model, one, other = made()
+def test_a_joint_norm_comes_before_a_backward_that_updates() -> None:
+    model = torch.nn.Linear(4, 4)
+    one, other = tilestep.SGD(model.parameters(), lr=0.1), tilestep.SGD(parameters(), lr=0.1)
+    tilestep.overlap(one, model, during="backward")
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"has updated .* of optimizer 0 already"):
         tilestep.joint_norm([one, other])
-        with pytest.raises(ValueError, match="joint norm"):
-            attach(one, model)
-        model, one, other = made()
-        attached = attach(one, model)
-        with pytest.raises(ValueError, match="joint norm"):
-            tilestep.joint_norm([attached, other])
+    one.step()
+    tilestep.joint_norm([one, other])
 
 
 def test_a_norm_that_was_not_found_out_is_no_zero() -> None:

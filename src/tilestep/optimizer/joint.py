@@ -96,6 +96,7 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
 
     Raises:
         ValueError: for fewer optimizers (without a group), one given twice, or one that shares a norm already.
+        RuntimeError: for an overlapped one whose backward has updated parameters, before its step.
         TypeError: for an optimizer that is not tilestep's.
 
     Source: one norm over model parts, as torchtitan's `clip_grad_norm_` over its container of optimizers.
@@ -120,6 +121,11 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
         reason = refusal("joint norm", optimizer.attached)
         if reason:
             raise ValueError(f"joint_norm: optimizer {place}: {reason}")
+        for name in optimizer.schedule.applied_groups[:1]:
+            raise RuntimeError(
+                f"joint_norm: backward has updated {name} of optimizer {place} already: call it before backward, or "
+                "after step()"
+            )
     joint = JointGradNorm(given, group)
     for optimizer in given:
         optimizer.control.joint = optimizer.schedule.updating(optimizer).control.joint = joint

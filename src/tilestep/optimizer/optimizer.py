@@ -325,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
 
         After a backward that was broken off those that it has updated until then.
         """
-        return self.schedule.applied_groups  # type: ignore[attr-defined,no-any-return]
+        return self.schedule.applied_groups
 
     def make_tables(self) -> StepPlan:
         """Make the plan that steps are going to need, and all states that are missing."""

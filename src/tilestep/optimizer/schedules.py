@@ -25,6 +25,11 @@ class Schedule:
     begins_together = False
     """Whether the state of all parameters begins at the first step, and not that of each with its first gradient."""
 
+    @property
+    def applied_groups(self) -> tuple[str, ...]:
+        """The groups that were updated since the last step, before the next one."""
+        return ()
+
     makes_tables = True
     """Whether updates work on tables of the optimizer itself."""
 

@@ -283,9 +283,7 @@ def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def sent(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Numbers of the host on a device, without a wait."""
     here = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return (
-        here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and here.numel() else here.to(device)
-    )
+    return here.to(device) if is_host(device) else here.pin_memory().to(device, non_blocking=True)
 
 
 class _Whole:
