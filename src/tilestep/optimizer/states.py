@@ -55,16 +55,13 @@ class Missing:
     blocks: tuple[Storage, str] | None = None
     in_blocks: bool = False  # whether it is one of the arrays of such a state
 
-    @property
-    def follows_elements(self) -> bool:
+    def __post_init__(self) -> None:
+        self.follows_elements = self.start.shape == "param" and self.elements < BLOCK
         """Whether it lives where states do; numbers of rows, columns and blocks are always with the parameter."""
-        return self.start.shape == "param" and self.elements < BLOCK
 
     @property
     def like(self) -> torch.Tensor:
-        """A tensor of the buffer's shape that lies in memory as it does."""
-        if self.elements == 1:
-            return self.param
+        """For packed neighbours a tensor of the buffer's shape; it lies in memory as that does."""
         shape = shape_of_entries(self.param.shape, self.elements)
         return self.param.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
 
@@ -297,7 +294,11 @@ def begin_missing(later: Later, home: StateHome) -> None:
     prefetcher runs from one into the next, which is a quarter of the time for tensors of 8,192 elements.
     """
     elementwise = [one for missing in later.values() for one in missing if one.follows_elements]
-    made = iter(home.make([one.like for one in elementwise], [one.dtype for one in elementwise]))
+    made = iter(
+        home.make(
+            [one.param if one.elements == 1 else one.like for one in elementwise], [one.dtype for one in elementwise]
+        )
+    )
     for name, missing in later.items():
         zeros: list[torch.Tensor] = []
         for one in missing:
