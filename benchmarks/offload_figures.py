@@ -35,12 +35,12 @@ from tilestep.bench.results import Group, Result, Row
 from tilestep.bench.sections import free
 from tilestep.bench.workloads import gpu_workloads, make_parameters
 from tilestep.offloading.host_update import HostState
-from tilestep.offloading.lanes import Lane
 from tilestep.offloading.memory import HostMemory, available
 from tilestep.offloading.offloaded import OffloadedOptimizer
 from tilestep.offloading.optimizer import move_state
 from tilestep.offloading.plan import plan_for
 from tilestep.offloading.streaming import StreamedState
+from tilestep.side_stream import SideStream
 
 BACK_TO_BACK = 3
 """Iterations for one figure: what an update leaves for the next forward is hidden there only if one follows at once."""
@@ -81,7 +81,7 @@ def two_way_copy(size: int, device: torch.device) -> Contender:
     source.zero_()
     target.zero_()
     here = torch.zeros(2, room, dtype=torch.uint8, device=device)
-    inward, outward = Lane(device), Lane(device)
+    inward, outward = SideStream(device), SideStream(device)
 
     def call() -> None:
         for start in range(0, size, PIECE):

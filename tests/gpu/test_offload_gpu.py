@@ -20,9 +20,9 @@ from synchronization import no_synchronization
 
 import tilestep
 from tilestep.offloading.host_update import HostState
-from tilestep.offloading.lanes import Lane
 from tilestep.offloading.optimizer import move_state
 from tilestep.offloading.streaming import StreamedState
+from tilestep.side_stream import SideStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -116,9 +116,9 @@ def test_a_clip_on_the_host_is_nearly_the_device_s() -> None:
 def delays(seed: int) -> Iterator[None]:
     """Copies and updates that begin later than they could, each time by another while."""
     chance = random.Random(seed)
-    copy, mark = Lane.copy, Lane.mark
+    copy, mark = SideStream.copy, SideStream.mark
 
-    def later(self: Lane, pairs: Any) -> None:
+    def later(self: SideStream, pairs: Any) -> None:
         with self.working():
             if chance.random() < 0.6:
                 torch.cuda._sleep(chance.randrange(2_000_000))
@@ -127,17 +127,17 @@ def delays(seed: int) -> Iterator[None]:
             if chance.random() < 0.3:
                 torch.cuda._sleep(chance.randrange(2_000_000))
 
-    def marked(self: Lane) -> Any:
+    def marked(self: SideStream) -> Any:
         if chance.random() < 0.3:
             with self.working():
                 torch.cuda._sleep(chance.randrange(2_000_000))
         return mark(self)
 
-    Lane.copy, Lane.mark = later, marked  # type: ignore[method-assign]
+    SideStream.copy, SideStream.mark = later, marked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Lane.copy, Lane.mark = copy, mark  # type: ignore[method-assign]
+        SideStream.copy, SideStream.mark = copy, mark  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "LAMB", "Adafactor"])

@@ -23,7 +23,7 @@ from rank_processes import run_on_ranks
 from torch import nn
 
 import tilestep
-from tilestep.overlapping.lanes import Lane
+from tilestep.side_stream import SideStream
 
 GPUS = 2
 DURING = ("backward", "forward")
@@ -41,10 +41,10 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def delays(seed: int = 0) -> Iterator[None]:
     """Updates and what comes after them begin later than they could, each time by another while."""
-    before, chance = Lane.after, random.Random(seed)
+    before, chance = SideStream.after, random.Random(seed)
 
     @contextmanager
-    def later(self: Lane, *streams: torch.cuda.Stream) -> Iterator[None]:
+    def later(self: SideStream, *streams: torch.cuda.Stream) -> Iterator[None]:
         if chance.random() < 0.5:
             torch.cuda._sleep(chance.randrange(2_000_000))
         with before(self, *streams):
@@ -52,11 +52,11 @@ def delays(seed: int = 0) -> Iterator[None]:
                 torch.cuda._sleep(chance.randrange(5_000_000))
             yield
 
-    Lane.after = later  # type: ignore[method-assign]
+    SideStream.after = later  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Lane.after = before  # type: ignore[method-assign]
+        SideStream.after = before  # type: ignore[method-assign]
 
 
 @both

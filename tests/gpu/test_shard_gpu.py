@@ -35,7 +35,7 @@ from torch import nn
 import tilestep
 from tilestep.sharding import rank_monitor
 from tilestep.sharding.groups import Ranks
-from tilestep.sharding.streams import Channel
+from tilestep.side_stream import SideStream
 
 GPUS = torch.cuda.device_count()
 
@@ -72,10 +72,10 @@ def loss_of(data: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
 @contextmanager
 def delays() -> Iterator[None]:
     """Communication and computation that begin later than they could, each time by another while."""
-    before, chance = Channel.after_compute, random.Random(dist.get_rank())
+    before, chance = SideStream.after_compute, random.Random(dist.get_rank())
 
     @contextmanager
-    def later(self: Channel, *tensors: torch.Tensor | None) -> Iterator[None]:
+    def later(self: SideStream, *tensors: torch.Tensor | None) -> Iterator[None]:
         if chance.random() < 0.5:
             torch.cuda._sleep(chance.randrange(3_000_000))
         with before(self, *tensors):
@@ -83,11 +83,11 @@ def delays() -> Iterator[None]:
                 torch.cuda._sleep(chance.randrange(10_000_000))
             yield
 
-    Channel.after_compute = later  # type: ignore[method-assign]
+    SideStream.after_compute = later  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Channel.after_compute = before  # type: ignore[method-assign]
+        SideStream.after_compute = before  # type: ignore[method-assign]
 
 
 def nothing_is_read_before_it_has_arrived() -> None:

@@ -65,7 +65,7 @@ class LateLane:
         elif not isinstance(first, tuple):
             first()
 
-    def after(self, *marks: Mark | None) -> None:
+    def follow(self, *marks: Mark | None) -> None:
         self.work.extend((mark,) for mark in marks if mark is not None)
 
     def mark(self) -> Mark:
@@ -75,14 +75,14 @@ class LateLane:
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.work.extend(lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs)  # type: ignore[misc]
 
-    def uses(self, tensor: torch.Tensor) -> None:
+    def keep(self, tensor: torch.Tensor) -> None:
         pass
 
     @contextmanager
     def working(self) -> Iterator[None]:
         yield
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.device.finish(self)
 
 

@@ -61,7 +61,7 @@ class Streams:
     def join(self) -> None:
         self.now.waited.update(self.marks)
 
-    def keep(self, _: list[torch.Tensor]) -> None:
+    def keep(self, *_: torch.Tensor) -> None:
         raise AssertionError("every group here has one stream")
 
 

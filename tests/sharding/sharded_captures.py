@@ -20,7 +20,8 @@ from rank_processes import all_pass
 from sharded_twins import TINY, Elementwise
 
 import tilestep
-from tilestep.sharding import core, gradients, parameters, streams
+from tilestep import side_stream
+from tilestep.sharding import core, gradients, parameters
 from tilestep.sharding.groups import Ranks
 
 SIMULATED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -44,7 +45,7 @@ def graphs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         simulation = Simulation(patch)
-        for module in (core, gradients, parameters, streams):
+        for module in (core, gradients, parameters, side_stream):
             patch.setattr(module, "is_capturing", lambda: simulation.graph is not None)
         patch.setattr(Ranks, "can_be_captured", True)
         for name in ("add_in", "largest", "reduce_scatter", "all_gather"):

@@ -18,7 +18,7 @@ import tilestep
 from tilestep import compat
 from tilestep.sharding import groups, parameters
 from tilestep.sharding.groups import Ranks
-from tilestep.sharding.streams import Channel, Mark
+from tilestep.side_stream import Mark, SideStream
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def training_and_traffic_are_as_ever() -> None:
 def what_arrives_in_order_is_not_waited_for_again() -> None:
     """As on a GPU, where everything follows in the stream: sums and gathers are finished when they are asked for."""
     with together(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "in_order", True)
+        patch.setattr(SideStream, "in_order", True)
         for options in ({}, {"grad_buffer": "bucket"}, {"param_sync_dtype": torch.float64}):
             pair = Pair(Elementwise(30), sgd, bucket_cap_mb=TINY, **options)
             for _ in range(3):
@@ -184,7 +184,7 @@ class LateChannel:
     def after_compute(self, *_: Any) -> Iterator[None]:
         yield
 
-    def mark(self, before: Mark | None = None) -> Mark:
+    def next_mark(self, before: Mark | None = None) -> Mark:
         self.marks += 1
         return Mark(LateEvent(), self.marks)  # type: ignore[arg-type]
 

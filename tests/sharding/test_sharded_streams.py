@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import tilestep
-from tilestep.sharding import streams
-from tilestep.sharding.streams import Channel
+from tilestep import side_stream
+from tilestep.side_stream import SideStream
 
 
 class Event:
@@ -52,22 +52,22 @@ class Streams:
 def counted() -> Iterator[Streams]:
     """Have channels use such streams."""
     found = Streams()
-    before = Channel.__init__
+    before = SideStream.__init__
 
-    def made(self: Channel, device: torch.device) -> None:
-        before(self, device)
-        self._stream, self._index, self.in_order = found, 0, True  # type: ignore[assignment]
+    def made(self: SideStream, device: torch.device, **options: Any) -> None:
+        before(self, device, **options)
+        self.stream, self._index, self.in_order = found, 0, True  # type: ignore[assignment]
 
     @contextmanager
-    def after_compute(self: Channel, *tensors: Any) -> Iterator[None]:
+    def after_compute(self: SideStream, *tensors: Any) -> Iterator[None]:
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "current_stream_number", lambda index: found.current)
+        patch.setattr(side_stream, "current_stream_number", lambda index: found.current)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: found)
-        patch.setattr(Channel, "__init__", made)
-        patch.setattr(Channel, "keep", lambda self, *tensors: None)
-        patch.setattr(Channel, "after_compute", after_compute)
+        patch.setattr(SideStream, "__init__", made)
+        patch.setattr(SideStream, "keep", lambda self, *tensors: None)
+        patch.setattr(SideStream, "after_compute", after_compute)
         yield found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..devices import has_streams
-from .lanes import Lane
+from ..side_stream import SideStream
 from .memory import HostMemory
 
 _SIZE = 128 << 20
@@ -34,7 +34,7 @@ def measure_bandwidths(device: torch.device) -> Bandwidths:
     here = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
     target.zero_()
     source.zero_()
-    inward, outward = Lane(device), Lane(device)
+    inward, outward = SideStream(device), SideStream(device)
 
     def into() -> None:
         inward.copy([(here[0], source)])

@@ -19,10 +19,10 @@ from ..engine.windows import Window
 from ..errors import OffloadError
 from ..optimizer.overlap import check_not_shared
 from ..optimizer.parameters import check_parameter
+from ..side_stream import SideStream
 from .checksums import checksums
 from .chunks import sizes_of_chunks
 from .kept import KeptGradients
-from .lanes import Lane
 from .memory import HostMemory
 from .mirrors import Arrivals, Mirror, Mirrors, check_unchanged
 from .offloaded import OffloadedState
@@ -48,7 +48,7 @@ class HostState(OffloadedState):
         self.chunk_bytes = chunk_bytes
         self.memory = HostMemory(torch.device("cpu"))
         self.mirror_memory = HostMemory(device, "copies of parameters and gradients")
-        self.inward, self.outward, self.compute = Lane(device), Lane(device), Lane(device, own=False)
+        self.inward, self.outward, self.compute = SideStream(device), SideStream(device), SideStream(device, own=False)
         self.mirrors = Mirrors(self.mirror_memory)
         self.arrivals = Arrivals(self.outward, self.compute, chunk_bytes)
         self.mirror_of: dict[int, Mirror] = {}
@@ -102,7 +102,7 @@ class HostState(OffloadedState):
     ) -> list[list[torch.Tensor | None]]:
         """Send gradients to the host, without waiting; where they are going to be."""
         check_unchanged(list(self.mirrors.values()))
-        self.inward.after(self.compute.mark())
+        self.inward.follow(self.compute.mark())
         self.arrivals.begin()
         found = [[self._sent(self.mirrors[each], own) for each, own in zip(*one)] for one in zip(params, gradients)]
         self.arrivals.close()
@@ -154,7 +154,7 @@ class HostState(OffloadedState):
 
     def finish(self, engine: DeviceEngine) -> None:
         """Let the device wait for its parameters; its gradients lose the loss scale that they carried."""
-        self.compute.after(self.inward.mark())
+        self.compute.follow(self.inward.mark())
         control = engine.control.tolist()
         if control[UNSCALE] and not control[SKIP]:
             for entry in engine.entries:
@@ -170,8 +170,8 @@ class HostState(OffloadedState):
 
     def wait(self) -> None:
         """Have parameters arrive on the device; the state is on the host already."""
-        self.inward.wait()
-        self.outward.wait()
+        self.inward.synchronize()
+        self.outward.synchronize()
 
 
 class DeviceNorm:

@@ -11,7 +11,7 @@ import torch
 from ..compat import version_of
 from ..engine import Stale, grad_dtype, is_dense
 from ..engine.layout import same_walk
-from .lanes import Lane, Mark
+from ..side_stream import Event, SideStream
 from .memory import HostMemory
 from .placing import part_of
 
@@ -92,24 +92,24 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 class Arrivals:
     """Gradients on their way to the host, in one lane, in order."""
 
-    def __init__(self, lane: Lane, compute: Lane, step_bytes: int) -> None:
+    def __init__(self, lane: SideStream, compute: SideStream, step_bytes: int) -> None:
         self._lane, self._compute, self._step = lane, compute, step_bytes
-        self._marks: list[Mark] = []
+        self._marks: list[Event] = []
         self._open = 0
-        self._held: deque[tuple[torch.Tensor, Mark, Lane]] = deque()
+        self._held: deque[tuple[torch.Tensor, Event, SideStream]] = deque()
         self._held_bytes = 0
 
     def begin(self) -> None:
         """Before the copies of a step: they follow what has been computed so far."""
-        self._lane.after(self._compute.mark())
+        self._lane.follow(self._compute.mark())
 
     def forget(self) -> None:
         """After a step: there is nothing to wait for."""
         self._marks, self._open = [], 0
         if self._held:
-            self._compute.after(self._held[-1][1])
+            self._compute.follow(self._held[-1][1])
             for home, mark in {home: mark for _, mark, home in self._held}.items():
-                home.after(mark)
+                home.follow(mark)
             self._held.clear()
             self._held_bytes = 0
 
@@ -117,14 +117,14 @@ class Arrivals:
         """Copy a gradient to the host, without waiting; its memory is needed until then."""
         ordered = mirror.in_order(gradient)
         if ordered is not gradient:
-            self._lane.after(self._compute.mark())
+            self._lane.follow(self._compute.mark())
         self._lane.copy([(mirror.gradient, ordered)])
         self._sent(mirror, ordered)
 
     def add(self, mirror: Mirror, gradient: torch.Tensor) -> None:
         """Add a gradient to the one that is on the host, without waiting."""
         ordered = mirror.in_order(gradient)
-        self._lane.after(self._compute.mark())
+        self._lane.follow(self._compute.mark())
         with self._lane.working():
             # On the device, where backward adds them up as well: the sum is the same to the bit.
             total = mirror.gradient.to(ordered.device, non_blocking=True).add_(ordered)
@@ -137,7 +137,7 @@ class Arrivals:
         if mirror.is_taken:
             self._hold(ordered)
         else:
-            self._lane.uses(ordered)
+            self._lane.keep(ordered)
         if self._open >= self._step:
             self.close()
 
@@ -153,16 +153,16 @@ class Arrivals:
         while self._held_bytes > _BEHIND * self._step and len(self._held) > 1:
             oldest, mark, home = self._held.popleft()
             self._held_bytes -= oldest.nbytes
-            home.after(mark)
+            home.follow(mark)
 
     def close(self) -> None:
         """Let all that was sent so far be waited for."""
         self._marks.append(self._lane.mark())
         self._open = 0
 
-    def order(self, lane: Lane) -> None:
+    def order(self, lane: SideStream) -> None:
         """Let a lane wait for all that was sent so far."""
-        lane.after(self._lane.mark())
+        lane.follow(self._lane.mark())
 
     def wait(self, mirrors: Sequence[Mirror]) -> None:
         """Have the host wait until these gradients are there."""

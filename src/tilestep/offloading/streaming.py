@@ -11,14 +11,48 @@ from ..codegen.spec import KernelSpec
 from ..devices import is_host
 from ..engine import DeviceEngine, Entry
 from ..engine.segment import Segment
+from ..side_stream import Event, SideStream
 from .chunks import Chunk, cut_chunks, staged_view
 from .kept import KeptGradients
-from .lanes import Buffer, Lanes
 from .memory import HostMemory
 from .mirrors import Arrivals, Mirror, Mirrors, check_unchanged
 from .offloaded import OffloadedState
 from .placing import check_device
 from .plan import moved_arrays, traffic_of
+
+
+class Buffer:
+    """Device memory through which chunks pass one after the other."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.free: Event = None
+        """When the last chunk has left it."""
+
+
+class Lanes:
+    """The two lanes of one device, its computation, and the buffers between them."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.device = device
+        self.inward, self.outward = SideStream(device), SideStream(device)
+        self.compute = SideStream(device, own=False)
+        self.buffers = [Buffer() for _ in range(count)]
+
+    def provide(self, size: int) -> None:
+        """Make every buffer at least this large, in bytes; what was in them is lost."""
+        for buffer in self.buffers:
+            if buffer.memory.numel() < size:
+                buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+                self.inward.keep(buffer.memory)
+                self.outward.keep(buffer.memory)
+                # Whoever had this memory before may still be computing with it.
+                buffer.free = self.compute.mark()
+
+    def wait(self) -> None:
+        """Have the host see what was copied to it, and let it write to what was copied from it."""
+        self.inward.synchronize()
+        self.outward.synchronize()
 
 
 class StreamedState(OffloadedState):
@@ -213,15 +247,15 @@ class StreamedUpdate:
     def _update(self, index: int, position: int, chunk: Chunk) -> None:
         lanes, buffer = self._home.lanes, self._buffer(position)
         into, out = self._traffic[index]
-        lanes.inward.after(buffer.free)
+        lanes.inward.follow(buffer.free)
         lanes.inward.copy([(run.inside(buffer.memory), run.host) for name in into for run in chunk.runs[name]])
-        lanes.compute.after(lanes.inward.mark())
+        lanes.compute.follow(lanes.inward.mark())
         if self._in_slices:
             self._segment.tile_pass(index)
         else:
             self._segment.tile_window(index, position)
         buffer.free = lanes.compute.mark()
         if out:
-            lanes.outward.after(buffer.free)
+            lanes.outward.follow(buffer.free)
             lanes.outward.copy([(run.host, run.inside(buffer.memory)) for name in out for run in chunk.runs[name]])
             buffer.free = lanes.outward.mark()

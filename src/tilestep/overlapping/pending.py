@@ -11,8 +11,8 @@ from torch import nn
 
 from ..compat import before_gathering
 from ..guards import guard_forwards, guard_model, guard_sharers
+from ..side_stream import SideStream
 from .groups import Group, Grouping
-from .lanes import Lane
 
 __all__ = ["Pending"]
 
@@ -26,7 +26,7 @@ class _Update:
         self._event: torch.cuda.Event | None = None
         self._waited: set[int] = set()
 
-    def launch(self, lane: Lane) -> None:
+    def launch(self, lane: SideStream) -> None:
         """Run it, or on a GPU have it run in the lane; only the first call does anything."""
         if self._work is not None:
             work, self._work = self._work, None
@@ -56,7 +56,7 @@ class Pending:
         lane: where updates run.
     """
 
-    def __init__(self, model: nn.Module, grouping: Callable[[], Grouping], lane: Lane) -> None:
+    def __init__(self, model: nn.Module, grouping: Callable[[], Grouping], lane: SideStream) -> None:
         self._grouping = grouping
         self._lane = lane
         self.updates: dict[int, _Update] = {}

@@ -23,10 +23,10 @@ from ..optimizer.parameters import labelled, require_listed_once
 from ..optimizer.plan import StepPlan
 from ..optimizer.schedules import Schedule
 from ..placements.local import is_distributed, ready
+from ..side_stream import SideStream
 from .choice import OverlapReport, Trial, device_clock
 from .data_parallel import CommHook, follow_buckets, wrappers
 from .groups import Group, Grouping, divide
-from .lanes import Lane
 from .norms import EarlyNorms
 from .pending import Pending
 from .tracker import BackwardTracker, scale_error
@@ -74,7 +74,7 @@ class OverlapSchedule(Schedule):
         self._knows_ranks = during != "backward"
         self.elsewhere: set[int] = set()
         """Parameters whose complete gradients are announced by DistributedDataParallel, by `id`."""
-        self.lane = Lane(device)
+        self.lane = SideStream(device)
         self.tracker = BackwardTracker(self, optimizer, self.lane, updates=during == "backward")
         self._comm_hook = comm_hook
         if during == "backward":
@@ -254,7 +254,7 @@ class OverlapSchedule(Schedule):
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()
             taken = [gradient for each in held.values() for gradient in each]
-            self.lane.keep(list(map(ready, local_parts(taken))))
+            self.lane.keep(*map(ready, local_parts(taken)))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
             self.pending.put(works, at_once=measures)
             if optimizer.taps is not None:

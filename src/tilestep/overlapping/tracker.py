@@ -22,9 +22,9 @@ from ..errors import GradientError
 from ..gradientless import gradientless
 from ..optimizer.protocol import Optimizer
 from ..placements.local import is_distributed, ready
+from ..side_stream import SideStream
 from ..taken import announce_taker
 from .groups import Group
-from .lanes import Lane
 
 __all__ = ["BackwardTracker", "scale_error"]
 
@@ -73,7 +73,7 @@ class BackwardTracker(Accumulating):
         updates: whether to update in backward at all.
     """
 
-    def __init__(self, schedule: Overlapped, optimizer: Optimizer, lane: Lane, *, updates: bool) -> None:
+    def __init__(self, schedule: Overlapped, optimizer: Optimizer, lane: SideStream, *, updates: bool) -> None:
         self._schedule, self._optimizer = schedule, optimizer
         self._lane = lane
         self._updates = updates
@@ -343,7 +343,7 @@ class BackwardTracker(Accumulating):
         self._schedule.pending.note(group, event)
         gradients = self._note_updated(group)
         if self._on_two_streams(group, streams):
-            lane.keep(list(map(ready, local_parts(gradients))))
+            lane.keep(*map(ready, local_parts(gradients)))
             gradients = []
         # A stream that computes backward would stand still for this update; one that only communicates can wait for it.
         at_once = bool(gradients) and _come_from_collectives(group)

@@ -18,6 +18,7 @@ from ..norm import NormTable
 from ..norm.orders import combine
 from ..optimizer import Optimizer
 from ..placements import Origin
+from ..side_stream import SideStream
 from ..storage import entries_before, rows_of, shape_of_entries
 from .alike import Alike
 from .buckets import Bucket, Division, Options, make_buckets, memory_order, view_of
@@ -26,7 +27,6 @@ from .groups import Deciders, Ranks
 from .inner import PieceSchedule, add_pieces, divisions_of, make_inner, mirror
 from .layout import Slot
 from .parameters import ParameterSync
-from .streams import Channel
 
 __all__ = ["Member", "Sharding"]
 
@@ -162,7 +162,7 @@ class Sharding:
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
         places = self._lay_out(optimizer, names)
-        self.channel = Channel(self.buckets[0].flat.device)
+        self.channel = SideStream(self.buckets[0].flat.device, priority=-1)
         self._align(self.buckets)
         self._align_others()
         origins = self._cut(self.members)

@@ -13,12 +13,12 @@ from ..combinations import follow_wrappers, refusal
 from ..compat import after_backward, backward_pass, is_in_another_backward
 from ..engine.capturing import is_capturing, require
 from ..gradientless import gradientless
+from ..side_stream import SideStream
 from ..taken import announce_taker
 from ..tensor_watch import any_gradient
 from .alike import Alike
 from .buckets import Bucket, Options
 from .groups import Ranks
-from .streams import Channel
 from .sums import Sums, contiguous_memory
 
 __all__ = ["GradientSync"]
@@ -49,7 +49,7 @@ class GradientSync(Accumulating):
         places: Sequence[Sequence[int]],
         ranks: Ranks,
         options: Options,
-        channel: Channel,
+        channel: SideStream,
         alike: Alike,
         model: torch.nn.Module | None = None,
     ) -> None:
@@ -311,9 +311,10 @@ class GradientSync(Accumulating):
         if self._in_order:
             self.channel.forget_writers()
         self._open, self._reducing, self._passes = False, False, set()
-        self._follow(None)
+        self._pass = None
+        self._readiness.follow(-1)
         self._rounds += 1
-        self.summed_in_graph = self._in_order and is_capturing()
+        self.summed_in_graph = is_capturing()
 
     def _send_used(self, captures: bool) -> None:
         """Begin to tell the other ranks what this one has used, once for each step, and with what it is going to step.
@@ -357,7 +358,7 @@ class GradientSync(Accumulating):
         if self._used_work is not None:
             self._finish_used(captures)
         if self._in_order:
-            self.channel.await_communication()
+            self.channel.join()
         self._is_awaited = False
 
     def finish(self, captures: bool) -> tuple[int, bytes]:

@@ -11,9 +11,9 @@ from torch import nn
 from ..compat import version_of
 from ..engine.capturing import is_capturing
 from ..guards import guard_model, guard_sharers
+from ..side_stream import Mark, SideStream
 from ..tensor_watch import FixedTensors, sum_of_versions
 from .buckets import Bucket, Options
-from .streams import Channel, Mark
 
 __all__ = ["ParameterSync"]
 
@@ -26,7 +26,7 @@ class _Wave:
         channel: where communication runs.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], channel: Channel) -> None:
+    def __init__(self, buckets: Sequence[Bucket], channel: SideStream) -> None:
         self.buckets = list(buckets)
         self._chosen: list[Bucket] = []
         self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
@@ -55,7 +55,7 @@ class _Wave:
         self._work = self.buckets[0].ranks.all_gather(wholes, sections)
         if self._channel.in_order:
             self._arrive()
-            self.mark = self._channel.mark(self.mark)
+            self.mark = self._channel.next_mark(self.mark)
         self.is_pending = True
 
     def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -147,7 +147,7 @@ class ParameterSync:
         channel: where communication runs.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: Channel) -> None:
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: SideStream) -> None:
         self._channel = channel
         self._overlaps = options.overlap_param_sync
         self.params: list[torch.Tensor] = []
@@ -286,7 +286,7 @@ class ParameterSync:
         """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
         for wave in self._waves:
             wave.finish_in_graph()
-        self._channel.await_communication()
+        self._channel.join()
         self.is_pending = False
 
     def take_back(self) -> None:

@@ -1,0 +1,229 @@
+"""Work beside the computation of a device: in a stream of its own on a GPU; on a CPU at once, or in other threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from .compat import current_stream_number, is_capturing
+from .devices import has_streams
+from .marks import UPDATE, marked
+
+Event = torch.cuda.Event | None
+"""A point in the order of a stream; None on a CPU, where everything before it has happened."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Mark(NamedTuple):
+    """A point that knows which others it comes after.
+
+    Args:
+        event: of the stream there.
+        place: larger than those of all marks before.
+    """
+
+    event: torch.cuda.Event
+    place: int
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether everything before it is done."""
+        return self.event.query()
+
+
+class SideStream:
+    """A line of work of one device, in the order in which it is asked for.
+
+    Args:
+        device: where the tensors are.
+        own: whether it is a stream of its own; else it is whichever stream is current.
+        priority: of the stream; -1 for work that goes before the next blocks of a large kernel.
+    """
+
+    in_order = False
+    """Whether what is asked for runs in that order by itself, without the host waiting."""
+
+    def __init__(self, device: torch.device, *, own: bool = True, priority: int = 0) -> None:
+        self._device, self._is_gpu = device, has_streams(device)
+        self.stream = torch.cuda.Stream(device, priority=priority) if own and self._is_gpu else None
+        if self.stream is not None:
+            self.in_order = True
+        self._index = (device.index or 0) if self.stream is None else self.stream.device_index
+        self._entered_from: torch.cuda.Stream | None = None
+        self._writers: dict[int, torch.cuda.Stream] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._others: dict[int, SideStream] = {}
+        self._marks = 0
+        self._reached: dict[int, int] = {}
+        """The last mark that each stream has waited for, by the stream's number: what came before it has come too."""
+
+    # Which stream is current.
+
+    def current_number(self) -> int | None:
+        """The number of the stream that work goes to now, which costs a tenth of the stream; None on a CPU."""
+        return None if self.stream is None else current_stream_number(self._index)
+
+    def current(self) -> torch.cuda.Stream | None:
+        """The stream that work goes to now; None on a CPU."""
+        return None if self.stream is None else self._numbered(current_stream_number(self._index))
+
+    def _numbered(self, number: int) -> torch.cuda.Stream:
+        """The current stream, which has this number; torch's own look takes ten times as long as one in here."""
+        known = self._streams.get(number)
+        if known is None:
+            known = self._streams[number] = torch.cuda.current_stream(self._device)
+        return known
+
+    def here(self) -> SideStream:
+        """The line that work goes to now, which stays with its stream when another one is current."""
+        if self.stream is not None or not self._is_gpu:
+            return self
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in self._others:
+            made = self._others[stream.cuda_stream] = SideStream(self._device, own=False)
+            made.stream = stream
+        return self._others[stream.cuda_stream]
+
+    # Work in this stream.
+
+    def after(self, *streams: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """A block of work that begins when these streams, by default the current one, have done what they have."""
+        return _NOTHING if self.stream is None else self._after(self.stream, streams)
+
+    @contextmanager
+    def _after(self, stream: torch.cuda.Stream, streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+        home = self.current()
+        if home is None or home == stream:
+            yield
+            return
+        for each in streams or (home,):
+            stream.wait_stream(each)
+        before, self._entered_from = self._entered_from, home
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._entered_from = before
+
+    def after_compute(self, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
+        """A block of work that begins when the current stream and the writers that are noted have done what they have.
+
+        Args:
+            tensors: what it works on and nobody keeps; their memory is kept until it has run.
+        """
+        if self.stream is None:
+            return _NOTHING
+        number = current_stream_number(self._index)
+        for stream in {**self._writers, number: self._numbered(number)}.values():
+            self.stream.wait_stream(stream)
+        self.keep(*tensors)
+        return torch.cuda.stream(self.stream)
+
+    def note_writer(self) -> None:
+        """Remember the current stream as one that writes what is going to be used, until `forget_writers`."""
+        if self.stream is not None:
+            number = current_stream_number(self._index)
+            if number not in self._writers:
+                self._writers[number] = self._numbered(number)
+
+    def forget_writers(self) -> None:
+        """What the streams of `note_writer` have written is used."""
+        self._writers.clear()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """A block of work that nothing in this stream runs beside, on the stream from which it was entered.
+
+        What it allocates is that stream's memory, as if there were no other.
+        """
+        current = self.current()
+        if self.stream is None or current is None:
+            yield
+            return
+        home = self._entered_from if current == self.stream else current
+        if home is None:
+            yield
+            return
+        home.wait_stream(self.stream)
+        with torch.cuda.stream(home):
+            yield
+        self.stream.wait_stream(home)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A block whose launches and copies go into this line, after what was asked for in it."""
+        with marked(UPDATE), nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy in this line."""
+        with self.working():
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def keep(self, *tensors: torch.Tensor | None) -> None:
+        """Let memory of these tensors be given to nobody else before the work so far has run."""
+        if self.stream is not None:
+            there = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
+            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in there}.values():
+                tensor.record_stream(self.stream)
+
+    # Waiting for it, and its waiting for others.
+
+    def follow(self, *events: Event) -> None:
+        """Let what follows here wait for points in other lines."""
+        for event in events:
+            if event is not None:
+                (self.stream or torch.cuda.current_stream(self._device)).wait_event(event)
+
+    def mark(self) -> Event:
+        """The point after all that was asked for here so far."""
+        return (self.stream or torch.cuda.current_stream(self._device)).record_event() if self._is_gpu else None
+
+    def next_mark(self, before: Mark | None = None) -> Mark | None:
+        """A mark after all work so far, for `wait_for`; None on a CPU.
+
+        Args:
+            before: an earlier one that is not needed any more, of which the new one takes the event.
+        """
+        if self.stream is None:
+            return None
+        self._marks += 1
+        return Mark(self.stream.record_event(None if before is None else before.event), self._marks)
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let the current stream wait for a mark; one that has waited for it, or for a later one, does not again.
+
+        Whoever looks a parameter up comes here.
+        """
+        number = current_stream_number(self._index)
+        if self._reached.get(number, 0) < mark.place:
+            self._numbered(number).wait_event(mark.event)
+            self._reached[number] = mark.place
+
+    def join(self) -> None:
+        """Let the current stream wait for all work so far."""
+        if self.stream is not None and not self._is_elsewhere():
+            self._numbered(current_stream_number(self._index)).wait_stream(self.stream)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether a graph is captured of which this stream is not a part yet: there is nothing to wait for there."""
+        if not is_capturing():
+            return False
+        with torch.cuda.stream(self.stream):
+            return not is_capturing()
+
+    def settle(self) -> None:
+        """Before a CUDA graph: let the current stream wait for all there is, so that nothing in the graph has to."""
+        with self.after_compute():
+            pass
+        self.join()
+
+    def synchronize(self) -> None:
+        """Have the host wait for all that was asked for here."""
+        if self.stream is not None:
+            self.stream.synchronize()
