@@ -1,0 +1,88 @@
+"""How many Python functions of the package a steady step calls: what is absent costs nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import tilestep
+from tilestep import native
+
+AdamW: Any = tilestep.AdamW  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    if not native.wait():
+        pytest.skip("no C++ compiler, or TILESTEP_NATIVE=0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def calls(work: Callable[[], Any]) -> list[str]:
+    """The functions of the package that are called, one after the other; comprehensions are none."""
+    place, found = tilestep.__path__[0], list[str]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(place) and not code.co_name.startswith("<"):
+            found.append(code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+
+
+def counted(model: nn.Module, optimizer: Any) -> tuple[list[str], list[str]]:
+    """What backward calls, and what the step calls, when both have run a few times."""
+    for _ in range(5):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    return calls(model(torch.randn(2, 8)).sum().backward), calls(optimizer.step)
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 15), ({"max_grad_norm": 1.0}, 20)])
+def test_a_step(options: dict[str, Any], most: int) -> None:
+    model = layers(2)
+    _, step = counted(model, AdamW(model.parameters(), **options))
+    assert len(step) <= most, step
+
+
+def test_a_sharded_step_and_its_backward() -> None:
+    model = layers(2)
+    backward, step = counted(model, tilestep.shard(AdamW(model.parameters(), max_grad_norm=1.0), model))
+    assert len(backward) <= 25, backward
+    assert len(step) <= 40, step
+
+
+def test_a_backward_that_updates() -> None:
+    model = layers(2)
+    backward, step = counted(model, tilestep.overlap(AdamW(model.parameters()), model, during="backward"))
+    assert len(backward) <= 40, backward
+    assert len(step) <= 30, step
+
+
+def test_a_backward_that_updates_under_fsdp() -> None:
+    model, mesh = layers(3), init_device_mesh("cpu", (1,))
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh)
+    backward, step = counted(model, tilestep.overlap(AdamW(model.parameters()), model, during="backward"))
+    assert len(backward) <= 90, backward
+    assert len(step) <= 40, step
