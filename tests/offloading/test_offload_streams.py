@@ -17,7 +17,7 @@ class Stream:
     def __init__(self) -> None:
         self.waited: set[int] = set()
 
-    def after(self, *marks: int) -> None:
+    def follow(self, *marks: int) -> None:
         self.waited.update(marks)
 
 
@@ -30,8 +30,8 @@ class Computing(Stream):
     def here(self) -> Stream:
         return self.now
 
-    def after(self, *marks: int) -> None:
-        self.now.after(*marks)
+    def follow(self, *marks: int) -> None:
+        self.now.follow(*marks)
 
     def mark(self) -> int:
         return -1

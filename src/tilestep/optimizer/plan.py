@@ -98,12 +98,13 @@ class StepPlan:
             e.norm_share == 1 for each in self.engines for e in each.entries
         )
         """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
-        alone = self.norm_sources[0] if len(self.norm_sources) == 1 else None
-        if alone is not None and home.power_sums is StateHome.power_sums:
-            self.power_sum: Callable[[], torch.Tensor] = alone.norm
-        else:
-            self.power_sum = self._power_sum
-        self._home_sums = home.power_sums is not StateHome.power_sums
+        sources = self.norm_sources
+        has_own_sums = home.power_sums is not StateHome.power_sums
+        # No method of its own: its memory would come back when garbage is collected, and not when it is let go.
+        self.power_sum: Callable[[], torch.Tensor] = (
+            sources[0].norm if len(sources) == 1 and not has_own_sums else partial(_power_sum, self.home, sources)
+        )
+        """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
         self.same_list: Callable[[Any, Any], bool] = _same
         """Whether two lists hold the same objects; C++'s own once there is one."""
         self.built_ahead: set[bool] = set()
@@ -162,13 +163,6 @@ class StepPlan:
             if engine.has_device_hypers:
                 engine.refresh_device_hypers()
         return True
-
-    def _power_sum(self) -> torch.Tensor:
-        """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
-        if self._home_sums:
-            return total(self.home.power_sums(self.norm_sources))
-        sums = [source.norm() for source in self.norm_sources]
-        return sums[0] if len(sums) == 1 else total(sums)
 
     def _look_again(self) -> bool:
         """Have the next look at each tensor say what has changed; False."""
@@ -434,6 +428,10 @@ class StepPlan:
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+def _power_sum(home: StateHome, sources: Sequence[DeviceEngine | JointNorm]) -> torch.Tensor:
+    return total(home.power_sums(sources))
 
 
 def total(sums: Sequence[torch.Tensor]) -> torch.Tensor:
