@@ -89,8 +89,12 @@ def _replay(count: int, elements: int, on_device: bool) -> Case:
     optimizer = tilestep.AdamW(params, lr=1e-5, max_grad_norm=1.0)
     optimizer.step()
     captured = tilestep.capture(optimizer)
-    captured.replay()
-    return (_flush() if not on_device else lambda: None), captured.replay, on_device
+
+    def replay(optimizer: Any = optimizer) -> None:  # a capture does not keep its optimizer
+        captured.replay()
+
+    replay()
+    return (_flush() if not on_device else lambda: None), replay, on_device
 
 
 def _constructor(device: str, count: int) -> Case:
@@ -189,6 +193,9 @@ def worker() -> None:
     """Answer a name with "ready", then each "go" with the milliseconds of a round."""
     import gc
 
+    from tilestep import native
+
+    native.wait()  # else the first figures are of steps that look at tensors one by one
     torch.manual_seed(0)
     every = {name: make for device in devices() for name, make in cases(device).items()}
     case: Case | None = None
