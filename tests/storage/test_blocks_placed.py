@@ -103,12 +103,13 @@ def test_what_is_never_negative_is_kept_by_its_root(rule: str) -> None:
     assert (state["step_size"] if rule == "Rprop" else state["exp_avg_sq"]).dtype is torch.uint8
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("during", ["backward", "forward"])
-def test_overlapped(during: Any) -> None:
+def test_overlapped(during: Any, format: str) -> None:
     def train(overlaps: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(130, 90), nn.Tanh(), nn.Linear(90, 64))
-        optimizer: Any = tilestep.AdamW(net.named_parameters(), lr=1e-2, state_dtype="int8")
+        optimizer: Any = tilestep.AdamW(net.named_parameters(), lr=1e-2, state_dtype=format)
         if overlaps:
             optimizer = tilestep.overlap(optimizer, net, during=during)
         for step in range(3):

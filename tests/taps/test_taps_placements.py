@@ -37,6 +37,9 @@ STORAGES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "masters": (torch.bfloat16, {"master_weights": True}),
     "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
 }
+IN_BLOCKS = "in blocks"
+STORAGES_OF_LARGE = {IN_BLOCKS: (torch.bfloat16, {"master_weights": "int8", "state_dtype": "int8"})}
+LARGE = [(40, 130), (48, 10, 3, 3), (5000,), (7,), (36, 256)]
 PLACEMENTS = ("plain", "fsdp2", "hsdp", "columns", "shard", "shard and copy")
 SCHEDULES = ("at the step", "backward", "forward", "streamed", "streamed gradients", "on the host")
 SHAPES = [(6, 9), (70, 65), (9, 6), (7,), (4, 3, 3, 2)]
@@ -123,8 +126,8 @@ class Case:
 
     def __call__(self) -> None:
         rule, storage, placement, schedule = self.choice
-        dtype, options = STORAGES[storage]
-        shapes = [shape for shape in SHAPES if rule != "Muon" or len(shape) == 2]
+        dtype, options = {**STORAGES, **STORAGES_OF_LARGE}[storage]
+        shapes = [shape for shape in (LARGE if storage == IN_BLOCKS else SHAPES) if rule != "Muon" or len(shape) == 2]
         channels_last = placement in ("plain", "shard", "shard and copy") and not schedule.startswith("streamed")
         plain, model = (Weights(shapes, dtype, channels_last) for _ in range(2))
         placed(model, placement)
@@ -339,6 +342,10 @@ def narrower_parameters_are_refused() -> None:
     optimizer = tilestep.AdamW(model.parameters(), track_changes=True)
     with pytest.raises(ValueError, match="with this param_sync_dtype each rank keeps exact weights"):
         tilestep.shard(optimizer, model, param_sync_dtype=torch.bfloat16)
+    optimizer.param_groups[0]["param_sync_dtype"] = torch.bfloat16
+    with pytest.raises(ValueError, match="with this param_sync_dtype each rank keeps exact weights"):
+        tilestep.shard(optimizer, model)
+    del optimizer.param_groups[0]["param_sync_dtype"]
     tilestep.shard(optimizer, model, param_sync_dtype=torch.uint8)
 
 
@@ -351,7 +358,8 @@ CHECKS = [
     narrower_parameters_are_refused,
 ]
 
-ON_TWO = [*CHECKS, *sample(("plain", "fsdp2", "columns", "shard"))]
+SHARDED_BLOCKS = [Case(rule, IN_BLOCKS, "shard", "at the step") for rule in ("AdamW", "LAMB", "Muon")]
+ON_TWO = [*CHECKS, *SHARDED_BLOCKS, *sample(("plain", "fsdp2", "columns", "shard"))]
 ON_FOUR = sample(("hsdp", "shard and copy"))
 
 

@@ -21,7 +21,7 @@ from ..optimizer.hyperparameters import GROUP_OPTIONS, about_group
 from ..optimizer.specs import graph_of
 from ..placements import is_distributed
 from ..rules import Rule
-from .buckets import Options, memory_order
+from .buckets import Options, loses_bits, memory_order
 from .groups import Ranks
 
 Found = TypeVar("Found")
@@ -43,6 +43,10 @@ def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dic
     options.check()
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, partial(options.check_group, group))
+        if any(loses_bits(param.dtype, options.sync_dtypes(group)[1]) for param in group["params"]):
+            reason = refusal("shard with narrower parameters", optimizer.attached)
+            if reason:
+                raise ValueError(reason)
     for name, module in model.named_modules():
         _refuse(f"module {name!r}" if name else "the model", kind_of(module))
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}

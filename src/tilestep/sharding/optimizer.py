@@ -17,7 +17,7 @@ from ..optimizer.attached import resolve_optimizer
 from ..optimizer.parameters import labelled, require_listed_once, require_shapes
 from ..pairs import REAL_INSTEAD
 from .agree import apart_from_others, check_together, plain_module, tried_together
-from .buckets import Options, loses_bits
+from .buckets import Options
 from .checkpoint import begun_state, load_into_pieces, steps_behind
 from .core import Sharding
 from .groups import ranks_of
@@ -95,7 +95,7 @@ def shard(
         >>> torch.distributed.destroy_process_group()
     """
     ranks = ranks_of(mesh)
-    optimizer, model = tried_together(ranks, lambda: _prepared(optimizer, model, mesh, param_sync_dtype))
+    optimizer, model = tried_together(ranks, lambda: _prepared(optimizer, model, mesh))
     options = Options(
         overlap_grad_sync,
         overlap_param_sync,
@@ -126,15 +126,12 @@ def shard(
     return cast(ShardedOptimizer, optimizer)
 
 
-def _prepared(optimizer: Any, model: Any, mesh: Any, sync_dtype: torch.dtype | None) -> tuple[Optimizer, nn.Module]:
+def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Module]:
     """The optimizer, made if a function was given, and the plain module; what cannot be sharded is refused."""
     made = resolve_optimizer("shard", optimizer)
-    dtypes = {param.dtype for group in made.param_groups for param in group["params"]}
-    narrow = ["shard with narrower parameters"] if any(loses_bits(dtype, sync_dtype) for dtype in dtypes) else []
-    for added in ("shard", *narrow):
-        reason = refusal(added, made.attached)
-        if reason:
-            raise ValueError(reason)
+    reason = refusal("shard", made.attached)
+    if reason:
+        raise ValueError(reason)
     require_listed_once("shard()", made)
     require_shapes("shard()", ((label, param) for label, _, _, param in labelled(made)))
     for label, _, _, param in labelled(made):
