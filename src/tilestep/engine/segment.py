@@ -191,8 +191,10 @@ class Segment:
         ]
         self.set_strided({})
         self._seeds: list[int] = []
-        self.streams = np.asarray([[0, entry.origin] for entry in self.entries], dtype=np.int64)
+        self.streams = np.zeros((len(self.entries), 2), dtype=np.int64)
         """int64[tensors][2]: what makes a tensor's random bits its own, and its first element's index in the whole."""
+        if spec.draws:
+            self.streams[:, 1] = [entry.origin for entry in self.entries]
         self.follow_seeds()
 
     def follow_seeds(self) -> bool:

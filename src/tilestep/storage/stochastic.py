@@ -101,13 +101,16 @@ def code_at_random(
         codes: the first and the last one.
         distance: between numbers, where that which is to be right on average is not the number itself.
     """
-    least, most = codes
-    below = where(number_of(nearest) > number, nearest - 1, nearest)
-    lower_code = maximum(minimum(below, most - 1), least).named("lower_code")
-    lower, upper = number_of(lower_code).named("lower"), number_of(lower_code + 1)
+    near = number_of(nearest).named("near")
+    is_above = (near > number).named("is_above")
+    other = where(is_above, nearest - 1, nearest + 1).named("other")
+    far = number_of(other).named("far")
+    lower, upper = where(is_above, far, near).named("lower"), where(is_above, near, far).named("upper")
     share = distance(number, lower) * 2.0**RANDOM_BITS
-    chosen = where(share > random.number() * distance(upper, lower), lower_code + 1, lower_code)
-    return where(is_exact, nearest, chosen).named("chosen")
+    rises = (share > random.number() * distance(upper, lower)).named("rises")
+    chosen = where(rises, where(is_above, nearest, other), where(is_above, other, nearest))
+    least, most = codes
+    return where(is_exact, nearest, maximum(minimum(chosen, most), least)).named("chosen")
 
 
 _GOLDEN = 0x9E3779B9
