@@ -256,7 +256,8 @@ class OverlapSchedule(Schedule):
             taken = [gradient for each in held.values() for gradient in each]
             self.lane.keep(*map(ready, local_parts(taken)))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
-            self.pending.put(works, at_once=measures)
+            with torch.no_grad():
+                self.pending.put(works, at_once=measures)
             if optimizer.taps is not None:
                 optimizer.taps.finish()
         current = self.lane.current()
@@ -302,18 +303,18 @@ class OverlapSchedule(Schedule):
         held: list[torch.Tensor],
     ) -> Callable[[], None]:
         places = tables.places.get(group.index, ())
+        runs_later = self.lane.stream is None
 
-        @torch.no_grad()
         def work() -> None:
-            with self.lane.after():
+            if runs_later:
                 for place in places:
                     tables.engines[place].follow_memory()
-                tables.update(gradients, places, counts_versions=False, measures=self._optimizer.taps is not None)
+            tables.update(gradients, places, counts_versions=False, measures=self._optimizer.taps is not None)
             held.clear()
             for place in places:
                 gradients[place] = []
 
-        return work
+        return torch.no_grad()(work) if runs_later else work
 
     def before_zero_grad(self) -> None:
         """After a backward that was broken off drop what it has left behind, and the next one may begin.
