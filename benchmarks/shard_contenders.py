@@ -158,6 +158,11 @@ def sharded_waiting(shape: Shape, device: torch.device) -> Trained:
     return sharded(shape, device, overlap_param_sync=False)
 
 
+def sharded_peers(shape: Shape, device: torch.device) -> Trained:
+    """The same, parameters fetched by copy engines."""
+    return sharded(shape, device, param_buffer="peers")
+
+
 class _Replayed(nn.Module):
     """Iterations of a training as one CUDA graph for each batch: a call says which, and `replay` runs it."""
 
@@ -346,18 +351,10 @@ def megatron(shape: Shape, device: torch.device) -> Trained:
     settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP}
     config = OptimizerConfig(optimizer="adam", bf16=True, params_dtype=torch.bfloat16, **settings, **both)
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
-    summed = [True]
-
-    @contextmanager
-    def alone() -> Iterator[None]:
-        summed[0] = False
-        with model.no_sync():
-            yield
 
     def drop() -> None:
-        if summed[0]:
+        if any(group.grad_reduce_handle is not None for group in model.bucket_groups):
             model.finish_grad_sync()
-        summed[0] = True
         model.zero_grad_buffer()
         optimizer.zero_grad()
 
@@ -367,12 +364,13 @@ def megatron(shape: Shape, device: torch.device) -> Trained:
         model.zero_grad_buffer()
         optimizer.zero_grad()
 
-    return Trained(model, optimizer, step, drop, alone)
+    return Trained(model, optimizer, step, drop, model.no_sync)
 
 
 CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "sharded": sharded,
     "sharded_waiting": sharded_waiting,
+    "sharded_peers": sharded_peers,
     "sharded_captured": sharded_captured,
     "data_parallel": data_parallel,
     "data_parallel_master": data_parallel_master,

@@ -119,6 +119,8 @@ def iterations(bench: Bench, names: Sequence[str] = ()) -> dict[str, Any]:
             break
     found["host"] = {}
     for run in (run for run in runs if run.trained.has_parts):
+        if bench.is_over():
+            break
         count = 3 if bench.quick else 10
         found["host"][run.name] = bench.host(run.trained.step, _backward(bench, run.trained), count)
         bench.note(found)

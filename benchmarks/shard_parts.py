@@ -229,7 +229,7 @@ def captured(bench: Bench) -> dict[str, Any]:
         return {**found, "compiled": iterations(fast, names)}
 
 
-RIVALS = ("sharded", "apex", "megatron", "sharded_remainder", "apex_remainder")
+RIVALS = ("sharded", "sharded_peers", "apex", "megatron", "sharded_remainder", "apex_remainder")
 
 
 def rivals(bench: Bench) -> dict[str, Any]:
@@ -241,6 +241,12 @@ def rivals_compiled(bench: Bench) -> dict[str, Any]:
     """The same with every block compiled by itself."""
     with compiled_blocks("aot_eager" if bench.quick else "inductor"):
         return iterations(bench, RIVALS)
+
+
+def peers(bench: Bench) -> dict[str, Any]:
+    """Iterations of compiled blocks whose parameters are fetched by copy engines, beside those that are sent."""
+    with compiled_blocks("aot_eager" if bench.quick else "inductor"):
+        return iterations(bench, ("sharded", "sharded_peers"))
 
 
 def models(bench: Bench) -> dict[str, Any]:
@@ -272,7 +278,7 @@ def _model(bench: Bench) -> dict[str, Any]:
     return {**found, "host_ms": bench.host(partial(run, 1), lambda: None, 3 if bench.quick else 8)}
 
 
-ON_REQUEST = ("compiled", "captured", "models", "beside", "rivals", "rivals_compiled")
+ON_REQUEST = ("compiled", "captured", "models", "beside", "rivals", "rivals_compiled", "peers")
 """Parts that run where they are named: compiling blocks takes longer than all others."""
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
@@ -286,5 +292,6 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "beside": beside,
     "rivals": rivals,
     "rivals_compiled": rivals_compiled,
+    "peers": peers,
     "zero_redundancy": partial(iterations, names=("sharded", "zero_redundancy")),
 }

@@ -92,6 +92,7 @@ def delays() -> Iterator[None]:
 
 def nothing_is_read_before_it_has_arrived() -> None:
     options: list[dict[str, Any]] = [{}, {"grad_buffer": "bucket"}, {"param_sync_dtype": torch.uint8}]
+    options.append({"param_buffer": "peers"})
     for each in options:
         pair = Pair(Elementwise(), plain, bucket_cap_mb=TINY, **each)
         assert all(sums.comes_averaged for sums in pair.optimizer.schedule.sharding.gradients.sums), (
@@ -107,7 +108,7 @@ def nothing_is_read_before_it_has_arrived() -> None:
 def the_host_never_waits() -> None:
     """Backward, clip, scaler and step of a steady iteration, in any mode of gradients."""
     for name in ("AdamW", "LAMB"):
-        for options in ({}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}):
+        for options in ({}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}, {"param_buffer": "peers"}):
             model = Elementwise()
             optimizer = getattr(tilestep, name)(model.parameters(), lr=1e-3, max_grad_norm=1.0)
             optimizer = tilestep.shard(optimizer, model, bucket_cap_mb=TINY, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train
 
 import tilestep
 from tilestep import compat
+from tilestep.sharding import buckets as shard_buckets
 from tilestep.sharding import groups, parameters
 from tilestep.sharding.groups import Ranks
 from tilestep.side_stream import Mark, SideStream
@@ -88,6 +90,76 @@ def frozen_buckets_stay_at_home() -> None:
             pair.compare()
 
 
+class Files:
+    """Memory that ranks on CPUs read from each other, as `compat.PeerMemory` for GPUs: mapped files."""
+
+    made = 0
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        Files.made += 1
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder, 0)
+        self._folder, self._numel, self._dtype = folder[0], numel, dtype
+        self.memory = self._map(dist.get_rank())
+
+    def _map(self, rank: int) -> torch.Tensor:
+        return torch.from_file(f"{self._folder}/{rank}", shared=True, size=self._numel, dtype=self._dtype)
+
+    def meet_first(self, group: Any) -> None:
+        dist.barrier(group)
+
+    def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
+        return self._map(rank)[first:stop]
+
+    def meet(self) -> None:
+        dist.barrier()
+
+
+@contextmanager
+def fetched() -> Iterator[list[int]]:
+    """Have ranks on CPUs read each other's memory; what is sent nevertheless."""
+    with together() as sizes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_buckets, "PeerMemory", Files)
+        yield sizes
+
+
+def ranks_fetch_what_others_have_updated() -> None:
+    before = Files.made
+    with fetched() as sent:
+        for make in (sgd, test_training.adamw):
+            pair = Pair(Elementwise(100), make, bucket_cap_mb=TINY, param_buffer="peers")
+            for _ in range(4):
+                data = inputs(5, 7)
+                train(pair, [lambda model, data=data: (model(data) * data).sum()])
+                pair.compare()
+            pair.compare_states()
+        assert Files.made == before + 2 and not sent
+        pair = Pair(Elementwise(12), sgd, bucket_cap_mb=TINY, param_buffer="peers", overlap_param_sync=False)
+        data = inputs(5, 7)
+        train(pair, [lambda model, data=data: (model(data) * data).sum()])
+        pair.compare()
+
+
+def what_is_converted_is_sent_from_such_memory_too() -> None:
+    with fetched() as sent:
+        pair = Pair(Elementwise(), sgd, bucket_cap_mb=TINY, param_buffer="peers", param_sync_dtype=torch.float16)
+        data = inputs(5, 7)
+        train(pair, [lambda model, data=data: (model(data) * data).sum()])
+        assert len(sent) == len(pair.optimizer.schedule.sharding.buckets)
+
+
+def memory_of_a_cpu_is_refused_on_all_ranks_and_nothing_is_changed() -> None:
+    model = Elementwise()
+    optimizer = sgd(model.parameters())
+    before = [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"param_buffer='peers': only NVIDIA's GPUs .* on cpu; take 'contiguous'"):
+        tilestep.shard(optimizer, model, param_buffer="peers")
+    assert [param.data_ptr() for param in model.parameters()] == before
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
 def training_and_traffic_are_as_ever() -> None:
     checks = (
         test_training.dtypes_in_any_mixture,
@@ -119,6 +191,9 @@ CHECKS = [
     frozen_buckets_stay_at_home,
     training_and_traffic_are_as_ever,
     what_arrives_in_order_is_not_waited_for_again,
+    ranks_fetch_what_others_have_updated,
+    what_is_converted_is_sent_from_such_memory_too,
+    memory_of_a_cpu_is_refused_on_all_ranks_and_nothing_is_changed,
 ]
 
 

@@ -52,6 +52,7 @@ from .optimizers import (
     step_is_watched,
     watch_clips,
 )
+from .peer_memory import PeerMemory
 from .profiler import profiler_is_running
 from .tensors import (
     TensorDispatch,
@@ -80,6 +81,7 @@ from .triton import compile_together, direct_launch, replace_triton_hash, triton
 
 __all__ = [
     "DTENSOR_PARTS",
+    "PeerMemory",
     "TensorDispatch",
     "absent_gpu",
     "addresses_equal",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from typing import Any
 
 import torch
 
+from ..compat import PeerMemory
 from ..engine import is_dense
 from .groups import Ranks
 from .layout import ALIGNMENT, BucketLayout, Item, Slot, padding_advice, plan_buckets
 
 _CALLER = 6
 """Frames from a warning about buckets to the call of `shard`."""
+
+_BUFFERS = ("contiguous", "bucket")
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,17 @@ class Options:
     grad_sync_dtype: torch.dtype | None
     param_sync_dtype: torch.dtype | None  # the type that parameters travel in; None for their own
     grad_buffer: str  # "contiguous" keeps memory for all gradients, "bucket" only while a bucket is being filled
-    param_buffer: str  # "contiguous" for one allocation for all parameters, "bucket" for one for each bucket
+    param_buffer: str  # "contiguous" for one allocation, "bucket" for one for each bucket, "peers" for what GPUs share
     average: bool  # whether gradients are averaged over the ranks, not summed
 
     def check(self) -> None:
         """Raise `ValueError` for an option that is none of those."""
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}; it must be positive")
-        for name in ("grad_buffer", "param_buffer"):
-            if getattr(self, name) not in ("contiguous", "bucket"):
-                raise ValueError(f"Invalid {name}: {getattr(self, name)!r}; it must be 'contiguous' or 'bucket'")
+        for name, kinds in (("grad_buffer", _BUFFERS), ("param_buffer", (*_BUFFERS, "peers"))):
+            if getattr(self, name) not in kinds:
+                listed = f"{', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}"
+                raise ValueError(f"Invalid {name}: {getattr(self, name)!r}; it must be {listed}")
 
     def sync_dtypes(self, group: Mapping[str, Any]) -> tuple[torch.dtype | None, torch.dtype | None]:
         """What gradients and parameters of a param group travel in: what the group says, or else these options."""
@@ -106,8 +111,11 @@ class Bucket:
         ranks: Ranks,
         sync_dtypes: tuple[torch.dtype | None, torch.dtype | None],
         memory: torch.Tensor,
+        peers: PeerMemory | None = None,
     ) -> None:
         self.layout = layout
+        self.peers = peers
+        """What it lies in, if the other ranks read its memory by themselves."""
         self.params = list(params)
         self.ranks = ranks
         self.dtype = memory.dtype
@@ -126,6 +134,18 @@ class Bucket:
         """This rank's section as the optimizer keeps it, where what travels has lost bits."""
         if loses_bits(self.dtype, self.sync_dtype):
             self.exact = self.section_of(memory).clone()
+
+    def theirs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each other rank its section of this rank's memory, and the same in its own: what is fetched from it."""
+        if self.peers is None:
+            return []
+        begin, size = int(self.flat.storage_offset()), self.layout.section
+        found = []
+        for rank in range(self.ranks.size):
+            first, stop = rank * size, (rank + 1) * size
+            if rank != self.ranks.rank:
+                found.append((self.flat[first:stop], self.peers.of(rank, begin + first, begin + stop)))
+        return found
 
     def follow_writes(self) -> None:
         """Take over what other code has written to this rank's section, where that is not what the optimizer keeps."""
@@ -205,24 +225,57 @@ def make_buckets(
     if advice:
         warnings.warn(f"shard(): {advice}", stacklevel=_CALLER)
     members = [tuple(slot.index for slot in layout.slots) for layout in layouts]
-    device, together = params[0].device, options.param_buffer == "contiguous"
-    kinds = [params[places[0]].dtype for places in members]
-    memories = _allocate([layout.numel for layout in layouts], kinds, device, together)
+    device, kinds = params[0].device, [params[places[0]].dtype for places in members]
+    sizes, peers = [layout.numel for layout in layouts], dict[torch.dtype, PeerMemory]()
+    if options.param_buffer == "peers" and ranks.size > 1:
+        for dtype in dict.fromkeys(kinds):
+            own = [size for size, kind in zip(sizes, kinds) if kind == dtype]
+            peers[dtype] = _shared(sum(own), dtype, device, ranks)
+    memories = _allocate(sizes, kinds, device, options.param_buffer != "bucket", peers)
     buckets = [
-        Bucket(layout, [params[place] for place in places], ranks, dtypes[places[0]], memory)
+        Bucket(layout, [params[place] for place in places], ranks, dtypes[places[0]], memory, peers.get(memory.dtype))
         for layout, places, memory in zip(layouts, members, memories)
     ]
     return buckets, members
 
 
+def _shared(numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PeerMemory:
+    """Memory that the ranks that split the state read from each other; they all raise if one of them cannot."""
+    made, error = None, ""
+    hosts = set(ranks.everyone(socket.gethostname()))
+    try:
+        made = PeerMemory(numel, dtype, device)
+    except RuntimeError as own:
+        error = str(own)
+    _require_shared([f"the ranks are on {len(hosts)} hosts" if len(hosts) > 1 else "", *ranks.everyone(error)])
+    assert made is not None
+    try:
+        made.meet_first(ranks.shard)
+    except RuntimeError as own:
+        error = str(own)
+    _require_shared(ranks.everyone(error))
+    return made
+
+
+def _require_shared(errors: Sequence[str]) -> None:
+    reason = next(filter(None, errors), "")
+    if reason:
+        raise ValueError(f"param_buffer='peers': {reason}; take 'contiguous', which sends messages")
+
+
 def _allocate(
-    sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, together: bool
+    sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    together: bool,
+    peers: Mapping[torch.dtype, PeerMemory],
 ) -> list[torch.Tensor]:
-    """Zeroed flat memory of these sizes: one allocation each, or one for all of a dtype."""
+    """Zeroed flat memory of these sizes: one allocation each, or one for all of a dtype, which may be there."""
     if not together:
         return [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes)]
     parts: dict[torch.dtype, Any] = {}
     for dtype in dict.fromkeys(dtypes):
         own = [size for size, each in zip(sizes, dtypes) if each == dtype]
-        parts[dtype] = iter(torch.zeros(sum(own), dtype=dtype, device=device).split(own))
+        whole = peers[dtype].memory if dtype in peers else torch.zeros(sum(own), dtype=dtype, device=device)
+        parts[dtype] = iter(whole.split(own))
     return [next(parts[dtype]) for dtype in dtypes]

@@ -47,7 +47,7 @@ class Awaited(NamedTuple):
             raise
 
 
-_HERE = Awaited((), None)
+ARRIVED = Awaited((), None)
 """What runs in the order of the current stream: there is nothing to wait for."""
 
 
@@ -130,7 +130,7 @@ class Ranks:
         except RuntimeError as error:
             self.monitor.explain(error)
             raise
-        return _HERE if work is None else Awaited((work,), self.monitor)
+        return ARRIVED if work is None else Awaited((work,), self.monitor)
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over these ranks; NaN on one gives NaN on all.
@@ -162,7 +162,7 @@ class Ranks:
         except RuntimeError as error:
             self.monitor.explain(error)
             raise
-        return _HERE if work is None else Awaited((work,), self.monitor)
+        return ARRIVED if work is None else Awaited((work,), self.monitor)
 
     def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:
         """Begin to give all of these ranks every section; several tensors go in one message, where the backend can.
@@ -177,7 +177,7 @@ class Ranks:
         try:
             began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
             if began:
-                return _HERE if work is None else Awaited((work,), self.monitor)
+                return ARRIVED if work is None else Awaited((work,), self.monitor)
             works = [
                 _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
                 for flat, section in zip(flats, sections)
@@ -186,7 +186,7 @@ class Ranks:
             self.monitor.explain(error)
             raise
         works = [work for work in works if work is not None]
-        return Awaited(works, self.monitor) if works else _HERE
+        return Awaited(works, self.monitor) if works else ARRIVED
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has."""

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import version_of
+from ..compat import PeerMemory, version_of
 from ..engine.capturing import is_capturing
 from ..guards import guard_model, guard_sharers
 from ..side_stream import Mark, SideStream
 from ..tensor_watch import FixedTensors, sum_of_versions
 from .buckets import Bucket, Options
+from .groups import ARRIVED
 
 __all__ = ["ParameterSync"]
 
@@ -31,6 +32,8 @@ class _Wave:
         self._chosen: list[Bucket] = []
         self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
+        self._theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Sections of other ranks, here and in their memory, if this rank fetches them."""
         self.is_pending = False
         self._channel = channel
         self._work: Any = None
@@ -47,12 +50,27 @@ class _Wave:
         self._chosen = [bucket for bucket in self.buckets if bucket in updated]
         plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.dtype for bucket in self._chosen)
         self._as_they_are = self._all_sent() if plain else None
+        self._theirs = [each for bucket in self._chosen for each in bucket.theirs()] if plain else []
         return bool(self._chosen)
+
+    @property
+    def peers(self) -> PeerMemory | None:
+        """What it lies in, if it is fetched and not sent; a graph is sent what it holds."""
+        return self._chosen[0].peers if self._theirs and not is_capturing() else None
 
     def launch(self) -> None:
         """Begin, in the stream of communication."""
-        wholes, sections = self._as_they_are or self._all_sent()
-        self._work = self.buckets[0].ranks.all_gather(wholes, sections)
+        peers = self.peers
+        if peers is not None:
+            # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a kernel.
+            for own, other in self._theirs:
+                own.copy_(other)
+            # Nobody writes to a section that another rank has not read.
+            peers.meet()
+            self._work = ARRIVED
+        else:
+            wholes, sections = self._as_they_are or self._all_sent()
+            self._work = self.buckets[0].ranks.all_gather(wholes, sections)
         if self._channel.in_order:
             self._arrive()
             self.mark = self._channel.next_mark(self.mark)
@@ -258,6 +276,9 @@ class ParameterSync:
             self._note_updated(which)
         self.is_pending = True
         with self._channel.after_compute():
+            for peers in dict.fromkeys(wave.peers for wave in self._updated_waves):
+                if peers is not None:
+                    peers.meet()
             for wave in self._updated_waves:
                 wave.launch()
         self._count_update()
