@@ -32,7 +32,8 @@ from shard_parts import ON_REQUEST, PARTS, REPLAYED
 
 from tilestep import native
 from tilestep.bench.environment import environment
-from tilestep.planning import Constants, default_constants
+from tilestep.planning import Constants, Job, default_constants, footprint, plan
+from tilestep.rules import registry
 
 RESULTS = Path(__file__).parent / "results"
 PART_SECONDS, ALL_SECONDS = 180.0, 280.0
@@ -241,9 +242,10 @@ def constants_of(found: dict[str, Any], source: str, device: torch.device) -> Co
         pass
     values |= _of_models(found, values.get("memory_bandwidth", known.memory_bandwidth))
     values |= _of_host(found)
-    for name in ("sums", "gathers"):
-        with contextlib.suppress(KeyError):
-            values[f"beside_{name}"] = found["beside"][name]["added_over_alone"]
+    with contextlib.suppress(KeyError):
+        values["beside_gathers"] = found["beside"]["gathers"]["added_over_alone"]
+    with contextlib.suppress(KeyError, ValueError, ZeroDivisionError):
+        values["beside_sums"] = _beside_sums(found, dataclasses.replace(known, **values))
     if device.type == "cuda":
         values["gpu_memory"] = float(torch.cuda.get_device_properties(device).total_memory)
     values = {name: value for name, value in values.items() if value > 0}
@@ -259,7 +261,6 @@ def _of_models(found: dict[str, Any], bandwidth: float) -> dict[str, float]:
         return {}
     elements, tensors = found["models"]["elements"], found["models"]["tensors"]
     values: dict[str, float] = {}
-    fixed: list[float] = []
     for regime, prefix in (("eager", ""), ("compiled", "compiled_")):
         own = found["models"][regime]
         (few, first), (many, second) = sorted(
@@ -270,8 +271,19 @@ def _of_models(found: dict[str, Any], bandwidth: float) -> dict[str, float]:
         each = (second - first) / (many - few)
         values[f"{prefix}compute"] = 6 * elements * found["length"] / each
         values[f"{prefix}model_host"] = own["host_ms"]["median"] / 1e3 / tensors
-        fixed.append(first - few * each)
-    return {**values, "model_bytes": max(sum(fixed) / len(fixed), 1e-5) * bandwidth / elements}
+        values[f"{prefix}model_bytes"] = max(first - few * each, 1e-5) * bandwidth / elements
+    return values
+
+
+def _beside_sums(found: dict[str, Any], known: Constants) -> float:
+    """Seconds that backward takes longer for each second of sums beside it, beyond what the plan knows of."""
+    batch = max((key for key in found["iterations"] if key.isdigit()), key=int)
+    measured = found["iterations"][batch]["sharded"]["exposed_sums_ms"]["median"] / 1e3
+    needs = footprint(registry["AdamW"], master_weights=True)
+    elements, tokens = found["sharded"]["memory"]["elements"], int(batch) * found["length"]
+    planned = plan(Job(elements, needs, found["ranks"], tokens=tokens), known)
+    waited = planned.exposed["sum gradients"]
+    return (measured - waited - planned.times["bring together"]) / (planned.times["sum gradients"] - waited)
 
 
 def _of_host(found: dict[str, Any]) -> dict[str, float]:
@@ -303,7 +315,9 @@ def main(
     constants: Annotated[Path | None, typer.Option(help="Write constants for `tilestep plan` there.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
     add: Annotated[bool, typer.Option(help="Keep the parts that --output has and this run does not take.")] = False,
-    again: Annotated[bool, typer.Option(help="Measure nothing: write --constants of what --output has.")] = False,
+    again: Annotated[
+        bool, typer.Option(help="Measure nothing: write --constants of what --output has of --parts.")
+    ] = False,
 ) -> None:
     """Measure, print, write."""
     start = time.monotonic()
@@ -311,6 +325,8 @@ def main(
         if output is None or constants is None:
             raise SystemExit("--again takes --output and --constants")
         stored = json.loads(output.read_text())
+        left_out = set(PARTS).difference(part.strip() for part in parts.split(",")) if parts else set()
+        stored = {name: part for name, part in stored.items() if name not in left_out}
         device, source = stored["environment"]["device"], output.resolve().relative_to(RESULTS.parent.parent)
         measured = f"measured: {stored['ranks']} x {device}, {source}"
         constants_of(stored, measured, torch.device("cpu")).save(constants)

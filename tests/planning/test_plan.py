@@ -130,6 +130,7 @@ CONSTANTS = dataclasses.replace(
     compute=60.0,
     compiled_compute=120.0,
     model_bytes=1e-9,
+    compiled_model_bytes=2e-9,
     model_host=0.25,
     compiled_model_host=0.125,
     step_host=0.5,

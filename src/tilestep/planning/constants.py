@@ -33,6 +33,7 @@ class Constants:
     compute: float  # floating-point operations a second in forward and backward of an eager model, for further tokens
     compiled_compute: float  # the same with blocks that are compiled
     model_bytes: float  # bytes an element that forward and backward move whatever the tokens: weights and gradients
+    compiled_model_bytes: float  # the same with blocks that are compiled
     model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
     compiled_model_host: float  # the same with blocks that are compiled
     step_host: float  # seconds of the host in a step without parameters

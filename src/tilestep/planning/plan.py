@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -190,25 +190,28 @@ def plan(job: Job, constants: Constants) -> Plan:
     def one_gather(bucket: float) -> float:
         return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
 
+    each_sum, each_gather = list(map(one_sum, buckets)), list(map(one_gather, buckets))
+    sums, gathers = sum(each_sum), sum(each_gather)
     compiled = job.regime != "eager"
-    fixed = elements * constants.model_bytes / constants.memory_bandwidth
+    fixed = elements * (constants.compiled_model_bytes if compiled else constants.model_bytes)
     flops = 6 * elements * job.tokens / (constants.compiled_compute if compiled else constants.compute)
     share = elements / job.shard
     norm = (share * size.gradient / constants.memory_bandwidth + 2 * split.latency) if job.clips else 0.0
-    model = fixed + flops
+    model = fixed / constants.memory_bandwidth + flops
     times = {
         "forward": model / 3,
         "backward": model * 2 / 3,
-        "sum gradients": sum(map(one_sum, buckets)),
+        # What backward has made is copied to where it is summed.
+        "bring together": 2 * elements * size.gradient / constants.memory_bandwidth,
+        "sum gradients": sums,
         "clip": norm,
         "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
-        "gather parameters": sum(map(one_gather, buckets)),
+        "gather parameters": gathers,
     }
-    sums, gathers = times["sum gradients"], times["gather parameters"]
-    waited = _after_backward(buckets, times["backward"], one_sum)
+    waited = _after_backward(buckets, times["backward"], each_sum)
     # Code that is compiled as a whole takes its parameters at once, and what follows a graph knows nothing of it.
     at_once = job.regime == "whole" or job.captured
-    gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], one_gather)
+    gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], each_gather[::-1])
     slowed = max(sums - waited, 0.0) * constants.beside_sums + (gathers - gathered) * constants.beside_gathers
     times["communication beside the model"] = slowed
     exposed = {**times, "sum gradients": waited, "gather parameters": gathered}
@@ -236,21 +239,21 @@ def plan(job: Job, constants: Constants) -> Plan:
     )
 
 
-def _after_backward(buckets: Sequence[float], backward: float, one_sum: Callable[[float], float]) -> float:
+def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[float]) -> float:
     """Seconds from the end of backward until all sums are there; one is begun after the other."""
-    total, done, end = sum(buckets), 0.0, 0.0
-    for bucket in buckets:
+    each, done, end = backward / sum(buckets), 0.0, 0.0
+    for bucket, seconds in zip(buckets, sums):
         done += bucket
-        end = max(end, backward * done / total) + one_sum(bucket)
+        end = max(end, done * each) + seconds
     return end - backward
 
 
-def _before_blocks(buckets: Sequence[float], forward: float, one_gather: Callable[[float], float]) -> float:
+def _before_blocks(buckets: Sequence[float], forward: float, gathers: Sequence[float]) -> float:
     """Seconds that a forward waits for its parameters, which arrive one bucket after the other in its order."""
-    total, arrived, now = sum(buckets), 0.0, 0.0
-    for bucket in buckets:
-        arrived += one_gather(bucket)
-        now = max(now, arrived) + forward * bucket / total
+    each, arrived, now = forward / sum(buckets), 0.0, 0.0
+    for bucket, seconds in zip(buckets, gathers):
+        arrived += seconds
+        now = max(now, arrived) + bucket * each
     return max(now - forward, 0.0)
 
 

@@ -241,24 +241,24 @@ def make_buckets(
 
 def _shared(numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PeerMemory:
     """Memory that the ranks that split the state read from each other; they all raise if one of them cannot."""
-    made, error = None, ""
-    hosts = set(ranks.everyone(socket.gethostname()))
+    made, hosts = None, set(ranks.each(socket.gethostname()))
+    reason = f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else ""
     try:
         made = PeerMemory(numel, dtype, device)
-    except RuntimeError as own:
-        error = str(own)
-    _require_shared([f"the ranks are on {len(hosts)} hosts" if len(hosts) > 1 else "", *ranks.everyone(error)])
+    except RuntimeError as error:
+        reason = reason or str(error)
+    _require_shared(ranks.everyone(reason))
     assert made is not None
     try:
         made.meet_first(ranks.shard)
-    except RuntimeError as own:
-        error = str(own)
-    _require_shared(ranks.everyone(error))
+    except RuntimeError as error:
+        reason = str(error)
+    _require_shared(ranks.everyone(reason))
     return made
 
 
-def _require_shared(errors: Sequence[str]) -> None:
-    reason = next(filter(None, errors), "")
+def _require_shared(reasons: Sequence[str]) -> None:
+    reason = next(filter(None, reasons), "")
     if reason:
         raise ValueError(f"param_buffer='peers': {reason}; take 'contiguous', which sends messages")
 
