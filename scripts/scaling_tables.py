@@ -148,10 +148,10 @@ def _job_of(name: str, how: str, file: str, ranks: int, batch: int) -> Job | Non
 
 TABLES: dict[str, Callable[[Constants], Rows]] = {
     "constants": constants_table,
+    "errors": errors_table,
     "traffic": traffic_table,
     "buckets": buckets_table,
     "meshes": meshes_table,
-    "errors": errors_table,
 }
 
 
