@@ -325,6 +325,8 @@ class Optimizer(torch.optim.Optimizer):
 
         After a backward that was broken off those that it has updated until then.
         """
+        if "overlap" not in self.attached:
+            raise AttributeError("applied_groups: an optimizer that is overlapped has them, see tilestep.overlap")
         return self.schedule.applied_groups
 
     def make_tables(self) -> StepPlan:
