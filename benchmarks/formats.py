@@ -1,15 +1,19 @@
 """Clip and AdamW with states and masters in every format: time beside that of a copy of as many bytes.
 
-    python benchmarks/formats.py [--elements 1190000000] [--only int8]
+    python benchmarks/formats.py [--elements 1190000000] [--only int8] [--peers] [--memory]
 
 On a GPU 219 bfloat16 tensors of 1.19 B elements and 2,000 tensors of 131 M elements; on a CPU a hundredth of it. One
-process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`.
+process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`. `--peers` adds the 8-bit
+optimizers of other libraries that can be imported, after `torch.nn.utils.clip_grad_norm_`; `--memory` measures the peak
+of a step and of a backward pass that takes it, in place of times.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -21,6 +25,7 @@ from typing import Any
 import torch
 
 import tilestep
+from tilestep import native
 from tilestep.tuning import TileShape, forced_shape
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -34,20 +39,39 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
+PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "flashoptim, 24-bit masters": ("flashoptim", "FlashAdamW", {}),
+    "flashoptim, no masters": ("flashoptim", "FlashAdamW", {"master_weight_bits": None}),
+    "torchao 8-bit": ("torchao.optim", "AdamW8bit", {}),
+    "torchao 4-bit": ("torchao.optim", "AdamW4bit", {}),
+    "torchao fp8": ("torchao.optim", "AdamWFp8", {}),
+    "bitsandbytes 8-bit": ("bitsandbytes.optim", "AdamW8bit", {}),
+}
+"""Module, class and arguments of other libraries' optimizers."""
+
+
 def shapes(elements: int, tensors: int) -> list[tuple[int, int]]:
     """Matrices of about so many elements, with as many of about 4,096 rows as there is room for."""
     width = max(256, int((elements / tensors) ** 0.5) // 256 * 256)
     return [(max(elements // tensors // width, 1), width)] * tensors
 
 
+def waited(run: Callable[[], Any], device: str) -> float:
+    """Milliseconds until one call is done, its host's time among them."""
+    start = time.perf_counter()
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
 def timed(run: Callable[[], Any], device: str) -> float:
-    """Milliseconds of one call."""
+    """Milliseconds of one call; on a GPU of the device alone, which is kept busy while the host gets the call ready."""
     if device == "cpu":
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e3
+        return waited(run, device)
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(30_000_000)
     begin.record()
     run()
     end.record()
@@ -55,40 +79,85 @@ def timed(run: Callable[[], Any], device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def made(choice: dict[str, Any], sizes: list[tuple[int, int]], device: str) -> tuple[Any, int]:
-    """An optimizer that has stepped, and bytes that a step moves: gradients are read twice, once for the norm."""
+def made(name: str, sizes: list[tuple[int, int]], device: str) -> tuple[Callable[[], Any], Any, int]:
+    """Clip and step of an optimizer that has stepped, its state, and the bytes that a step has to move."""
     params = [torch.nn.Parameter(torch.randn(size, device=device, dtype=torch.bfloat16)) for size in sizes]
     for param in params:
         param.grad = torch.randn_like(param)
     named = [(f"layer{place}.weight", param) for place, param in enumerate(params)]
-    optimizer = tilestep.AdamW(named, lr=1e-3, max_grad_norm=1.0, **choice)
-    optimizer.step()
-    moved = 0
-    for param in params:
-        state = [value for value in optimizer.state[param].values() if value.dim()]
-        moved += 2 * param.nbytes + 2 * param.nbytes + 2 * sum(value.nbytes for value in state)
-    return optimizer, moved
+    if name in CHOICES:
+        optimizer: Any = tilestep.AdamW(named, lr=1e-3, max_grad_norm=1.0, **CHOICES[name])
+        run = optimizer.step
+    else:
+        module, kind, options = PEERS[name]
+        optimizer = getattr(importlib.import_module(module), kind)(params, lr=1e-3, weight_decay=0.01, **options)
+
+        def run() -> None:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+
+    run()
+    state = sum(size_of(value) for of_param in optimizer.state.values() for value in of_param.values())
+    # Gradients are read twice, once for the norm.
+    return run, state, sum(4 * param.nbytes for param in params) + 2 * state
+
+
+def size_of(value: Any) -> int:
+    """Bytes of a tensor in a state, of what is in it where it is a subclass; 0 of a scalar."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return 0
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.nbytes
+    return sum(size_of(getattr(value, inner)) for inner in value.__tensor_flatten__()[0] if inner != "qmap")
 
 
 def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -> dict[str, Any]:
     """Time of a step and of a copy of as many bytes, by turns."""
-    optimizer, moved = made(CHOICES[name], sizes, device)
+    run, state, moved = made(name, sizes, device)
     half = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     other = torch.empty_like(half)
     steps, copies = [], []
     for _ in range(rounds):
-        steps.append(timed(optimizer.step, device))
+        steps.append(timed(run, device))
         copies.append(timed(lambda: other.copy_(half), device))
+    waits = [waited(run, device) for _ in range(rounds)]
     elements = sum(rows * columns for rows, columns in sizes)
-    state = sum(v.nbytes for p in optimizer.state.values() for v in p.values() if v.dim())
     return {
         "format": name,
         "tensors": len(sizes),
         "elements": elements,
         "ms": round(statistics.median(steps[2:]), 3),
+        "with the host's time, ms": round(statistics.median(waits), 3),
         "copy of as many bytes, ms": round(statistics.median(copies[2:]), 3),
         "state, bytes an element": round(state / elements, 3),
     }
+
+
+def measure_memory(elements: int, width: int = 2304) -> dict[str, Any]:
+    """Peaks of a GPU's memory: with all gradients, and where a backward pass updates and lets go of each."""
+    peaks: dict[str, Any] = {"format": "int8 states, int8 masters"}
+    layers = elements // width**2
+    for title, during in (("with gradients", ""), ("gradients let go in backward", "backward")):
+        torch.cuda.empty_cache()
+        linears = [
+            torch.nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(layers)
+        ]
+        model = torch.nn.Sequential(*linears)
+        optimizer: Any = tilestep.AdamW(model.named_parameters(), lr=1e-5, state_dtype="int8", master_weights="int8")
+        if during:
+            optimizer = tilestep.overlap(optimizer, model, during=during)
+        for warm in (True, False):
+            torch.cuda.reset_peak_memory_stats()
+            model(torch.randn(1, width, device="cuda", dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            if not warm:
+                peaks["elements"] = layers * width**2
+                per_element = torch.cuda.max_memory_allocated() / (layers * width**2)
+                peaks[f"peak, bytes an element, {title}"] = round(per_element, 3)
+        del model, optimizer, linears
+    return peaks
 
 
 def main() -> None:
@@ -100,13 +169,20 @@ def main() -> None:
         "--shape", type=int, nargs=3, help="elements, warps and tiles of a program, in place of the default"
     )
     parser.add_argument("--out", default=os.environ.get("OUT", ""))
+    parser.add_argument("--peers", action="store_true", help="other libraries' optimizers too, of 219 tensors")
+    parser.add_argument("--memory", action="store_true", help="peaks of memory in place of times")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    native.wait()
     elements = given.elements or (1_190_000_000 if device == "cuda" else 11_900_000)
+    if given.memory:
+        print(json.dumps(measure_memory(elements)), flush=True)
+        return
     found = []
     every = [shapes(elements, 219), shapes(elements // 9, 2000 if device == "cuda" else 200)]
-    for sizes in every[:1] if given.shape else every:
-        for name in CHOICES:
+    for sizes in every[:1] if given.shape or given.peers else every:
+        others = [name for name, (module, *_) in PEERS.items() if importlib.util.find_spec(module.split(".")[0])]
+        for name in [*CHOICES, *(others if given.peers and sizes is every[0] else [])]:
             if given.only in name:
                 with forced_shape(TileShape(*given.shape)) if given.shape else contextlib.nullcontext():
                     found.append(measure(name, sizes, device, given.rounds))

@@ -70,11 +70,11 @@ def signature(spec: KernelSpec) -> str:
     return f"{read} B read, {written} B written; {arrays}{sums}"
 
 
-def default_shape(spec: KernelSpec, device_type: str) -> TileShape:
+def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
     if device_type == "cpu":
         return TileShape(16_384)
-    return TileShape(512, 4, 3)
+    return TileShape(1024, 4, 4) if spec is not None and spec.has_blocks else TileShape(512, 4, 3)
 
 
 def tile_shape(spec: KernelSpec, device: torch.device) -> TileShape:

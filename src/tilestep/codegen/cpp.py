@@ -131,7 +131,7 @@ def _element_loop(
     lines += body.entries("        ")
     for name in body.kept_in_blocks():
         lines.append(f"        float {name}_of_block[{BLOCK}];")
-        lines.append(f"        int32_t {name}_largest = 0;")
+        lines.append(f"        uint32_t {name}_largest = 0;")
         clause += f" reduction(max : {name}_largest)"
     lines += taps.chunk_lines(scalar) if taps is not None else []
     if not strided:

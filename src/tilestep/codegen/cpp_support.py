@@ -130,6 +130,8 @@ struct float16 {{ uint16_t bits; }};
 
 inline float read(const float& element) {{ return element; }}
 inline double read(const double& element) {{ return element; }}
+inline float read(const int8_t& element) {{ return element; }}
+inline float read(const uint8_t& element) {{ return element; }}
 inline float read(const bfloat16& element) {{
   const uint32_t bits = static_cast<uint32_t>(element.bits) << 16;
   float value;

@@ -92,6 +92,8 @@ SPELLING = {
     "bit_or": "({0} | {1})",
     "bit_xor": "({0} ^ {1})",
     "nibble": "((int32_t({0}) >> (is_odd * 4)) & 15)",
+    "quotient": "({0} / {1})",
+    "root": "std::sqrt({0})",
     "of_bits to float8_e4m3fn": "static_cast<uint8_t>({0})",
 }
 
@@ -157,7 +159,7 @@ class TileBody:
         if codec_of(storage).has_blocks:
             self.writer.lines += [
                 f"{self.indent}{name}_of_block[j] = {value};",
-                f"{self.indent}const int32_t {name}_size = measure_{storage.title}({name}_of_block[j]);",
+                f"{self.indent}const uint32_t {name}_size = measure_{storage.title}({name}_of_block[j]);",
                 f"{self.indent}{name}_largest = {name}_size > {name}_largest ? {name}_size : {name}_largest;",
             ]
             return

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 
 from ..graph import TilePass
-from ..storage import BLOCK, Array
+from ..storage import BLOCK
 from .spec import MAX_DIMS, KernelSpec
 from .taps import taps_of
 from .triton_formats import format_functions, random_functions
@@ -21,6 +21,7 @@ from .triton_text import (
     REDUCTIONS,
     TileBody,
     decorator,
+    is_16_bits,
     pointer_to,
     tile_pointers,
 )
@@ -66,27 +67,24 @@ class _Kernel(TileMath):
             f"    block_lane = tl.arange(0, TILE // {BLOCK})[:, None]",
             f"    pair_lane = tl.arange(0, {BLOCK // 2})[None, :]",
             f"    lane = tl.arange(0, {BLOCK})[None, :]",
-            "    is_odd = lane & 1",
         ]
-
-    def _pairs(self, array: Array, indent: str, place: str) -> list[str]:
-        """Pointers to whole bytes of an array with two elements in each."""
-        return [f"{indent}{array.name}_pairs = {place} + pair_lane"] if array.elements == 2 else []
 
     def _whole_pointers(self, indent: str) -> list[str]:
         """Pointers to the elements of a tile without an end in it."""
         lines = []
+        widest = max(array.dtype.itemsize for _, array in self.used() if array.elements == 1)
         for _, array in self.used():
-            base, start = f"tl.multiple_of({pointer_to(array)}, 16)", "tl.multiple_of(start, TILE)"
+            # Of blocks a thread has as many neighbours of each array: numbers would change threads otherwise.
+            aligned = 16 * array.dtype.itemsize // widest if self.spec.has_blocks else 16
+            base, start = f"tl.multiple_of({pointer_to(array)}, {aligned})", "tl.multiple_of(start, TILE)"
             place = f"{base} + {start} + lane"
             if self.spec.has_blocks:
                 place = f"{base} + ({start} + block_lane * {BLOCK} + lane)"
             if array.elements == BLOCK:
                 place = f"{pointer_to(array)} + (start // {BLOCK} + block_lane)"
             if array.elements == 2:
-                first = f"{base} + (start // 2 + block_lane * {BLOCK // 2})"
-                lines += self._pairs(array, indent, first)
-                place = f"{first} + lane // 2"
+                base = f"tl.multiple_of({pointer_to(array)}, {aligned // 2})"
+                place = f"{base} + ({start} // 2 + block_lane * {BLOCK // 2} + pair_lane)"
             lines.append(f"{indent}{array.name}_array = {place}")
         place = f"start + block_lane * {BLOCK} + lane" if self.spec.has_blocks else "start + lane"
         return lines + self.element_index(indent, place)
@@ -120,8 +118,7 @@ class _Kernel(TileMath):
                 lines.append(f"{indent}{array.name}_array = {pointer_to(array)} + block")
             elif array.elements == 2:
                 first = f"{pointer_to(array)} + (first_line * packed_columns + first_column // 2)"
-                lines += self._pairs(array, indent, first)
-                lines.append(f"{indent}{array.name}_array = {first} + lane // 2")
+                lines.append(f"{indent}{array.name}_array = {first} + pair_lane")
         return lines
 
     def _call(self, indent: str, offset: Callable[[str], str], mask: str, *, strided: bool = False) -> list[str]:
@@ -288,7 +285,8 @@ class _Kernel(TileMath):
 
 def source(spec: KernelSpec) -> str:
     """The whole module of a spec."""
-    parts = format_functions(spec.storages.values())
+    quick = all(is_16_bits(spec, tile) for tile in spec.program.tiles if tile is not None)
+    parts = format_functions(spec.storages.values(), quick)
     parts += random_functions(spec.draws.values()) if spec.draws else []
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         parts.append(scalar_kernel(spec, index, scalar_pass))

@@ -12,18 +12,21 @@ from .triton_names import TritonNames
 from .triton_text import writer_of
 
 
-def format_functions(storages: Iterable[Storage]) -> list[list[str]]:
-    """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`."""
+def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]]:
+    """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`.
+
+    Quick ones round as quick math does, beside which numbers are off as far anyway.
+    """
     functions: list[list[str]] = []
     for title, codec in {storage.title: codec_of(storage) for storage in storages}.items():
         if codec.is_plain:
             continue
         arrays = [codec.arrays[place].name for place in codec.reads]
-        is_odd = ["is_odd"] if codec.is_packed else []
+        is_quick = quick and not codec.is_random
         if not codec.is_element:
-            functions.append(_function(f"join_{title}", [*arrays, *is_odd], [codec.loaded]))
+            functions.append(_function(f"join_{title}", arrays, [codec.loaded], is_quick))
         random = ["random"] if codec.is_random else []
-        functions.append(_function(f"split_{title}", ["number", *random, *is_odd], codec.stored))
+        functions.append(_function(f"split_{title}", ["number", *random], codec.stored, is_quick))
     return functions
 
 
@@ -37,15 +40,16 @@ def random_functions(slots: Iterable[int]) -> list[list[str]]:
     return functions
 
 
-def _function(name: str, parameters: Iterable[str], roots: Iterable[Value]) -> list[str]:
-    writer = _written(roots)
+def _function(name: str, parameters: Iterable[str], roots: Iterable[Value], quick: bool = False) -> list[str]:
+    writer = _written(roots, quick)
     returned = ", ".join(writer[root] for root in roots)
     return ["@triton.jit", f"def {name}({', '.join(parameters)}):", *writer.lines, f"    return {returned}"]
 
 
-def _written(roots: Iterable[Value]) -> Writer:
+def _written(roots: Iterable[Value], quick: bool) -> Writer:
     """A writer that has written a format's graph in statements."""
-    writer = writer_of("float32", "    ", TritonNames(["number", "is_odd"]))
+    writer = writer_of("float32", "    ", TritonNames(["number"]), quick, quick)
+    writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
     values = ancestors(roots)
     for value in values:
         if value.operation == "load":

@@ -21,7 +21,7 @@ class TileMath:
         self.arrays: list[Array] = [spec.grad, *spec.arrays]
         around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address", "element")]
         self.names = TritonNames([self.name, *around, *(f"new_{name}" for name in tile.stores)])
-        self.writer = writer_of(self.type, "    ", self.names, is_16_bits(spec, tile))
+        self.writer = writer_of(self.type, "    ", self.names, is_16_bits(spec, tile), spec.has_blocks)
         self.inputs: list[tuple[str, str]] = []
         self.element_inputs: set[int] = set()
         self.slices: list[tuple[str, Value]] = []

@@ -17,7 +17,7 @@ matrices height width local rest column_tiles row_tiles column_tile row_tile mat
 first_matrix first_column first_line corner even_corner matrices_left rows_left columns_left pitch even_pitch
 place even_place odd_place
 random stream origin steps_taken stream_keys key_0 key_1 element_index
-block block_lane block_mask pair_lane pair_mask is_odd columns_of_row per_row line_column first_column packed_columns
+block block_lane block_mask pair_lane pair_mask columns_of_row per_row line_column first_column packed_columns
 """
 
 _RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))

@@ -111,6 +111,104 @@ def reciprocal_root(value):
         return libdevice.rsqrt(value)
 
 
+_QUOTIENT = tl.constexpr(
+    "{ .reg .f32 inverse, guess, minus, rest; rcp.approx.ftz.f32 inverse, $2; mul.rn.f32 guess, $1, inverse;"
+    " neg.f32 minus, guess; fma.rn.f32 rest, minus, $2, $1; fma.rn.f32 $0, rest, inverse, guess; }"
+)
+_ROOT = tl.constexpr(
+    "{ .reg .f32 inverse, half, guess, minus, rest; rsqrt.approx.ftz.f32 inverse, $1; mul.rn.f32 guess, $1, inverse;"
+    " mul.rn.f32 half, inverse, 0f3F000000; neg.f32 minus, guess; fma.rn.f32 rest, minus, guess, $1;"
+    " fma.rn.f32 $0, rest, half, guess; }"
+)
+_QUICK_QUOTIENT = tl.constexpr("{ .reg .f32 inverse; rcp.approx.ftz.f32 inverse, $2; mul.rn.f32 $0, $1, inverse; }")
+_BFLOAT16_PAIR = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+
+
+@triton.jit
+def absolute(value):
+    """A number without its sign, as part of the operation that takes it: an integer operation otherwise."""
+    if INTERPRETED:
+        return tl.abs(value)
+    else:
+        return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def quotient(left, right):
+    """A quotient of numbers far from the ends of float32: IEEE division without its checks, and a rounding of 2^-45."""
+    if INTERPRETED:
+        return left / right
+    else:
+        return tl.inline_asm_elementwise(_QUOTIENT, "=f,f,f", [left, right], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def quick_quotient(left, right):
+    """The same, two units in the last place off."""
+    if INTERPRETED or (left + right).dtype == tl.float64:
+        return left / right
+    else:
+        return tl.inline_asm_elementwise(
+            _QUICK_QUOTIENT, "=f,f,f", [left, right], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def root(value):
+    """The square root of a number far from the ends of float32: IEEE's without its checks."""
+    if INTERPRETED:
+        return tl.sqrt(value)
+    else:
+        return tl.inline_asm_elementwise(_ROOT, "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def block_max(value):
+    """The largest of integers without a sign in each row."""
+    return tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True)
+
+
+_PACK_BYTES = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
+    " prmt.b32 $0, low, high, 0x5410; }"
+)
+
+
+@triton.jit
+def byte_of(bits, dtype: tl.constexpr):
+    """The lowest bytes of integers, four at a time."""
+    if INTERPRETED:
+        return bits.to(dtype)
+    else:
+        return tl.inline_asm_elementwise(_PACK_BYTES, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4).to(
+            dtype, bitcast=True
+        )
+
+
+def _spread_bytes(taken: str, away: str) -> tl.constexpr:
+    """Four bytes as the last bits of 2^23, less that."""
+    registers = ("one", "two", "three", "four")
+    spread = " ".join(f"prmt.b32 {name}, bytes, high, 0x744{place};" for place, name in enumerate(registers))
+    numbers = " ".join(f"add.f32 ${place}, {name}, {away};" for place, name in enumerate(registers))
+    declared = ".reg .b32 bytes, high; .reg .b32 " + ", ".join(registers)
+    return tl.constexpr(f"{{ {declared}; {taken} mov.b32 high, 0x4B000000; {spread} {numbers} }}")
+
+
+_SIGNED_BYTES = _spread_bytes("xor.b32 bytes, $4, 0x80808080;", "0fCB000080")
+_BYTES = _spread_bytes("mov.b32 bytes, $4;", "0fCB000000")
+
+
+@triton.jit
+def byte_number(value):
+    """Bytes as float32, four at a time."""
+    if value.dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            _SIGNED_BYTES, "=f,=f,=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(_BYTES, "=f,=f,=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=4)
+
+
 @triton.jit
 def sign(value):
     """-1, 0 or 1; 0 for NaN, as in torch."""
@@ -468,6 +566,10 @@ def to_float32(value):
     """Elements as float32; by integers in the interpreter, whose conversion of bfloat16 loses denormals."""
     if INTERPRETED and value.dtype == tl.bfloat16:
         return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif not INTERPRETED and (value.dtype == tl.int8 or value.dtype == tl.uint8):
+        return byte_number(value)
+    elif not INTERPRETED and value.dtype == tl.bfloat16 and value.numel % 128 == 0:
+        return tl.inline_asm_elementwise(_BFLOAT16_PAIR, "=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=2)
     else:
         return value.to(tl.float32)
 
@@ -496,11 +598,18 @@ def to_bfloat16_pairs(value):
 
 
 @triton.jit
-def packed_pairs(codes, is_odd):
+def packed_pairs(codes):
     """Integers of four bits, a row for each block, with their neighbours' in bytes."""
-    halves = codes << (is_odd * 4)
-    pairs = tl.reshape(halves, (halves.shape[0], halves.shape[1] // 2, 2))
-    return tl.sum(pairs, 2).to(tl.uint8)
+    left, right = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+    return (left | (right << 4)).to(tl.uint8)
+
+
+@triton.jit
+def nibbles(pairs):
+    """The integers that `packed_pairs` has packed."""
+    bits = pairs.to(tl.int32)
+    joined = tl.join(bits & 15, (bits >> 4) & 15)
+    return tl.reshape(joined, (pairs.shape[0], pairs.shape[1] * 2))
 
 
 @triton.jit

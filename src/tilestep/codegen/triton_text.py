@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -77,8 +78,8 @@ SPELLING = {
     "of_bits to bfloat16": "{0}.to(tl.int16).to(tl.bfloat16, bitcast=True)",
     "of_bits to float16": "{0}.to(tl.int16).to(tl.float16, bitcast=True)",
     "of_bits to int16": "{0}.to(tl.int16)",
-    "of_bits to int8": "{0}.to(tl.int8)",
-    "of_bits to uint8": "{0}.to(tl.uint8)",
+    "of_bits to int8": "byte_of({0}, tl.int8)",
+    "of_bits to uint8": "byte_of({0}, tl.uint8)",
     "whole": "{0}.to(tl.int32)",
     "real": "{0}.to(tl.float32)",
     "shift_left": "({0} << {1})",
@@ -86,14 +87,17 @@ SPELLING = {
     "bit_and": "({0} & {1})",
     "bit_or": "({0} | {1})",
     "bit_xor": "({0} ^ {1})",
-    "block_max": "tl.max({0}, 1, keep_dims=True)",
-    "nibble": "(({0}.to(tl.int32) >> (is_odd * 4)) & 15)",
-    "pack": "packed_pairs({0}, is_odd)",
-    "of_bits to float8_e4m3fn": "{0}.to(tl.uint8)",
+    "block_max": "block_max({0})",
+    "nibble": "nibbles({0})",
+    "pack": "packed_pairs({0})",
+    "quotient": "quotient({0}, {1})",
+    "root": "root({0})",
+    "of_bits to float8_e4m3fn": "byte_of({0}, tl.uint8)",
 }
 
 
 HELPERS = [
+    "absolute",
     "add",
     "add_count",
     "add_largest",
@@ -106,7 +110,9 @@ HELPERS = [
     "area_sine",
     "area_tangent",
     "bits_of",
+    "block_max",
     "both",
+    "byte_of",
     "cosine",
     "differs",
     "divide",
@@ -131,9 +137,13 @@ HELPERS = [
     "maximum",
     "minimum",
     "nearest",
+    "nibbles",
     "packed_pairs",
     "power",
+    "quick_quotient",
+    "quotient",
     "reciprocal_root",
+    "root",
     "sign",
     "sine",
     "smaller",
@@ -186,7 +196,12 @@ def _constant(spec_type: str) -> Callable[[float | bool], str]:
     return spell
 
 
-_QUICK = {"div": "({0} / {1})", "sqrt": "tl.sqrt({0})"}
+_QUICK = {
+    "div": "({0} / {1})",
+    "sqrt": "tl.sqrt({0})",
+    "quotient": "quick_quotient({0}, {1})",
+    "root": "tl.sqrt({0})",
+}
 """Two units in the last place of float32 off: nothing beside the rounding of 16-bit arrays."""
 
 
@@ -199,14 +214,67 @@ class _QuickWriter(Writer):
         return super().template(value)
 
 
-def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False) -> Writer:
+class _FusingWriter(_QuickWriter):
+    """Fuses products that are only added to something with that, in every kernel of a rule alike.
+
+    What is not bound by memory alone needs it: kernels with blocks.
+    """
+
+    def write(self, values: Iterable[Value]) -> None:
+        ordered = list(values)
+        self._own = {id(value) for value in ordered if id(value) not in self.expressions}
+        self._uses = Counter(id(arg) for value in ordered for arg in value.args)
+        super().write(ordered)
+
+    def template(self, value: Value) -> str:
+        if value.operation in ("add", "sub") and not value.dtype and value.level not in SCALAR_LEVELS:
+            for place in (1, 0):
+                if self._is_product(value.args[place]):
+                    return self._fused(value, place).replace("{", "{{").replace("}", "}}")
+        if value.operation == "div" and _has_root(value.args[1]):
+            return "quick_quotient({0}, {1})"
+        return super().template(value)
+
+    def _is_product(self, value: Value) -> bool:
+        by_scalar = value.operation == "div" and value.args[1].level in SCALAR_LEVELS
+        is_new = id(value) in self._own and not value.name and self._uses[id(value)] == 1
+        return is_new and (value.operation == "mul" or by_scalar)
+
+    def _fused(self, total: Value, place: int) -> str:
+        product, other = total.args[place], self.expressions[id(total.args[1 - place])]
+        # The number of a tensor, if there is one, takes the sign: the others' would be an operation for each element.
+        right, left = sorted(product.args, key=lambda arg: arg.level in SCALAR_LEVELS)
+        if product.operation == "div":
+            right, left = product.args
+        factors = [self.expressions[id(left)], self.expressions[id(right)]]
+        if product.operation == "div":
+            factors[0] = f"(1.0 / {factors[0]})"
+        if total.operation == "sub" and place:
+            factors[0] = f"-{factors[0]}"
+        elif total.operation == "sub":
+            other = f"-{other}"
+        return f"tl.fma({factors[0]}, {factors[1]}, {other})"
+
+
+def _has_root(value: Value) -> bool:
+    """Whether a value is a square root, but for numbers of a tensor: zero, or far from the ends of float32."""
+    if value.operation not in ("add", "mul", "div"):
+        return value.operation == "sqrt"
+    left, right = value.args
+    if right.level in SCALAR_LEVELS:
+        return _has_root(left)
+    return value.operation != "div" and left.level in SCALAR_LEVELS and _has_root(right)
+
+
+def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False, fuses: bool = False) -> Writer:
     """A writer of Triton statements."""
 
     def declare(name: str, expression: str, value: Value) -> str:
         return f"{indent}{name} = {expression}"
 
     spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{spec_type})"}
-    return (_QuickWriter if quick else Writer)(spelling, declare, _constant(spec_type), names)
+    kind = Writer if not quick else _FusingWriter if fuses else _QuickWriter
+    return kind(spelling, declare, _constant(spec_type), names)
 
 
 def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
@@ -274,13 +342,13 @@ class TileBody:
     def loaded(self, array: Array) -> str:
         """The expression of an array's elements as they lie in memory."""
         other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
-        mask = self._mask(array) if array.elements != 2 else self.mask
+        mask = self._mask(array)
         masked = f", mask={mask}, other={other}" if mask else ""
         return f"tl.load({self.pointer(array.name)}{masked})"
 
     def _store(self, array: Array, element: str) -> None:
         mask = self._mask(array) if self.store_mask == self.mask else self.store_mask
-        pointer = f"{array.name}_pairs" if array.elements == 2 else self.pointer(array.name)
+        pointer = self.pointer(array.name)
         if array.elements == BLOCK and not self.mask:
             # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
             # another, and its numbers would be moved between threads with two barriers.
@@ -294,8 +362,10 @@ class TileBody:
         """The expression of a buffer's values."""
         storage = self.spec.storages[name]
         codec = codec_of(storage)
-        elements = ", ".join([*map(self.loaded, read_arrays(storage, name)), *(["is_odd"] if codec.is_packed else [])])
+        elements = ", ".join(map(self.loaded, read_arrays(storage, name)))
         joined = elements if codec.is_element else f"join_{storage.title}({elements})"
+        if codec.is_element and self.spec.has_blocks and storage.arrays(name)[0].dtype is torch.bfloat16:
+            joined = f"to_float32({elements})"
         return f"{joined}.to(tl.{self.compute})"
 
     def store(self, name: str, value: str) -> None:
@@ -310,11 +380,9 @@ class TileBody:
         if codec.has_blocks and self.mask:
             # What is behind a short block is no part of it.
             number = f"tl.where({self.mask}, {number}, 0.0)"
-        arguments = [number]
-        if name in self.spec.draws:
-            arguments.append(f"random_{self.spec.draws[name]}(key_0, key_1, element_index)")
-        arguments += ["is_odd"] if codec.is_packed else []
-        self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({', '.join(arguments)})")
+        random = self.spec.draws.get(name)
+        arguments = number if random is None else f"{number}, random_{random}(key_0, key_1, element_index)"
+        self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({arguments})")
         for array, element in zip(arrays, elements):
             self._store(array, element)
 

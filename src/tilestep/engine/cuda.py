@@ -38,6 +38,10 @@ is reduced once."""
 _MEASURING = {"maxnreg": 80}
 """Registers of a thread that measures: 24 warps run on a multiprocessor of a GPU. Left alone, the compiler takes up to
 140, though it needs none of them in the loop over whole tiles."""
+_REGISTERS = 64
+"""Of a thread where tiles are of blocks: half of all warps are in flight then, which wait for memory in turns."""
+_FEW_ARRAYS = 6
+"""Of a parameter, its master and two states in blocks: as many fit in these registers."""
 _DECIDE_BLOCK = 8192
 _DECIDE_FLAGS = (
     "HAS_NORM",
@@ -259,8 +263,14 @@ class CudaSegment(Segment):
         kernel = getattr(module, f"{self.spec.name}_{name}")
         warps = self.shape.warps if name.startswith("tile_pass") else 4
         measures = module is not _module(self.spec) and self.spec.compute is torch.float32
-        options = {**(_MEASURING if measures else {}), **EXACT}
+        options = {**(_MEASURING if measures else self._registers(name)), **EXACT}
         return prepare(kernel, grid, self.device, constants, num_warps=warps, **options)
+
+    def _registers(self, name: str) -> dict[str, int]:
+        """How many registers a thread of a kernel may have."""
+        is_small = self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS
+        is_tiles = name.startswith("tile_pass") and not name.endswith("_strided")
+        return {"maxnreg": _REGISTERS} if is_small and is_tiles and self.spec.compute is torch.float32 else {}
 
     def _arguments(self, names: Sequence[str]) -> list[torch.Tensor]:
         return [self._tables[name] for name in names]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from .stochastic import code_at_random
-from .terms import Term, magnitude, maximum, minimum, where
+from .terms import Term, magnitude, maximum, minimum, quotient, where
 
+_ROUND = 1.5 * 2.0**23
 _LARGEST = 2.0**123
 """A block with something larger is kept as infinite: a sum of nine of its elements could be."""
 
@@ -28,48 +29,72 @@ def divisor(scale: Term) -> Term:
     return where(scale.number().same(0.0), 1.0, scale.number()).named("divisor")
 
 
+def unit_of(divisor: Term, least: int = 0) -> Term:
+    """The power of two that a block's numbers are multiplied with, which rounds nothing: their scale is 1 to 2 then.
+
+    A scale of zero or denormals counts as one with the exponent `least`; that of an infinite block is an infinity, and
+    makes NaN of all.
+    """
+    exponent = divisor.bits() & 0x7F800000
+    return (0x7F000000 - (maximum(exponent, least << 23) if least else exponent)).of_bits().named("unit")
+
+
+def nearest_integer(number: Term) -> Term:
+    """The integer nearest to a number below 2^22, in the lowest bits of the result."""
+    return (number + _ROUND).bits()
+
+
 def compressed(number: Term, scale: Term, levels: int, random: Term | None = None) -> Term:
-    """A signed number as an integer from -levels to levels.
+    """A signed number as an integer from -levels to levels, in the lowest bits.
 
     With x the number over its block's scale this is 2 x / (1 + |x|) in `levels` steps: they are four times as fine at
     zero as at the scale. NaN gives some integer, as its block's scale has it.
 
     Source: FlashOptim (arXiv 2602.23349).
     """
+    if random is None:
+        unit = unit_of(divisor(scale))
+        number = (number * unit).named("scaled")
+        share = quotient(number, (divisor(scale) * unit).named("one") + number.function("abs"))
+        return nearest_integer(minimum(share * (2.0 * levels), float(levels))).named("code")
     share = number / (divisor(scale) + number.function("abs"))
     code = minimum((share * (2.0 * levels)).function("round"), float(levels)).whole().named("code")
-    if random is None:
-        return code
 
     def number_of(code: Term) -> Term:
         return code.number() / (2 * levels - magnitude(code)).number()
 
-    is_exact = expanded(code, scale, levels).same(number)
+    is_exact = expanded(code.number(), scale, levels).same(number)
     return code_at_random(code, is_exact, number / divisor(scale), number_of, random, (-levels, levels))
 
 
 def expanded(code: Term, scale: Term, levels: int) -> Term:
     """The number that `compressed` has made an integer of."""
-    share = code.number() / (2 * levels - magnitude(code)).number()
-    return share * scale.number()
+    return quotient(code, 2.0 * levels - code.function("abs")) * scale.number()
 
 
-def counted(root: Term, scale: Term, levels: int, square: Term | None = None, random: Term | None = None) -> Term:
-    """A root as an integer from 0, which stands for zero alone, to `levels`: what is divided by it stays finite.
+def counted(number: Term, scale: Term, levels: int, random: Term | None = None) -> Term:
+    """The root of a number as an integer from 0, which stands for zero alone, to `levels`, in the lowest bits.
 
     With x the root over its block's scale and q the integer over `levels`, an odd number, x = q (1 + q) / 2: steps are
-    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2; no product that is rounded is added to
-    anything, so that no compiler fuses the two.
+    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. Sums have a minimum or a power of two
+    between them and products, so that no compiler fuses the two.
     """
+    if random is None:
+        unit = unit_of(divisor(scale), 67)
+        one = (divisor(scale) * unit).named("one")
+        steps = quotient(levels / 2, one.function("root")).named("steps")
+        # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
+        eight_roots = maximum(number * (unit * 64.0 * unit).named("square"), 2.0**-96).function("root")
+        count = minimum((eight_roots + one).function("root") * steps, 1.5 * levels) - levels / 2
+        return nearest_integer(maximum(count, where(number > 0.0, 1.0, 0.0))).named("code")
+    root = number.function("sqrt").named("root")
     raised = (root * 8.0 + scale.number()).function("sqrt").named("raised")
     steps = (float(levels) / 2 / divisor(scale).function("sqrt")).named("steps")
-    count = minimum(raised * steps, 1.5 * levels).whole() - levels // 2
+    count = (minimum(raised * steps, 1.5 * levels).whole() - levels // 2).named("count")
     code = where(root > 0.0, maximum(count, 1), 0).named("code")
-    if random is None or square is None:
-        return code
     chosen = code_at_random(
         code,
-        squared(code, scale, levels).same(square),
+        squared(code.number(), scale, levels).same(number),
         root / _unit(scale, levels),
         lambda code: (code * (code + levels)).number(),
         random,
@@ -81,10 +106,16 @@ def counted(root: Term, scale: Term, levels: int, square: Term | None = None, ra
 
 def squared(code: Term, scale: Term, levels: int) -> Term:
     """The square of the root that `counted` has made an integer of."""
-    root = (code * (code + levels)).number() * _unit(scale, levels)
+    root = code * (code + float(levels)) * _unit(scale, levels)
     return root * root
 
 
 def _unit(scale: Term, levels: int) -> Term:
     """What roots are multiples of."""
-    return (scale.number() / (2.0 * levels * levels)).named("unit")
+    return (scale.number() * (0.5 / (levels * levels))).named("unit")
+
+
+def root_scale(number: Term) -> Term:
+    """`scale_of` a number's root, without the roots of all numbers; NaN where one of them is negative."""
+    most = (number + 0.0).bits().block_max().of_bits().named("most")
+    return most.function("sqrt").element(torch.bfloat16).named("scale")

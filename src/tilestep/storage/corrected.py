@@ -42,10 +42,11 @@ class Corrected:
 
     def store(self, value: Term) -> tuple[Term, ...]:
         high = value.element(torch.bfloat16).named("high")
-        rest = (value.bits() - (high.bits() << 16)).named("rest")
-        rounded = (rest + ((rest >> 8) & 1) + 127) >> 8
-        low = maximum(minimum(rounded, 127), -127)
-        return high, where(isnan(value), 0, low).of_bits(torch.int8).named("low")
+        rest = value.bits() - high.number().bits()
+        # A float32 of 2^31 ends at 256: the sum, whose bits count them, is the difference rounded to even.
+        counted = (rest + 0x4B400000).of_bits() + (1.5 * 2.0**31 - 1.5 * 2.0**23)
+        low = maximum(minimum(counted, 1.5 * 2.0**31 + 127 * 256), 1.5 * 2.0**31 - 127 * 256)
+        return high, where(isnan(value), 0, low.bits()).of_bits(torch.int8).named("low")
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return False

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import BLOCK
-from .companded import divisor, scale_of
+from .companded import divisor, scale_of, unit_of
 from .format import Array
 from .states import blocks_format
 from .stochastic import code_at_random
-from .terms import Term, magnitude, minimum, where
+from .terms import Term, magnitude, minimum, quotient, where
 
 _LARGEST = 448.0
 _LARGEST_CODE = 0x7E
@@ -52,15 +52,15 @@ class Float8Blocks:
         bits = element.bits()
         # The exponent counts from -7, that of a float32 from -127: a product with 2^120, which is right for denormals.
         number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).of_bits() * 2.0**120
-        return number * (scale.number() / _LARGEST).named("unit")
+        return number * (scale.number() * (1 / _LARGEST)).named("unit")
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         scale = scale_of(value, random is not None)
-        number = ((value / divisor(scale)) * _LARGEST).named("steps")
-        size = magnitude(number)
-        normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
-        small = (minimum(number.function("abs"), 1.0) * 512.0).function("round").whole()
-        code = minimum(where(size < (121 << 23), small, normal), _LARGEST_CODE).named("code")
+        unit = unit_of(divisor(scale))
+        number = quotient(value * unit, divisor(scale) * unit) * _LARGEST
+        # With float8's bias, which makes its denormals those of a float32.
+        size = magnitude(minimum(number.function("abs"), _LARGEST) * 2.0**-120)
+        code = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20).named("code")
         if random is not None:
             is_exact = self.load((code.of_bits(torch.float8_e4m3fn), scale)).same(value.function("abs"))
             share = value.function("abs") / divisor(scale)

@@ -216,11 +216,11 @@ def _apply(value: Value, args: list[Any], given: Mapping[str, torch.Tensor], com
         return args[0].to(torch.int32)
     if operation == "real":
         return args[0].to(torch.float32)
-    if operation == "sqrt" and args[0].dtype is torch.float32:
+    if operation in ("sqrt", "root") and args[0].dtype is torch.float32:
         # On a CPU torch's is a unit in the last place off for some numbers; that of float64 is right once rounded.
         return args[0].double().sqrt().float()
     if operation == "block_max":
-        return args[0].amax(1, keepdim=True)
+        return (args[0] ^ _SIGN).amax(1, keepdim=True) ^ _SIGN
     if operation == "nibble":
         both = torch.stack([args[0] & 15, (args[0] >> 4) & 15], 2)
         return both.reshape(len(both), -1).to(torch.int32)
@@ -236,9 +236,12 @@ _ON_TENSORS: Mapping[str, Any] = {
     "bit_and": torch.bitwise_and,
     "bit_or": torch.bitwise_or,
     "bit_xor": torch.bitwise_xor,
+    "quotient": torch.div,
     "and": torch.logical_and,
     "or": torch.logical_or,
 }
+
+_SIGN = -(2**31)
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

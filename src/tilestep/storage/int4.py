@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import BLOCK
-from .companded import compressed, counted, expanded, scale_of, squared
+from .companded import compressed, counted, expanded, root_scale, scale_of, squared
 from .format import Array
 from .states import blocks_format
 from .terms import Term
@@ -40,15 +40,14 @@ class Int4Blocks:
     def load(self, elements: Sequence[Term]) -> Term:
         pair, scale = elements
         code = pair.nibble()
-        return expanded(code - 8, scale, 7) if self.signed else squared(code, scale, 15)
+        return expanded((code - 8).number(), scale, 7) if self.signed else squared(code.number(), scale, 15)
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
             scale = scale_of(value, random is not None)
             return (compressed(value, scale, 7, random) + 8).packed(torch.int8), scale
-        root = value.function("sqrt").named("root")
-        scale = scale_of(root, random is not None)
-        return counted(root, scale, 15, value, random).packed(torch.uint8), scale
+        scale = root_scale(value) if random is None else scale_of(value.function("sqrt"), True)
+        return counted(value, scale, 15, random).packed(torch.uint8), scale
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return False

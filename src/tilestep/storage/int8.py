@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import BLOCK
-from .companded import compressed, counted, expanded, scale_of, squared
+from .companded import compressed, counted, expanded, root_scale, scale_of, squared
 from .format import Array
 from .states import blocks_format
 from .terms import Term
@@ -39,15 +39,14 @@ class Int8Blocks:
 
     def load(self, elements: Sequence[Term]) -> Term:
         code, scale = elements
-        return expanded(code.bits(), scale, 127) if self.signed else squared(code.bits(), scale, 255)
+        return expanded(code.number(), scale, 127) if self.signed else squared(code.number(), scale, 255)
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
             scale = scale_of(value, random is not None)
             return compressed(value, scale, 127, random).of_bits(torch.int8), scale
-        root = value.function("sqrt").named("root")
-        scale = scale_of(root, random is not None)
-        return counted(root, scale, 255, value, random).of_bits(torch.uint8), scale
+        scale = root_scale(value) if random is None else scale_of(value.function("sqrt"), True)
+        return counted(value, scale, 255, random).of_bits(torch.uint8), scale
 
     def is_exact(self, compute: torch.dtype) -> bool:
         return False

@@ -70,7 +70,7 @@ class Term:
         return self._apply("whole", dtype="int32")
 
     def block_max(self) -> Term:
-        """The largest of an integer's values in a block of neighbours."""
+        """The largest of an integer's values in a block of neighbours, without a sign: negative ones are above all."""
         return self._apply("block_max", dtype="int32")
 
     def nibble(self) -> Term:
@@ -136,10 +136,14 @@ class Term:
 
 def where(condition: Term, if_true: Term | float, if_false: Term | float) -> Term:
     """One of two terms of a kind."""
-    kind = if_true if isinstance(if_true, Term) else if_false
-    assert isinstance(kind, Term)
+    kind = next((choice for choice in (if_true, if_false) if isinstance(choice, Term)), condition)
     chosen = (kind._like(if_true).value, kind._like(if_false).value)
     return Term(kind.build, kind.build.apply("where", condition.value, *chosen, dtype=kind.value.dtype))
+
+
+def quotient(left: Term | float, right: Term) -> Term:
+    """A number over one from 2^-90 to 2^90: also such a number, or so small that the quotient counts as nothing."""
+    return right._like(left)._apply("quotient", right)
 
 
 def _pairwise(comparison: Callable[[Term, Term | float], Term]) -> Callable[[Term, Term | float], Term]:
@@ -168,10 +172,9 @@ def near_bits(high: Term, distance: Term) -> Term:
 
     A distance that leads across zero or beyond infinity belongs to another bfloat16: other code wrote to this one.
     """
-    bits = high.bits() << 16
-    moved = (bits + distance).named("moved")
-    number = moved.of_bits().named("number")
-    return where(((moved ^ bits) < 0) | isnan(number), high.number(), number).named("followed")
+    number = (high.number().bits() + distance).of_bits().named("number")
+    # Of 16 bits at most, a distance leads across zero only from zero itself, and then to NaN.
+    return where(isnan(number), high.number(), number).named("followed")
 
 
 def magnitude(term: Term) -> Term:
