@@ -101,6 +101,36 @@ def pieces_are_balanced() -> None:
         assert abs(own - everything / 2) < 0.02 * everything, (own, everything)
 
 
+def formats_by_group() -> None:
+    """Groups of one sharded optimizer, of which one comes later, have formats and types that travel of their own."""
+    kinds: list[dict[str, Any]] = [
+        {"state_dtype": "int8", "master_weights": "int8"},
+        {"state_dtype": {"exp_avg": "int4"}, "master_weights": True, "grad_sync_dtype": torch.float32},
+        {"param_sync_dtype": torch.uint8},
+        {"state_dtype": "float8_e4m3", "master_weights": "kahan"},
+    ]
+    nets, optimizers = [model().bfloat16() for _ in range(2)], []
+    for net, shards in zip(nets, (True, False)):
+        torch.manual_seed(1)
+        net.append(nn.Linear(64, 130, bias=False, dtype=torch.bfloat16))
+        groups = [{"params": [named], **kind} for named, kind in zip(net.named_parameters(), kinds)]
+        optimizer = tilestep.AdamW(groups[:3], lr=1e-2)
+        optimizers.append(tilestep.shard(optimizer, net) if shards else optimizer)
+        optimizers[-1].add_param_group(groups[3])
+    for step in range(3):
+        for net, optimizer in zip(nets, optimizers):
+            for place, param in enumerate(net.parameters()):
+                digits = torch.randint(-8, 9, param.shape, generator=torch.Generator().manual_seed(8 * step + place))
+                param.grad = (digits / 64).bfloat16()
+            optimizer.step()
+    optimizers[0].wait()
+    compare(*nets)
+    saved, wanted = optimizers[0].full_state_dict(), optimizers[1].state_dict()
+    for number, state in wanted["state"].items():
+        assert saved["state"][number].keys() == state.keys()
+        assert all(torch.equal(whole(saved["state"][number][name]), whole(value)) for name, value in state.items())
+
+
 def parameters_without_names() -> None:
     """An embedding that the optimizer cannot tell from other parameters is one of those under shard() too."""
     nets = [nn.Sequential() for _ in range(2)]
@@ -217,6 +247,7 @@ def checkpoints_of_other_libraries() -> None:
 CHECKS = [
     shards,
     pieces_are_balanced,
+    formats_by_group,
     parameters_without_names,
     fsdp_shards,
     cut_blocks_are_refused,

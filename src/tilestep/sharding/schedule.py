@@ -349,7 +349,7 @@ else:
 
         It is used as before, with the methods of `ShardedSchedule` besides. `state_dict` holds this rank's pieces, for
         `torch.distributed.checkpoint`; `full_state_dict` gathers all of it. `optimizer.state` has this rank's pieces,
-        flat.
+        flat, or by rows that end inside of a block.
         """
 
         attached_as = ("shard",)
