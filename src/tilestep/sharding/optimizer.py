@@ -47,6 +47,7 @@ def shard(
 
     The optimizer itself is sharded and stays of its class, with the same param groups; schedulers made before hold it
     still. `isinstance(optimizer, tilestep.ShardedOptimizer)` says that it is.
+    It warns where buckets would be mostly padding, and says which option to change.
     After `step()` gradients are used up. Between backward and step the parameters' `grad` is None: the summed gradients
     are in the buckets, so clip with `max_grad_norm` or `clip_grad_norm_` of the optimizer.
 
@@ -61,7 +62,8 @@ def shard(
             in the order of the current stream.
         bucket_cap_mb: MiB of gradients in a bucket; a larger parameter has a bucket of its own. None for a sixteenth of
             all, at least 25 and at most 256 MiB, at both ends of backward, and up to a sixth, at most 512 MiB, between.
-        grad_sync_dtype: the type that gradients are accumulated and summed up in; None for the parameter's own.
+        grad_sync_dtype: the type that gradients are accumulated and summed up in; None for the parameter's own. A param
+            group may have one of its own, under this key; likewise for parameters.
         param_sync_dtype: the type that parameters travel in, None for their own. With a narrower floating-point type
             the rank that updates a parameter keeps the exact one; with an integer type the bytes travel as they are.
         grad_buffer: "contiguous" keeps memory for all gradients, in which they are accumulated; "bucket" takes it for a
