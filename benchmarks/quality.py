@@ -9,8 +9,9 @@ The first two write to `--out`, benchmarks/results unless said: quality.json, qu
 Errors: each format is applied to both states of every tensor of 4,096 and more elements after the last step; the
 figure is the normalized mean squared error of m / (sqrt(v) + eps), over all of them: |kept - exact|^2 / |exact|^2.
 
-Trainings: seeds choose initial weights and batches. Weights are widened to float32 before they are used, so that runs
-differ by what the optimizer keeps alone, and by gradients of bfloat16 where weights are.
+Trainings: rows of the same text, that is of the same commit, can be compared. Seeds choose initial weights and batches.
+Weights are widened to float32 before they are used, so that runs differ by what the optimizer keeps alone, and by
+gradients of bfloat16 where weights are.
 """
 
 from __future__ import annotations
@@ -51,13 +52,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16 weights, remainder": {**BF16, "master_weights": "remainder"},
     "bfloat16 weights, int8 masters": {**BF16, "master_weights": "int8"},
     "int8 states, int8 masters": {**BF16, "state_dtype": "int8", "master_weights": "int8"},
-    "bfloat16 states and weights, to nearest": {**BF16, "state_dtype": "bfloat16"},
     "int8 states, stochastic": {**STOCHASTIC, "state_dtype": "int8"},
-    "float8_e4m3 states, stochastic": {**STOCHASTIC, "state_dtype": "float8_e4m3"},
     "int4 states, stochastic": {**STOCHASTIC, "state_dtype": "int4"},
     "bfloat16 weights, stochastic": {**BF16, **STOCHASTIC},
     "int8 states, int8 masters, stochastic": {**BF16, **STOCHASTIC, "state_dtype": "int8", "master_weights": "int8"},
-    "bfloat16 states and weights, stochastic": {**BF16, **STOCHASTIC, "state_dtype": "bfloat16"},
 }
 """What is trained: the dtype of weights where it is not float32, and options of the optimizer."""
 

@@ -148,6 +148,8 @@ def test_lazy_and_zero_gradients() -> None:
 @pytest.mark.parametrize(("in_backward", "bytes_each"), [(False, 7.03), (True, 5.03)])
 def test_the_peak_of_int8_states_and_masters(in_backward: bool, bytes_each: float) -> None:
     """1.19 B parameters: 7.03 bytes each at the peak, and 5.03 where gradients go in backward."""
+    small = torch.nn.Linear(64, 64, dtype=torch.bfloat16, device=DEVICE)
+    small(torch.ones(1, 64, dtype=torch.bfloat16, device=DEVICE)).sum().backward()  # cuBLAS takes its workspace
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with torch.device(DEVICE):
@@ -165,4 +167,4 @@ def test_the_peak_of_int8_states_and_masters(in_backward: bool, bytes_each: floa
     peak = (torch.cuda.max_memory_allocated() - before) / elements
     print(f"{peak:.3f} bytes a parameter at the peak of {elements:,}")
     # Two buckets of gradients are on their way: 100 MB of 1.19 B parameters, and tables.
-    assert bytes_each <= peak < bytes_each + (0.15 if in_backward else 0.02)
+    assert bytes_each <= peak < bytes_each + (0.15 if in_backward else 0.05)

@@ -10,7 +10,7 @@ from format_rows import backend
 import tilestep
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
-FORMATS = ["int8", "float8_e4m3", "int4"]
+FORMATS = ["int8", "float8_e4m3", "int4", "scaled_float16"]
 
 SHAPES: list[tuple[int, ...]] = [
     (9, 128),

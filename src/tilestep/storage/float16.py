@@ -1,0 +1,58 @@
+"""Sixteen bits a state as a floating point number, with a scale for each block of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import BLOCK
+from .companded import divisor, scale_of
+from .format import Array
+from .states import blocks_format
+from .stochastic import element_at_random
+from .terms import Term, where
+
+_LARGEST = 2.0**15
+
+
+@blocks_format("scaled_float16")
+@dataclass(frozen=True)
+class Float16Blocks:
+    """Numbers of eleven bits of precision over the largest of their block, which is kept as 2^15.
+
+    Elements below 2e-12 of the largest are lost; of numbers that are never negative only zero is kept as zero.
+
+    Source: `with_scaled_states` of apex's DistributedFusedAdam, which has one scale for a part of a bucket.
+    """
+
+    signed: bool
+
+    def __str__(self) -> str:
+        return "float16 blocks" if self.signed else "float16 blocks without a sign"
+
+    @property
+    def title(self) -> str:
+        return "float16_blocks" if self.signed else "float16_positive_blocks"
+
+    precision = torch.float16
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        return (Array(name, torch.float16), Array(f"{name}_scales", torch.bfloat16, BLOCK))
+
+    def load(self, elements: Sequence[Term]) -> Term:
+        element, scale = elements
+        return element.number() * (scale.number() / _LARGEST).named("unit")
+
+    def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
+        scale = scale_of(value)
+        steps = ((value / divisor(scale)) * _LARGEST).named("steps")
+        kept = steps.element(torch.float16) if random is None else element_at_random(steps, torch.float16, random)
+        if self.signed:
+            return kept, scale
+        is_lost = (value > 0.0) & kept.number().same(0.0)
+        return where(is_lost, 1, kept.bits()).of_bits(torch.float16), scale
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False
