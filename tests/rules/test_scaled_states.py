@@ -122,3 +122,23 @@ def test_refusals() -> None:
         State(shape="scalar", dtype=torch.float16)
     with pytest.raises(RuleError, match="floating point"):
         State(dtype=torch.int8)
+
+
+@pytest.mark.parametrize("target", [None, "scaled_float16", "int8"])
+def test_its_checkpoints_load_by_value_into_other_formats(target: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(80, 64, generator=generator)) for _ in range(2)]
+    scaled = tilestep.Optimizer(weights[:1], scaled_states(registry["AdamW"]))
+    weights[0].grad = torch.randn(80, 64, generator=generator) * 1e-6
+    scaled.step()
+    state = scaled.state[weights[0]]
+    wanted = {name: state[name].float() * state[f"{name}_scale"] for name in ("exp_avg", "exp_avg_sq")}
+    wide = tilestep.full_precision(scaled.state_dict())["state"][0]
+    assert set(wide) == {"step", *wanted} and all(torch.equal(wide[name], value) for name, value in wanted.items())
+    plain: Any = tilestep.AdamW(weights[1:], state_dtype=target)
+    saved = scaled.state_dict()
+    plain.load_state_dict(saved)
+    found = tilestep.full_precision(plain.state_dict())["state"][0]
+    room = {None: 0.0, "scaled_float16": 1e-7, "int8": 5e-4}[target]
+    for name, value in wanted.items():
+        assert float((found[name] - value).square().sum()) <= room * float(value.square().sum())

@@ -242,7 +242,7 @@ def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.
         if reader is None:
             reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
         if not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
-            values = read_by_value(label, values, saved, reader.rule.name, param)
+            values = read_by_value(label, values, saved, reader.rule.name, param, reader.rule.state_names)
             reader.check_names(label, values, live.get(param, {}))
         found[param] = reader.read(label, param, values)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -125,8 +125,11 @@ def read_by_value(
     group: Mapping[str, Any],
     rule: str = "",
     param: torch.Tensor | None = None,
+    names: Collection[str] = (),
 ) -> Mapping[str, Any]:
     """A parameter's saved state with what other libraries have quantized in float32, under this library's names.
+
+    Those of `scaled_states` are multiplied with their scales, unless these are the rule's own.
 
     Args:
         label: the parameter in error messages.
@@ -134,16 +137,22 @@ def read_by_value(
         group: the checkpoint's param group.
         rule: the name of the rule whose states they are; empty for what their number says.
         param: the parameter, for a master of a correction; without it there is none.
+        names: the states that the rule has.
 
     Raises:
         StateError: for what cannot be read.
 
     Source: the optimizers of bitsandbytes 0.50, torchao 0.18 (`torchao.optim`) and FlashOptim 0.1.4.
     """
-    if _MARKS.isdisjoint(values) and _PLAIN.issuperset(map(type, values.values())):
+    scales = [name for name in values if name.endswith("_scale") and name not in names]
+    if not scales and _MARKS.isdisjoint(values) and _PLAIN.issuperset(map(type, values.values())):
         return values
     found = {**values, **values.get(_NESTED, {})}
     found.pop(_NESTED, None)
+    for scale in scales:
+        base = scale.removesuffix("_scale")
+        if isinstance(found.get(base), torch.Tensor) and found[base].dtype is torch.float16:
+            found[base] = found[base].float() * found.pop(scale).to(local_part(found[base]).device)
     for name, value in list(found.items()):
         if name.endswith(_CODES):
             base = name.removesuffix(_CODES)

@@ -116,7 +116,7 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
         member, saved = sharding.member_of[param], state_dict["state"].get(number)
         if saved is not None and member.piece is not None:
             rule = optimizer.rule_of(optimizer.param_groups[member.group])
-            saved = read_by_value(member.name, saved, groups_of[number], rule.name, param)
+            saved = read_by_value(member.name, saved, groups_of[number], rule.name, param, rule.state_names)
             states[own[member.piece]] = _local_state(member, rule, saved)
     kept = ("params", "param_names", "rule")
     merged = [
