@@ -74,7 +74,12 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
     if device_type == "cpu":
         return TileShape(16_384)
-    return TileShape(1024, 4, 4) if spec is not None and spec.has_blocks else TileShape(512, 4, 3)
+    if spec is not None and spec.has_blocks:
+        return TileShape(1024, 4, 4)
+    if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
+        # More elements a thread: their hashes run beside each other, where few programs fit for registers.
+        return TileShape(512, 2, 2)
+    return TileShape(512, 4, 3)
 
 
 def tile_shape(spec: KernelSpec, device: torch.device) -> TileShape:
