@@ -31,11 +31,9 @@ LIMITS: dict[str, dict[str, Any]] = {
 WAYS = [
     ("plain", "backward"),
     ("plain", "forward"),
-    ("plain", "streamed"),
     ("plain", "on the host"),
     ("fsdp2", "at the step"),
     ("fsdp2", "backward"),
-    ("fsdp2", "forward"),
     ("fsdp2", "streamed gradients"),
     ("hsdp", "at the step"),
     ("shard", "at the step"),

@@ -10,6 +10,8 @@ import torch
 import tilestep
 from tilestep.engine import backends, cuda
 from tilestep.engine.cuda import CudaSegment
+from tilestep.offloading.optimizer import move_state
+from tilestep.offloading.streaming import StreamedState
 from tilestep.tuning import TileShape, forced_shape
 
 
@@ -19,11 +21,13 @@ def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(tensor) for tensor in (torch.randn(9, 25).to(dtype), image, torch.randn(7).to(dtype))]
 
 
-def check(dtype: torch.dtype, master_weights: bool | str) -> None:
+def check(dtype: torch.dtype, master_weights: bool | str, *, streams: bool = False) -> None:
     params, plain = parameters(dtype), parameters(dtype)
     options = {"lr": 1e-3, "master_weights": master_weights, "skip_nonfinite": True}
     optimizer = tilestep.AdamW(params, stats=tilestep.Stats(every=2), track_changes=True, **options)
     twin = tilestep.AdamW(plain, **options)
+    if streams:
+        move_state(optimizer, StreamedState(torch.device("cpu"), 300, 2), "gpu", "for a test")
     for step in range(1, 3):
         before = [param.detach().clone() for param in params]
         for param, other in zip(params, plain):
@@ -77,6 +81,7 @@ if __name__ == "__main__":
     backends.segment_class = lambda device: CudaSegment
     with forced_shape(TileShape(64, 1, 2)):
         check(torch.bfloat16, "remainder")
+        check(torch.float32, False, streams=True)
         # Programs that measure walk several spans.
         cuda._ENOUGH_PROGRAMS = 1
         check(torch.float32, False)
