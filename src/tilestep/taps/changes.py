@@ -297,7 +297,7 @@ class _Whole:
         """Those of these."""
         handle, sizes = self._handle, self._part.shape
         if not self._coordinates:
-            self._coordinates = [sent(each, found.device) for each in logical_coordinates(handle)]
+            self._coordinates = [_moved(each, found) for each in logical_coordinates(handle)]
         rest, whole, stride = found.to(torch.int64), torch.zeros_like(found, dtype=torch.int64), handle.numel()
         inner = math.prod(sizes)
         for dim, size in enumerate(sizes):
