@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tilestep
-from tilestep.planning import Constants
+from tilestep.planning import Constants, default_constants
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -97,3 +97,16 @@ def test_parts_that_fail_are_reported_and_the_others_run(tmp_path: Path) -> None
     assert "on purpose" in figures["fails"]["failure"] and "exit codes" in figures["ends"]["failure"]
     assert figures["fails"]["so far"] == 1
     assert figures["works"]["ranks"] == 2
+
+
+def test_the_constants_of_plans_are_those_of_committed_figures(tmp_path: Path) -> None:
+    stored = str(BENCHMARKS / "results" / "h200" / "shard-2.json")
+    parts = "models,beside,sharded,host_of_many,iterations"
+    words = ["--again", "--parts", parts, "--output", stored, "--constants", str(tmp_path / "constants.json")]
+    done = python(str(BENCHMARKS / "shard_figures.py"), *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again, known = Constants.load(tmp_path / "constants.json"), default_constants()
+    assert again.sources == known.sources
+    for name, source in known.sources.items():
+        assert getattr(again, name) == pytest.approx(getattr(known, name)), name
+        assert "shard-2.json" in source or name not in ("compute", "model_host", "beside_sums", "step_latency")

@@ -142,7 +142,7 @@ def register(app: typer.Typer) -> None:
         _print_meshes(console, list(meshes(job, known)), job, known)
         claim = "; ".join(chosen.unclaimed)
         claimed = f"not claimed to 5%: {claim}" if claim else "claimed to 5%, see docs/scaling.md"
-        console.print(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}", markup=False)
+        console.print(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}", markup=False, soft_wrap=True)
         for note in needs.notes:
             console.print(f"not in it: {note}", style="dim", markup=False)
         if known.assumed:
