@@ -358,9 +358,12 @@ CHECKS = [
     narrower_parameters_are_refused,
 ]
 
-SHARDED_BLOCKS = [Case(rule, IN_BLOCKS, "shard", "at the step") for rule in ("AdamW", "LAMB", "Muon")]
+SHARDED_BLOCKS = [
+    *(Case(rule, IN_BLOCKS, "shard", "at the step") for rule in ("AdamW", "LAMB", "Muon")),
+    Case("AdamW", IN_BLOCKS, "shard", "streamed"),
+]
 ON_TWO = [*CHECKS, *SHARDED_BLOCKS, *sample(("plain", "fsdp2", "columns", "shard"), 2)]
-ON_FOUR = sample(("hsdp", "shard and copy"), 1)
+ON_FOUR = [Case("Lion", IN_BLOCKS, "shard and copy", "at the step"), *sample(("hsdp", "shard and copy"), 1)]
 
 
 test_on_two_ranks = each_passes(ON_TWO, 2)
