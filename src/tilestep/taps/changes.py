@@ -370,9 +370,12 @@ class _OnDevice:
         known = cut.get(device)
         self._blocks = cut[device] = known if known is not None and known.fits(plain) else _Blocks(plain, device)
         self._plain = self._blocks.tracked
+        self._all_plain = len(self._plain) == len(self.tracked) and all(map(operator.is_, self._plain, self.tracked))
 
     def counts(self) -> torch.Tensor:
         """int64[parameters] on the device."""
+        if self._all_plain:
+            return torch.cat(self._blocks.counted())
         counts = sent([one.param.numel() if one.wholly else 0 for one in self.tracked], self.device)
         places = {id(one): place for place, one in enumerate(self.tracked)}
         known = [*self._plain, *self._others]
@@ -383,6 +386,12 @@ class _OnDevice:
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
+        if self._all_plain:
+            pairs = self._blocks.pairs(counts)
+            return [
+                pair if one.handle is one.param else (one.logical(pair[0]).to(one.dtype), pair[1])
+                for one, pair in zip(self.tracked, pairs)
+            ]
         known = {id(one): count for one, count in zip(self.tracked, counts)}
         listed = self._blocks.listed([known[id(one)] for one in self._plain])
         lists = []
@@ -461,14 +470,15 @@ class _Blocks:
         """int64, how many weights of each parameter have changed, in parts; on the device."""
         return [run.counted() for run in self._runs]
 
-    def listed(self, counts: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Indices and values of each parameter by `id`."""
+    def pairs(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Indices and values of each parameter."""
         rest = iter(counts)
-        return {
-            id(one): pair
-            for run in self._runs
-            for one, pair in zip(run.members, run.listed(list(itertools.islice(rest, len(run.members)))))
-        }
+        for run in self._runs:
+            yield from run.listed(list(itertools.islice(rest, len(run.members))))
+
+    def listed(self, counts: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """The same by `id` of what is tracked."""
+        return dict(zip(map(id, self.tracked), self.pairs(counts)))
 
 
 def _table_of(bits: torch.Tensor) -> torch.Tensor:
