@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from block_rows import FORMATS, SHAPES, check_blocks
 from format_rows import ROWS, backend, check_kept, check_training
+from random_rows import check_elements, check_states
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
@@ -17,4 +19,7 @@ if __name__ == "__main__":
         for format in FORMATS:
             check_blocks(format, [*SHAPES[2:4], (640,)])
             check_blocks(format, [(4, 3, 96)], strided=True)
+        check_elements(torch.bfloat16, few=True)
+        for format in ("float16", *FORMATS):
+            check_states(format, [(4, 3, 96)])
     print("all rows")

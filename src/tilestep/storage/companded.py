@@ -7,7 +7,7 @@ import torch
 from .stochastic import code_at_random
 from .terms import Term, magnitude, maximum, minimum, quotient, where
 
-_ROUND = 1.5 * 2.0**23
+_ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
 _LARGEST = 2.0**123
 """A block with something larger is kept as infinite: a sum of nine of its elements could be."""
 
@@ -52,19 +52,19 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
 
     Source: FlashOptim (arXiv 2602.23349).
     """
+    unit = unit_of(divisor(scale))
+    scaled, one = (number * unit).named("scaled"), (divisor(scale) * unit).named("one")
+    share = quotient(scaled, one + scaled.function("abs"))
+    code = nearest_integer(minimum(share * (2.0 * levels), float(levels))).named("code")
     if random is None:
-        unit = unit_of(divisor(scale))
-        number = (number * unit).named("scaled")
-        share = quotient(number, (divisor(scale) * unit).named("one") + number.function("abs"))
-        return nearest_integer(minimum(share * (2.0 * levels), float(levels))).named("code")
-    share = number / (divisor(scale) + number.function("abs"))
-    code = minimum((share * (2.0 * levels)).function("round"), float(levels)).whole().named("code")
+        return code
 
     def number_of(code: Term) -> Term:
-        return code.number() / (2 * levels - magnitude(code)).number()
+        return quotient(code.number(), 2.0 * levels - code.number().function("abs"))
 
+    code = code - _ROUND_BITS
     is_exact = expanded(code.number(), scale, levels).same(number)
-    return code_at_random(code, is_exact, number / divisor(scale), number_of, random, (-levels, levels))
+    return code_at_random(code, is_exact, quotient(scaled, one), number_of, random, (-levels, levels))
 
 
 def expanded(code: Term, scale: Term, levels: int) -> Term:
@@ -79,29 +79,26 @@ def counted(number: Term, scale: Term, levels: int, random: Term | None = None) 
     three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. Sums have a minimum or a power of two
     between them and products, so that no compiler fuses the two.
     """
+    unit = unit_of(divisor(scale), 67)
+    one = (divisor(scale) * unit).named("one")
+    steps = quotient(levels / 2, one.function("root")).named("steps")
+    # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
+    eight_roots = maximum(number * (unit * 64.0 * unit).named("square"), 2.0**-96).function("root")
+    count = minimum((eight_roots + one).function("root") * steps, 1.5 * levels) - levels / 2
+    code = nearest_integer(maximum(count, where(number > 0.0, 1.0, 0.0))).named("code")
     if random is None:
-        unit = unit_of(divisor(scale), 67)
-        one = (divisor(scale) * unit).named("one")
-        steps = quotient(levels / 2, one.function("root")).named("steps")
-        # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
-        eight_roots = maximum(number * (unit * 64.0 * unit).named("square"), 2.0**-96).function("root")
-        count = minimum((eight_roots + one).function("root") * steps, 1.5 * levels) - levels / 2
-        return nearest_integer(maximum(count, where(number > 0.0, 1.0, 0.0))).named("code")
-    root = number.function("sqrt").named("root")
-    raised = (root * 8.0 + scale.number()).function("sqrt").named("raised")
-    steps = (float(levels) / 2 / divisor(scale).function("sqrt")).named("steps")
-    count = (minimum(raised * steps, 1.5 * levels).whole() - levels // 2).named("count")
-    code = where(root > 0.0, maximum(count, 1), 0).named("code")
+        return code
+    code = code - _ROUND_BITS
     chosen = code_at_random(
         code,
         squared(code.number(), scale, levels).same(number),
-        root / _unit(scale, levels),
+        quotient(eight_roots, (one * (4.0 / (levels * levels))).named("eight_units")),
         lambda code: (code * (code + levels)).number(),
         random,
         (1, levels),
         lambda upper, lower: (upper - lower) * (upper + lower),
     )
-    return where(root > 0.0, chosen, 0)
+    return where(number > 0.0, chosen, 0)
 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:
