@@ -270,6 +270,35 @@ def test_plots_and_their_errors(tmp_path: Any) -> None:
         tilestep.StatsPlot("loss").add(optimizer.stats)
 
 
+def test_a_plan_made_anew_in_backward_keeps_what_was_measured() -> None:
+    """State that moves while backward updates: groups that were updated before are in the table of that step."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(torch.nn.Sequential(*[torch.nn.Linear(40, 40) for _ in range(4)]))
+    options: dict[str, Any] = {"lr": 0.01, "stats": tilestep.Stats(), "track_changes": True}
+    plain, overlapped = (tilestep.AdamW(model.named_parameters(), **options) for model in models)
+    tilestep.overlap(overlapped, models[1], during="backward", bucket_cap_mb=0.005)
+    updated: list[int] = []
+
+    def move(gradient: torch.Tensor) -> None:
+        state = overlapped.state[models[1][0].weight]
+        state["exp_avg"].data = state["exp_avg"].clone()
+        updated.append(len(overlapped.applied_groups))
+
+    for step in range(3):
+        if step == 2:
+            models[1][1].weight.register_hook(move)
+        for model, optimizer in zip(models, (plain, overlapped)):
+            model(torch.ones(5, 40)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert updated and updated[0] > 0
+    assert overlapped.stats.read() == plain.stats.read()
+    lists = [[(name, *map(torch.Tensor.tolist, each)) for name, *each in o.changes()] for o in (plain, overlapped)]
+    assert lists[0] == lists[1]
+
+
 def test_complex_parameters_are_refused_when_the_optimizer_is_made() -> None:
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(tilestep.GradientError, match="is complex: stats and track_changes"):
