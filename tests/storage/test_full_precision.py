@@ -146,6 +146,25 @@ def test_squares_are_told_from_the_formula_or_declared() -> None:
     assert dtypes(declared) == {"mean": signed, "size": signed}
 
 
+def test_second_moments_stop_to_follow_unless_rounded_at_random() -> None:
+    """A step of a thousandth is less than a step of the codes: what docs/storage.md says of int8 with beta2 = 0.999."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.rand(4, 256, generator=generator) + 0.5
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        weights = [torch.nn.Parameter(torch.ones(4, 256)) for _ in range(2)]
+        kept = tilestep.AdamW(weights[:1], state_dtype=lambda _: "int8", rounding=rounding)
+        exact = tilestep.AdamW(weights[1:])
+        for _ in range(600):
+            weights[0].grad = weights[1].grad = size * torch.randn(4, 256, generator=generator)
+            kept.step()
+            exact.step()
+        square = exact.state[weights[1]]["exp_avg_sq"]
+        found[rounding] = float(values(kept.state[weights[0]], "exp_avg_sq", square.shape).sum() / square.sum())
+    assert found["nearest"] < 0.9
+    assert found["stochastic"] == pytest.approx(1, abs=0.01)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_averages_in_blocks_are_evaluated_by_value(format: str) -> None:
     generator = torch.Generator().manual_seed(0)
