@@ -161,7 +161,7 @@ def test_forward_waits_for_its_own_module_alone() -> None:
     torch.cuda.synchronize()
     put, late = optimizer.schedule.pending.put, torch.cuda.Event()
 
-    def put_late(works: Any) -> None:
+    def put_late(works: Any, **options: Any) -> None:
         # The first layer's weight and bias come first.
         group, work = works[2]
 
@@ -169,7 +169,7 @@ def test_forward_waits_for_its_own_module_alone() -> None:
             torch.cuda._sleep(500_000_000)
             work()
 
-        put([*works[:2], (group, held_up), *works[3:]])
+        put([*works[:2], (group, held_up), *works[3:]], **options)
         late.record(optimizer.schedule.lane.stream)
 
     optimizer.schedule.pending.put = put_late  # type: ignore[method-assign]
