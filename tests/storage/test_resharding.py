@@ -40,7 +40,8 @@ SHAPES = {
 }
 FORMATS: list[tuple[Any, Any, torch.dtype]] = [
     ("int8", "int8", torch.bfloat16),
-    ("float8_e4m3", "kahan", torch.bfloat16),
+    ("float8_e4m3", False, torch.bfloat16),  # rounded by chance
+    ("int8", "kahan", torch.bfloat16),
     ("int4", "remainder", torch.bfloat16),
     ({"exp_avg": torch.bfloat16, "exp_avg_sq": "int8"}, True, torch.float32),
 ]
@@ -69,7 +70,9 @@ def gradient(name: str, step: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def make(net: nn.Module, states: Any, masters: Any) -> Any:
-    return tilestep.AdamW(net.named_parameters(), lr=1e-2, state_dtype=states, master_weights=masters)
+    rounding = "stochastic" if states == "float8_e4m3" else "nearest"
+    named = net.named_parameters()
+    return tilestep.AdamW(named, lr=1e-2, state_dtype=states, master_weights=masters, rounding=rounding)
 
 
 def bits(tensor: Any) -> torch.Tensor:
