@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import tilestep
 from tilestep.errors import StateError
 
-FORMATS = ["int8", "float8_e4m3", "int4"]
+FORMATS = ["int8", "float8_e4m3", "int4", "scaled_float16"]
 
 
 def model() -> nn.Module:
