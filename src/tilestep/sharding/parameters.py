@@ -32,7 +32,7 @@ class _Wave:
         self._chosen: list[Bucket] = []
         self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
-        self._theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Sections of other ranks, here and in their memory, if this rank fetches them."""
         self.is_pending = False
         self._channel = channel
@@ -50,20 +50,20 @@ class _Wave:
         self._chosen = [bucket for bucket in self.buckets if bucket in updated]
         plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.dtype for bucket in self._chosen)
         self._as_they_are = self._all_sent() if plain else None
-        self._theirs = [each for bucket in self._chosen for each in bucket.theirs()] if plain else []
+        self.theirs = [each for bucket in self._chosen for each in bucket.theirs()] if plain else []
         return bool(self._chosen)
 
     @property
     def peers(self) -> PeerMemory | None:
         """What it lies in, if it is fetched and not sent; a graph is sent what it holds."""
-        return self._chosen[0].peers if self._theirs and not is_capturing() else None
+        return self._chosen[0].peers if self.theirs and not is_capturing() else None
 
     def launch(self) -> None:
         """Begin, in the stream of communication."""
-        peers = self.peers
+        peers = self.peers if self.theirs else None
         if peers is not None:
             # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a kernel.
-            for own, other in self._theirs:
+            for own, other in self.theirs:
                 own.copy_(other)
             # Nobody writes to a section that another rank has not read.
             peers.meet()
@@ -276,7 +276,7 @@ class ParameterSync:
             self._note_updated(which)
         self.is_pending = True
         with self._channel.after_compute():
-            for peers in dict.fromkeys(wave.peers for wave in self._updated_waves):
+            for peers in dict.fromkeys(wave.peers for wave in self._updated_waves if wave.theirs):
                 if peers is not None:
                     peers.meet()
             for wave in self._updated_waves:
