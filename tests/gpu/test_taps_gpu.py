@@ -226,7 +226,7 @@ def lists_of_all_ranks_wait_once() -> None:
                         found = list(optimizer.changes(gather=True))
                     finally:
                         torch.cuda.set_sync_debug_mode("default")
-                waited = [str(each.message) for each in waits if "synchroniz" in str(each.message)]
+                waited = [str(each.message) for each in waits if "called a synchronizing" in str(each.message)]
                 assert len(waited) == 1, (way, waited)
                 assert len(found) == len(placements.SHAPES)
             else:
