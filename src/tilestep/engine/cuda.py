@@ -268,7 +268,7 @@ class CudaSegment(Segment):
 
     def _registers(self, name: str) -> dict[str, int]:
         """How many registers a thread of a kernel may have."""
-        is_small = self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS
+        is_small = self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS and not self.spec.draws
         is_tiles = name.startswith("tile_pass") and not name.endswith("_strided")
         return {"maxnreg": _REGISTERS} if is_small and is_tiles and self.spec.compute is torch.float32 else {}
 
