@@ -75,10 +75,10 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     if device_type == "cpu":
         return TileShape(16_384)
     if spec is not None and spec.has_blocks:
-        return TileShape(1024, 4, 4)
+        return TileShape(512, 2, 8)
     if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
         # More elements a thread: their hashes run beside each other, where few programs fit for registers.
-        return TileShape(512, 2, 2)
+        return TileShape(512, 2, 6)
     return TileShape(512, 4, 3)
 
 
