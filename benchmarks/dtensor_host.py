@@ -22,9 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 import tilestep
 from tilestep import native
-from tilestep.bench.environment import environment
 from tilestep.bench.measure import Contender, measure
-from tilestep.bench.results import Group, Result, Row
+from tilestep.bench.results import Group, Result, Row, environment
 
 RESULTS = Path(__file__).parent / "results"
 CLIP = 1.0

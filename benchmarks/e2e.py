@@ -17,12 +17,9 @@ from models import Architecture, available, make_loss
 from torch import Tensor, nn
 
 import tilestep
-from tilestep.bench.environment import environment
 from tilestep.bench.measure import Contender, Timing, measure, synchronize
-from tilestep.bench.peers import LEARNING_RATE, OURS, Peer, step_of
-from tilestep.bench.results import Group, Result, Row
-from tilestep.bench.sections import MAX_GRAD_NORM, Settings, free
-from tilestep.bench.workloads import adamw_bytes
+from tilestep.bench.results import Group, Result, Row, environment
+from tilestep.bench.sections import LEARNING_RATE, MAX_GRAD_NORM, OURS, Peer, Settings, adamw_bytes, free, step_of
 
 __all__ = ["BASELINE", "ITERATION", "MODES", "STEP", "geometric_mean", "run_e2e"]
 

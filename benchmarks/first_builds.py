@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 import tilestep
+from tilestep.backends.triton.launch import Launch, build_together
 from tilestep.bench.sections import MAX_GRAD_NORM
 from tilestep.cache import forget_directory
-from tilestep.codegen.launch_triton import Launch, build_together
 from tilestep.compat import absent_gpu
-from tilestep.engine import StepInputs
 from tilestep.norm.triton_backend import TritonNorm
+from tilestep.runtime import StepInputs
 from tilestep.tuning import default_shape, forced_shape
 
 __all__ = ["Builds", "KernelBuild", "builds_of", "first_launches"]
@@ -86,18 +86,18 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
         shapes: of the parameters.
         dtype: of all of them.
     """
-    from tilestep.engine import backends
-    from tilestep.engine.control import fresh_control
-    from tilestep.engine.cuda import CudaSegment, decision_launch
+    from tilestep.backends import registry
+    from tilestep.backends.triton.run import CudaSegment, decision_launch
+    from tilestep.runtime.control import fresh_control
 
     parameters = [torch.ones(tuple(shape), dtype=dtype, requires_grad=True) for shape in shapes]
-    chosen, backends.segment_class = backends.segment_class, lambda device: CudaSegment
+    chosen, registry.segment_class = registry.segment_class, lambda device: CudaSegment
     try:
         with forced_shape(default_shape(None, "cuda")):  # type: ignore[arg-type]
             optimizer = tilestep.Optimizer(parameters, rule, max_grad_norm=MAX_GRAD_NORM)
             (engine,) = optimizer.fitting_tables(ahead=True).engines
     finally:
-        backends.segment_class = chosen
+        registry.segment_class = chosen
     norm = TritonNorm(torch.device("cpu"), [each.numel() for each in parameters], [dtype] * len(parameters))
     decision = StepInputs(partials=norm.tiles_put())
     launches = [norm.tiles_launch(engine.grads), decision_launch(fresh_control(torch.device("cpu")), decision, {})]

@@ -14,12 +14,10 @@ import torch
 from fresh_process import in_fresh_process
 
 import tilestep
-from tilestep.bench.environment import environment
+from tilestep.backends.triton.launch import build_threads
 from tilestep.bench.measure import Spread, spread, synchronize
-from tilestep.bench.peers import OURS, peers, step_of
-from tilestep.bench.results import Group, Result, Row
-from tilestep.bench.sections import MAX_GRAD_NORM, Settings
-from tilestep.codegen.launch_triton import build_threads
+from tilestep.bench.results import Group, Result, Row, environment
+from tilestep.bench.sections import MAX_GRAD_NORM, OURS, Settings, peers, step_of
 
 __all__ = ["first_step", "run_compile"]
 

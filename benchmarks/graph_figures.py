@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tilestep
 from tilestep import native
-from tilestep.bench.environment import environment
+from tilestep.bench.results import environment
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS, ELEMENTS = 2000, 65_536

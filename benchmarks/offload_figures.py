@@ -29,17 +29,14 @@ import typer
 from shard_contenders import TINY, Shape, make_model
 
 import tilestep
-from tilestep.bench.environment import environment
 from tilestep.bench.measure import Contender, Timing, measure, spread, synchronize
-from tilestep.bench.results import Group, Result, Row
-from tilestep.bench.sections import free
-from tilestep.bench.workloads import gpu_workloads, make_parameters
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.memory import HostMemory, available
-from tilestep.offloading.offloaded import OffloadedOptimizer
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.plan import plan_for
-from tilestep.offloading.streaming import StreamedState
+from tilestep.bench.results import Group, Result, Row, environment
+from tilestep.bench.sections import free, gpu_workloads, make_parameters
+from tilestep.memory.copies import HostMemory, available
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.offloaded import OffloadedOptimizer, plan_for
+from tilestep.memory.streaming import StreamedState
 from tilestep.side_stream import SideStream
 
 BACK_TO_BACK = 3

@@ -33,9 +33,8 @@ from overlap_trainings import CONTENDERS, SCHEDULES, WRAPS, Training, agreed, tr
 from shard_contenders import TINY, Shape
 from torch import nn
 
-from tilestep.bench.environment import environment
 from tilestep.bench.measure import spread
-from tilestep.bench.results import Group, Result, Row
+from tilestep.bench.results import Group, Result, Row, environment
 from tilestep.bench.sections import free
 
 RESULTS = Path(__file__).parent / "results"

@@ -30,8 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import tilestep
-from tilestep.bench.environment import environment
-from tilestep.bench.results import Group, Result, Row
+from tilestep.bench.results import Group, Result, Row, environment
 from tilestep.compat import TensorDispatch, fake_tensors
 
 RESULTS = Path(__file__).parent / "results"

@@ -15,8 +15,8 @@ import torch
 import typer
 
 import tilestep
-from tilestep.codegen.traffic import tile_traffic
-from tilestep.engine import cuda_slices
+from tilestep.backends.spec import tile_traffic
+from tilestep.backends.triton import slices
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LAYER = [*[(2048, 2048)] * 4, *[(5504, 2048)] * 2, (2048, 5504)]
@@ -94,17 +94,17 @@ def main(
 ) -> None:
     """Time a step's launches for every combination of what is given."""
     choices = {
-        "_STAGES": numbers(stages, cuda_slices._STAGES),
-        "_HELD_BYTES": numbers(held, cuda_slices._HELD_BYTES),
-        "_REGISTERS": numbers(registers, cuda_slices._REGISTERS),
-        "_MOST_ELEMENTS": numbers(tile, cuda_slices._MOST_ELEMENTS),
-        "_FEW_BYTES": numbers(unstaged, cuda_slices._FEW_BYTES),
+        "_STAGES": numbers(stages, slices._STAGES),
+        "_HELD_BYTES": numbers(held, slices._HELD_BYTES),
+        "_REGISTERS": numbers(registers, slices._REGISTERS),
+        "_MOST_ELEMENTS": numbers(tile, slices._MOST_ELEMENTS),
+        "_FEW_BYTES": numbers(unstaged, slices._FEW_BYTES),
     }
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy moves {copy / 1e9:.2f} TB/s")
     for chosen in itertools.product(*choices.values()):
         for name, value in zip(choices, chosen):
-            setattr(cuda_slices, name, value)
+            setattr(slices, name, value)
         print("  " + ", ".join(f"{name.strip('_').lower()} {value}" for name, value in zip(choices, chosen)))
         report(optimizer_of(layers, DTYPES[dtype]), copy)
 

@@ -12,14 +12,20 @@ from torch import Tensor
 from traffic import step_bytes
 
 import tilestep
-from tilestep.bench import bandwidth
-from tilestep.bench.environment import environment
+from tilestep.bench import measure
 from tilestep.bench.measure import Contender
-from tilestep.bench.peers import OURS
-from tilestep.bench.results import Group, Result, Row
-from tilestep.bench.sections import Settings, free, measured_group
+from tilestep.bench.results import Group, Result, Row, environment
+from tilestep.bench.sections import (
+    OURS,
+    Settings,
+    Workload,
+    cpu_workloads,
+    free,
+    gpu_workloads,
+    make_parameters,
+    measured_group,
+)
 from tilestep.bench.tune import has_matrix_work
-from tilestep.bench.workloads import Workload, cpu_workloads, gpu_workloads, make_parameters
 from tilestep.errors import MatrixError
 
 __all__ = ["run_rules"]
@@ -87,7 +93,7 @@ def _all_alone(names: Sequence[str], workload: Workload, settings: Settings) -> 
         settings.say(f"rules: {name}, {workload.title}")
         chosen = _matrices(parameters) if name == MUON else parameters
         contender = _ours(name, chosen, name)
-        copy = bandwidth.copy(settings.device, settings.buffer_bytes)
+        copy = measure.copy(settings.device, settings.buffer_bytes)
         group = measured_group("", [contender], [copy], settings, settings.device, ROUNDS)
         rows.append(group.rows[0])
         limits.append(group.limit or 0.0)
@@ -95,7 +101,7 @@ def _all_alone(names: Sequence[str], workload: Workload, settings: Settings) -> 
         free(settings.device)
     rows.sort(key=lambda row: row.of_limit or 0.0, reverse=True)
     title = f"every rule's step, {workload.title}"
-    return Group(title, rows, sorted(limits)[len(limits) // 2] if limits else None, bandwidth.COPY)
+    return Group(title, rows, sorted(limits)[len(limits) // 2] if limits else None, measure.COPY)
 
 
 def _beside_torch(name: str, workload: Workload, settings: Settings) -> Group:
@@ -103,8 +109,8 @@ def _beside_torch(name: str, workload: Workload, settings: Settings) -> Group:
     device = settings.device
     contenders = [_ours(name, make_parameters(workload, device), OURS)]
     contenders += [_step(title, build, make_parameters(workload, device)) for title, build in _torch_variants(name)]
-    loop = bandwidth.plain_loop(workload.elements, workload.dtype)
-    limits = [loop] if loop is not None else [bandwidth.copy(device, settings.buffer_bytes)]
+    loop = measure.plain_loop(workload.elements, workload.dtype)
+    limits = [loop] if loop is not None else [measure.copy(device, settings.buffer_bytes)]
     group = measured_group(f"{name}, {workload.title}", contenders, limits, settings, device, ROUNDS)
     group.tags = {"rule": name, "work": workload.title}
     _compare(group)
@@ -143,7 +149,7 @@ def _muon(workload: Workload, settings: Settings) -> Group:
 
         return Contender("torch Muon, fused AdamW", call)
 
-    copy = bandwidth.copy(device, settings.buffer_bytes)
+    copy = measure.copy(device, settings.buffer_bytes)
     inner, rest = _inner_and_rest([torch.empty(shape, device="meta") for shape in workload.shapes])
     title = f"Muon for {len(inner)} matrices and AdamW for {len(rest)} other tensors, {workload.title}"
     group = measured_group(title, [ours(), torch_s()], [copy], settings, device, ROUNDS)

@@ -31,7 +31,7 @@ from shard_bench import Bench
 from shard_parts import ON_REQUEST, PARTS, REPLAYED
 
 from tilestep import native
-from tilestep.bench.environment import environment
+from tilestep.bench.results import environment
 from tilestep.planning import Constants, Job, default_constants, footprint, plan
 from tilestep.rules import registry
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 import tilestep
-from tilestep.bench import bandwidth
+from tilestep.bench import measure as bandwidth
 from tilestep.bench.measure import Contender, measure
-from tilestep.bench.peers import OURS
 from tilestep.bench.results import Group, Row
-from tilestep.bench.sections import Settings, free, measured_group
-from tilestep.bench.workloads import make_parameters, small_llama
+from tilestep.bench.sections import OURS, Settings, free, make_parameters, measured_group, small_llama
 
 __all__ = ["LOOP", "SoapLoop", "soap_groups"]
 

@@ -9,8 +9,8 @@ from e2e import BASELINE, ITERATION
 from rich.console import Console
 from rich.table import Table
 
-from tilestep.bench.peers import OURS
 from tilestep.bench.results import Group, Result
+from tilestep.bench.sections import OURS
 
 __all__ = ["plot_speedups", "print_iterations", "print_rules", "print_speedups"]
 

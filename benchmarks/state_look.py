@@ -19,7 +19,7 @@ import typer
 
 import tilestep
 from tilestep import native
-from tilestep.bench.environment import environment
+from tilestep.bench.results import environment
 
 COUNTS = (219, 2000)
 STEPS = 300

@@ -1,6 +1,6 @@
 """Symmetric products beside torch's full ones: `python benchmarks/symmetric_products.py`, on a GPU.
 
-What `tilestep.matrices.symmetric.BLOCKS` and `tilestep.matrices.gram.takes` are chosen by.
+What `tilestep.linalg.symmetric.BLOCKS` and `tilestep.linalg.orthogonal.takes` are chosen by.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from tilestep.matrices import COEFFICIENTS, gram, orthogonal
-from tilestep.matrices.symmetric import Blocks, symmetric_product
+from tilestep.linalg import COEFFICIENTS, orthogonal
+from tilestep.linalg import orthogonal as gram
+from tilestep.linalg.symmetric import Blocks, symmetric_product
 
 __all__ = ["main"]
 

@@ -25,8 +25,8 @@ import torch
 import typer
 
 import tilestep
-from tilestep.bench.environment import environment
-from tilestep.bench.workloads import Workload, gpu_workloads
+from tilestep.bench.results import environment
+from tilestep.bench.sections import Workload, gpu_workloads
 
 STEPS = 10
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tilestep
-from tilestep.codegen.spec import KernelSpec
-from tilestep.engine import Entry
+from tilestep.backends.spec import KernelSpec
+from tilestep.runtime import Entry
 from tilestep.storage import read_arrays
 
 __all__ = ["step_bytes"]

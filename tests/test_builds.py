@@ -19,33 +19,32 @@ from filelock import FileLock
 
 import tilestep
 from tilestep import cache
-from tilestep.codegen import compile_cpp
-from tilestep.codegen.compile_cpp import compile_source, load_library
-from tilestep.engine import cpu
+from tilestep.backends.cpp import compile, run
+from tilestep.backends.cpp.compile import compile_source, load_library
 from tilestep.errors import BuildError
 from tilestep.native import build as native_build
 from tilestep.norm import cpu_backend
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
-MODULES = Path(compile_cpp.__file__).parents[2]
+MODULES = Path(compile.__file__).parents[2]
 
 
 def forget() -> None:
     cache.forget_directory()
-    compile_cpp.compiler.cache_clear()
-    compile_cpp.compiler_version.cache_clear()
-    compile_cpp._failures.clear()
-    compile_cpp._told.clear()
+    compile.compiler.cache_clear()
+    compile.compiler_version.cache_clear()
+    compile._failures.clear()
+    compile._told.clear()
     cpu_backend._library.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    if compile_cpp.compiler() is None:
+    if compile.compiler() is None:
         pytest.skip("no C++ compiler")
     chosen = tmp_path / "kernels"
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(chosen))
-    monkeypatch.setattr(cpu, "_libraries", {})
+    monkeypatch.setattr(run, "_libraries", {})
     native_build._file_name()  # is asked of the real compiler
     forget()
     yield chosen
@@ -103,10 +102,10 @@ SIGNALS = {"is terminated": signal.SIGTERM, "is killed": signal.SIGKILL, "is int
 PROGRAM = """
 import importlib, pathlib, signal, sys, threading, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for name, folder in (("tilestep", "tilestep"), ("tilestep.codegen", "tilestep/codegen")):
+for name, folder in (("tilestep", "tilestep"), ("tilestep.backends", "tilestep/backends")):
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = [{modules!r} + "/" + folder]
-build = importlib.import_module("tilestep.codegen.compile_cpp")
+build = importlib.import_module("tilestep.backends.cpp.compile")
 def load():
     build.load_library("answer", "")
 def wait():
@@ -163,7 +162,7 @@ def test_a_compiler_that_does_not_say_its_version_is_not_waited_for(
     path.write_text("#!/bin/sh\nsleep 321\n")
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
-    monkeypatch.setattr(compile_cpp, "VERSION_SECONDS", 0.5)
+    monkeypatch.setattr(compile, "VERSION_SECONDS", 0.5)
     forget()
     begin = time.monotonic()
     for _ in range(3):
@@ -185,7 +184,7 @@ def test_without_a_kernel_a_rule_runs_eagerly_and_is_tried_again_later(
     work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = adamw()
-    cpu._libraries.clear()
+    run._libraries.clear()
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path / "others"))
     monkeypatch.setenv("TILESTEP_BUILD_TIMEOUT", "1")
     path = compiler_that(f'echo run >> "$0.runs"\n{work}', tmp_path / "broken", monkeypatch)
@@ -196,18 +195,18 @@ def test_without_a_kernel_a_rule_runs_eagerly_and_is_tried_again_later(
             assert adamw() == pytest.approx(expected)
     assert len(caught) == 1 and str(path) in str(caught[0].message) and "eager" in str(caught[0].message)
     assert len(runs.read_text().split()) == 1, "what has failed is not tried at each optimizer"
-    monkeypatch.setattr(compile_cpp, "_failures", {})  # later
+    monkeypatch.setattr(compile, "_failures", {})  # later
     monkeypatch.delenv("TILESTEP_BUILD_TIMEOUT")
     path.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "compiler 1" && exit\nexec g++ "$@"\n')
-    assert adamw() == expected and len(cpu._libraries) == 1
+    assert adamw() == expected and len(run._libraries) == 1
 
 
 def test_a_build_that_has_failed_is_tried_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = compiler_that('echo run >> "$0.runs"\nexit 1', tmp_path / "broken", monkeypatch)
     for seconds, runs in ((300.0, 1), (0.0, 1), (300.0, 2)):
-        monkeypatch.setattr(compile_cpp, "RETRY_SECONDS", seconds)
+        monkeypatch.setattr(compile, "RETRY_SECONDS", seconds)
         if seconds == 0.0:
-            compile_cpp._failures.update({key: (0.0, text) for key, (_, text) in compile_cpp._failures.items()})
+            compile._failures.update({key: (0.0, text) for key, (_, text) in compile._failures.items()})
             continue
         with pytest.raises(BuildError, match="status 1"):
             load_library("answer", ANSWER)
@@ -222,7 +221,7 @@ def test_another_process_that_holds_the_lock_is_not_waited_for_without_limit(
     library.unlink()
     monkeypatch.setenv("TILESTEP_BUILD_TIMEOUT", "1")
     monkeypatch.setattr(cache, "_WORD", 0.2)
-    compiler = compile_cpp.compiler()
+    compiler = compile.compiler()
     assert compiler is not None
     with FileLock(f"{library}.lock"):
         begin = time.monotonic()
@@ -231,7 +230,7 @@ def test_another_process_that_holds_the_lock_is_not_waited_for_without_limit(
         assert 0.9 < time.monotonic() - begin < 20
     [warning] = caught
     assert f"{library}.lock" in str(warning.message) and compiler[0] in str(warning.message)
-    compile_cpp._failures.clear()
+    compile._failures.clear()
     assert load_library("answer", ANSWER).answer() == 42
 
 
@@ -278,13 +277,13 @@ def test_a_fork_during_a_build_neither_waits_for_it_nor_ends_it(tmp_path: Path, 
 
     thread = threading.Thread(target=build)
     thread.start()
-    assert eventually(lambda: compile_cpp._running)
+    assert eventually(lambda: compile._running)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         native = native_build._builder is None and not native_build._lock.locked()
-        os._exit(0 if native and not compile_cpp._running else 1)
+        os._exit(0 if native and not compile._running else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     thread.join(60)
     assert not errors and (folder / "made").read_text() == "made\n"

@@ -17,9 +17,9 @@ import torch
 
 import tilestep
 from tilestep import cache
+from tilestep.backends.cpp import compile
+from tilestep.backends.cpp.compile import load_library
 from tilestep.cache import cache_directory, cached_file, content_key, find_cached
-from tilestep.codegen import compile_cpp
-from tilestep.codegen.compile_cpp import load_library
 from tilestep.errors import BuildError
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
@@ -27,8 +27,8 @@ ANSWER = 'extern "C" int answer() { return 42; }\n'
 
 def forget() -> None:
     cache.forget_directory()
-    compile_cpp.compiler.cache_clear()
-    compile_cpp.compiler_version.cache_clear()
+    compile.compiler.cache_clear()
+    compile.compiler_version.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_a_library_is_built_for_each_source_flags_and_compiler(tmp_path: Path, m
     forget()
     assert load_library("answer", ANSWER).answer() == 42
     assert runs(second) == 1
-    monkeypatch.setattr(compile_cpp, "_cpu_features", lambda: "another processor")
+    monkeypatch.setattr(compile, "_cpu_features", lambda: "another processor")
     load_library("answer", ANSWER)
     assert runs(second) == 2
 
@@ -196,7 +196,7 @@ def test_without_a_compiler_a_cached_library_is_used(tmp_path: Path, monkeypatch
     load_library("answer", ANSWER)
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
     forget()
-    assert compile_cpp.compiler() is None
+    assert compile.compiler() is None
     assert load_library("answer", ANSWER).answer() == 42
     with pytest.raises(BuildError, match="nowhere is not there"):
         load_library("answer", ANSWER.replace("42", "44"))

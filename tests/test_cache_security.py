@@ -18,9 +18,10 @@ import torch
 
 import tilestep
 from tilestep import cache, tuning
+from tilestep.backends.cpp import compile
+from tilestep.backends.cpp.compile import load_library
+from tilestep.backends.triton import launch
 from tilestep.cache import cached, find_cached, open_cached, private_folder, publish
-from tilestep.codegen import compile_cpp, compile_triton
-from tilestep.codegen.compile_cpp import load_library
 from tilestep.errors import BuildError
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
@@ -33,13 +34,13 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give fil
 def forget() -> None:
     cache.forget_directory()
     tuning.forget_tables()
-    compile_cpp.compiler.cache_clear()
-    compile_cpp.compiler_version.cache_clear()
+    compile.compiler.cache_clear()
+    compile.compiler_version.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    if compile_cpp.compiler() is None:
+    if compile.compiler() is None:
         pytest.skip("no C++ compiler")
     chosen = tmp_path / "kernels"
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(chosen))
@@ -74,7 +75,7 @@ def answer() -> int:
 def build_only(monkeypatch: pytest.MonkeyPatch, source: str = ANSWER, title: str = "answer") -> None:
     """Fill the cache and load nothing: the loader keeps libraries that it has seen."""
     with monkeypatch.context() as patch:
-        patch.setattr(compile_cpp, "_open", lambda file: None)
+        patch.setattr(compile, "_open", lambda file: None)
         load_library(title, source)
 
 
@@ -244,15 +245,15 @@ def test_a_table_of_another_user_is_passed_over(directory: Path) -> None:
 
 
 def test_triton_s_source_runs_as_it_was_made_whatever_the_file_says(directory: Path) -> None:
-    if not compile_triton.available():
+    if not launch.available():
         pytest.skip("no Triton")
     source = "import triton\n\nVALUE = 42\n"
-    module = compile_triton.load_module("words", source)
+    module = launch.load_module("words", source)
     path = Path(str(module.__file__))
     assert path.read_text() == source and path.parent == directory
     path.write_text("raise RuntimeError('planted')\n")
     del sys.modules[module.__name__]
-    again = compile_triton.load_module("words", source)
+    again = launch.load_module("words", source)
     assert again.VALUE == 42 and path.read_text() == source, "and the file has healed"
     assert publish("kept.py", "text").read_text() == "text"
 

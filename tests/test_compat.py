@@ -17,7 +17,7 @@ import torch
 
 import tilestep
 from tilestep import compat
-from tilestep.codegen.triton_key import keep_triton_key
+from tilestep.backends.triton.launch import keep_triton_key
 from tilestep.compat import addresses_equal, decomposition, fake_tensors, tensor_guards
 from tilestep.graph import Graph, Value, trace
 from tilestep.rules import registry
@@ -212,7 +212,7 @@ def test_without_decompositions_other_operations_are_refused_by_name(monkeypatch
     with monkeypatch.context() as patch:
         without(patch, "torch._decomp")
         assert decomposition(torch.ops.aten.softplus.default) is None
-    monkeypatch.setattr("tilestep.graph.recorder.decomposition", lambda overload: None)
+    monkeypatch.setattr("tilestep.graph.tracer.decomposition", lambda overload: None)
     with pytest.raises(tilestep.RuleError, match="softplus"):
         trace(smooth, smooth.hyperparameters)
     rule = registry["AdamW"]

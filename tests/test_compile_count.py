@@ -10,19 +10,19 @@ import torch
 
 import tilestep
 from tilestep import cache
-from tilestep.codegen import compile_cpp
-from tilestep.engine import cpu, recipes
+from tilestep.backends.cpp import compile, run
+from tilestep.runtime import kernel_cache
 
 
 @pytest.fixture(autouse=True)
 def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty cache, and a process that has built nothing yet."""
-    if compile_cpp.compiler() is None:
+    if compile.compiler() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cpu, "_libraries", {})
-    monkeypatch.setattr(recipes, "_graphs", {})
-    monkeypatch.setattr(recipes, "_specs", {})
+    monkeypatch.setattr(run, "_libraries", {})
+    monkeypatch.setattr(kernel_cache, "_graphs", {})
+    monkeypatch.setattr(kernel_cache, "_specs", {})
     cache.forget_directory()
     yield
     cache.forget_directory()
@@ -100,8 +100,8 @@ def test_another_rule_or_flag_is_another_build() -> None:
 def test_a_full_cache_is_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
     stepped(tilestep.Lion(parameters((3,))))
     before = tilestep.compile_count()
-    monkeypatch.setattr(cpu, "_libraries", {})
-    monkeypatch.setattr(recipes, "_specs", {})
+    monkeypatch.setattr(run, "_libraries", {})
+    monkeypatch.setattr(kernel_cache, "_specs", {})
     stepped(tilestep.Lion(parameters((3,))))
     assert tilestep.compile_count() == before
 

@@ -145,8 +145,8 @@ import torch
 import tilestep
 from format_rows import ROWS, backend, check_kept, check_training
 from tilestep.checking import check_rule
-from tilestep.engine import backends
-from tilestep.engine.eager import EagerSegment
+from tilestep.backends import registry as backends
+from tilestep.backends.eager import EagerSegment
 
 assert "{folder}" in tilestep.__file__
 failed = [verdict for verdict in check_rule(tilestep.registry["Signum"], interpret=False) if verdict.passed is False]
@@ -165,11 +165,11 @@ assert weight.tolist() == [0.75, 1.25, 1.0]
 segment = backends.segment_class(torch.device("cpu"))
 assert segment.__name__ == "XpuSegment" and issubclass(segment, EagerSegment)
 
-from tilestep.offloading.mapped import MappedState
-from tilestep.offloading.optimizer import move_state
-from tilestep.optimizer.lazily import lazily
-from tilestep.optimizer.schedules import AT_STEP
-from tilestep.placements.together import Together
+from tilestep.memory.mapped import MappedState
+from tilestep.memory.offload import move_state
+from tilestep.schedules.lazily import lazily
+from tilestep.schedules.schedule import AT_STEP
+from tilestep.placement.together import Together
 
 
 def stepped(change, **hyperparameters):

@@ -132,7 +132,7 @@ def test_a_step_reads_no_table_and_measures_nothing(monkeypatch: pytest.MonkeyPa
     def forbidden(*_: object) -> None:
         raise AssertionError("looked up inside a step")
 
-    monkeypatch.setattr("tilestep.engine.cpu.tile_shape", forbidden)
+    monkeypatch.setattr("tilestep.backends.cpp.run.tile_shape", forbidden)
     for _ in range(3):
         chosen.step()
 

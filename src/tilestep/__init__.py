@@ -14,8 +14,6 @@ from . import schedule
 from ._version import __version__ as __version__
 from .amp import GradScaler
 from .counters import compile_count
-from .cuda_graphs import CapturedStep, capture
-from .engine.limits import Sigma, ZClip
 from .errors import (
     BuildError,
     CaptureError,
@@ -28,11 +26,11 @@ from .errors import (
     StateError,
     TilestepError,
 )
-from .matrices import limit_workspace, orthogonalize
+from .linalg import limit_workspace, orthogonalize
+from .memory.offload import offload
+from .memory.offloaded import OffloadedOptimizer
 from .norm import clip_grad_norm_, total_norm
-from .offloading import OffloadedOptimizer, offload
 from .optimizer import Optimizer, TimesMean, full_precision, joint_norm, muon_groups, named_optimizers, param_groups
-from .overlapping import OverlappedOptimizer, overlap
 from .rules import Interval, Rule, State, at_least, between, registry, rule, where
 from .rules.adaptive_clip import AdaGC, adaptive_clip
 from .rules.compose import (
@@ -46,7 +44,10 @@ from .rules.compose import (
     scaled_states,
 )
 from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
-from .sharding import LoadPlanner, ShardedOptimizer, load_checkpoint, save_checkpoint, shard
+from .runtime.limits import Sigma, ZClip
+from .schedules.capture import CapturedStep, capture
+from .schedules.overlap import OverlappedOptimizer, overlap
+from .schedules.zero import LoadPlanner, ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .taps import Stats, StatsPlot, StepStats
 from .tracing import Profile, profile
 

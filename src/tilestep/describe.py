@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from .codegen.spec import KernelSpec, Taps
-from .codegen.taps import tap_columns, taps_fit
-from .codegen.traffic import Traffic, tile_traffic
-from .engine import graph_for, kernel_spec
+from .backends.spec import KernelSpec, Taps, Traffic, tile_traffic
+from .backends.taps import tap_columns, taps_fit
 from .graph import Guard, TilePass, Value
-from .graph.views import slice_word
-from .optimizer.hyperparameters import check_flags, check_group
+from .graph.partition import slice_word
+from .optimizer.groups import check_flags, check_group
 from .optimizer.masters import MasterWeights, check_master, master_kind
 from .optimizer.states import compute_dtype, storages
 from .rules import Rule
+from .runtime import graph_for, kernel_spec
 from .storage import dtype_name
 
 BACKENDS = {"triton": "cuda", "cpp": "cpu"}
@@ -103,10 +102,10 @@ def generated_code(spec: KernelSpec, backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"no backend is called {backend!r}; there are {' and '.join(BACKENDS)}")
     if backend == "triton":
-        from .codegen import triton
+        from .backends.triton import source as triton
 
         return triton.source(spec)
-    from .codegen import cpp
+    from .backends.cpp import source as cpp
 
     return cpp.source(spec)
 

@@ -56,9 +56,6 @@ class CompiledRegion:
     traced again and says that it takes parameters without a region (`Waits.compiled`).
 
     It hangs on the module alone, by the call that it puts around the compiled one: the module can be let go.
-
-    Args:
-        module: the module, in place or as `torch.compile` wraps it.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .errors import GradientError
-from .placements.local import local_part
+from .placement.local import local_part
 
 REAL_INSTEAD = (
     "make the module's parameter the pairs of reals, torch.view_as_real of it, and have its forward call "

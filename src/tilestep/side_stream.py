@@ -19,12 +19,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Mark(NamedTuple):
-    """A point that knows which others it comes after.
-
-    Args:
-        event: of the stream there.
-        place: larger than those of all marks before.
-    """
+    """A point that knows which others it comes after."""
 
     event: torch.cuda.Event
     place: int
@@ -36,13 +31,7 @@ class Mark(NamedTuple):
 
 
 class SideStream:
-    """A line of work of one device, in the order in which it is asked for.
-
-    Args:
-        device: where the tensors are.
-        own: whether it is a stream of its own; else it is whichever stream is current.
-        priority: of the stream; -1 for work that goes before the next blocks of a large kernel.
-    """
+    """A line of work of one device, in the order in which it is asked for."""
 
     in_order = False
     """Whether what is asked for runs in that order by itself, without the host waiting."""
@@ -110,11 +99,7 @@ class SideStream:
             self._entered_from = before
 
     def after_compute(self, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
-        """A block of work that begins when the current stream and the writers that are noted have done what they have.
-
-        Args:
-            tensors: what it works on and nobody keeps; their memory is kept until it has run.
-        """
+        """A block of work that begins when the current stream and the noted writers have done what they have."""
         if self.stream is None:
             return _NOTHING
         number = current_stream_number(self._index)
@@ -185,11 +170,7 @@ class SideStream:
         return (self.stream or torch.cuda.current_stream(self._device)).record_event() if self._is_gpu else None
 
     def next_mark(self, before: Mark | None = None) -> Mark | None:
-        """A mark after all work so far, for `wait_for`; None on a CPU.
-
-        Args:
-            before: an earlier one that is not needed any more, of which the new one takes the event.
-        """
+        """A mark after all work so far, for `wait_for`; None on a CPU."""
         if self.stream is None:
             return None
         self._marks += 1

@@ -23,7 +23,7 @@ from .cache import open_cached, update_cached
 from .devices import has_streams, is_host
 
 if TYPE_CHECKING:
-    from .codegen.spec import KernelSpec
+    from .backends.spec import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _forced: ContextVar[TileShape | None] = ContextVar("forced_shape", default=None)
 
 def signature(spec: KernelSpec) -> str:
     """What decides which tile shape is fastest: the bytes moved, the arrays' dtypes, and whether tiles are summed."""
-    from .codegen.traffic import total_traffic
+    from .backends.spec import total_traffic
     from .storage import dtype_name
 
     read, written = total_traffic(spec)

@@ -9,12 +9,12 @@ import warnings
 import torch
 from amp_runs import INF, NAN
 
-from tilestep.control_numbers import LARGEST_SUM
-from tilestep.engine.backends import apply_limit
-from tilestep.engine.control import CLIP, CONTROL_SIZE, NORM, SKIP, SKIPPED, StepInputs, decide_on_host
-from tilestep.engine.cuda import decide_on_device, limit_on_device
-from tilestep.engine.limits import Sigma, ZClip
+from tilestep.backends.registry import apply_limit
+from tilestep.backends.triton.run import decide_on_device, limit_on_device
+from tilestep.control_numbers import CLIP, CONTROL_SIZE, LARGEST_SUM, NORM, SKIP, SKIPPED
 from tilestep.errors import GradientError
+from tilestep.runtime.control import StepInputs, decide_on_host
+from tilestep.runtime.limits import Sigma, ZClip
 
 REMEMBERED = [(0.0, 0.0), (2.0, 3.0), (2.0, 4.0), (0.0, 9.0)]
 LIMITS = [{}, {"skip_above": 3.0}, {"mean_factor": 1.5, "mean_decay": 0.5, "mean_warmup": 4.0}]

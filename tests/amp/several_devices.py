@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilestep.optimizer.build
-from tilestep.optimizer.parts import build_engines
+from tilestep.optimizer.build import build_engines
 
 __all__ = ["spread_over_devices"]
 

@@ -13,7 +13,7 @@ from amp_runs import OVERFLOWS, parameters, scaled_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
-from tilestep.engine import Decider, DeviceEngine
+from tilestep.runtime import Decider, DeviceEngine
 
 RULES = ["AdamW", "SGD", "Lion", "LAMB", "Prodigy", "LARS"]
 

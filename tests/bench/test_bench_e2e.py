@@ -18,9 +18,8 @@ from speedups import plot_speedups as plot
 from torch import Tensor, nn
 
 from tilestep import cli
-from tilestep.bench.peers import OURS, Peer
 from tilestep.bench.results import Result
-from tilestep.bench.sections import Settings
+from tilestep.bench.sections import OURS, Peer, Settings
 
 CPU = torch.device("cpu")
 CONTENDERS = {BASELINE, "torch fused", OURS}

@@ -13,9 +13,8 @@ from speedups import plot_speedups as plot
 from traffic import step_bytes
 
 import tilestep
-from tilestep.bench.peers import OURS
 from tilestep.bench.results import Result
-from tilestep.bench.sections import Settings
+from tilestep.bench.sections import OURS, Settings
 from tilestep.bench.tune import has_matrix_work
 
 CPU = torch.device("cpu")

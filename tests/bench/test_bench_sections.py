@@ -10,11 +10,10 @@ import torch
 from first_step import run_compile
 
 from tilestep import cli
-from tilestep.bench import bandwidth, peers
+from tilestep.bench import measure, sections
 from tilestep.bench.report import plot
 from tilestep.bench.results import Group, Result, Row
-from tilestep.bench.sections import Settings, run_cpu, run_norm, run_step
-from tilestep.bench.workloads import adamw_bytes, gpu_workloads, make_parameters
+from tilestep.bench.sections import Settings, adamw_bytes, gpu_workloads, make_parameters, run_cpu, run_norm, run_step
 
 CPU = torch.device("cpu")
 
@@ -31,7 +30,7 @@ def failures(result: Result) -> list[str]:
 
 
 def expected_contenders() -> set[str]:
-    return {"torch default", "torch fused", peers.OURS}
+    return {"torch default", "torch fused", sections.OURS}
 
 
 def test_step_measures_every_peer_on_every_workload(quick: Settings) -> None:
@@ -44,8 +43,8 @@ def test_step_measures_every_peer_on_every_workload(quick: Settings) -> None:
     alone = [group for group in result.groups if "float32 master weights" in group.title]
     assert len(alone) == 4 and len(result.groups) == len(compared) + len(alone)
     for group in compared:
-        assert {row.contender for row in group.rows} >= expected_contenders() | {bandwidth.COPY}
-        assert group.limit_name == bandwidth.COPY
+        assert {row.contender for row in group.rows} >= expected_contenders() | {measure.COPY}
+        assert group.limit_name == measure.COPY
         for row in group.rows:
             assert row.of_limit == pytest.approx((row.bandwidth or 0) / (group.limit or 1))
 
@@ -58,7 +57,7 @@ def test_norm_and_clip_agree_on_what_they_moved(quick: Settings) -> None:
         norm_row, clip_row = norm.row("torch"), clip.row("torch")
         assert norm_row is not None and clip_row is not None
         assert clip_row.bytes_moved == 3 * norm_row.bytes_moved
-        assert norm.limit_name.startswith(bandwidth.READ)
+        assert norm.limit_name.startswith(measure.READ)
 
 
 def test_cpu_is_held_against_a_plain_loop(quick: Settings) -> None:
@@ -67,13 +66,13 @@ def test_cpu_is_held_against_a_plain_loop(quick: Settings) -> None:
     for group in result.groups:
         fused, limit = group.row("torch fused"), group.row(group.limit_name)
         assert fused is not None and limit is not None
-        if group.limit_name == bandwidth.PLAIN_LOOP:
+        if group.limit_name == measure.PLAIN_LOOP:
             assert fused.bytes_moved == limit.bytes_moved
     assert "core" in result.environment["device"]
 
 
 def test_the_loop_over_tensors_updates_each() -> None:
-    loop = bandwidth.loop_over_tensors([5, 0, 100_003], torch.float32)
+    loop = measure.loop_over_tensors([5, 0, 100_003], torch.float32)
     if loop is None:
         pytest.skip("needs a C++ compiler")
     (held,) = loop.call.__defaults__  # type: ignore[attr-defined]
@@ -85,7 +84,7 @@ def test_the_loop_over_tensors_updates_each() -> None:
 
 
 def test_the_plain_loop_updates_what_adamw_would() -> None:
-    loop = bandwidth.plain_loop(100_003, torch.bfloat16)
+    loop = measure.plain_loop(100_003, torch.bfloat16)
     if loop is None:
         pytest.skip("no C++ compiler")
     (arrays,) = loop.call.__defaults__  # type: ignore[attr-defined]

@@ -12,12 +12,11 @@ import torch
 
 import tilestep
 from tilestep import cli
+from tilestep.backends.cpp import text as cpp_text
 from tilestep.checking import Verdict, check_rule
 from tilestep.checking.interpreted import check_interpreted
-from tilestep.checking.items import ITEMS
-from tilestep.checking.trials import Subject, run_item, trace_all
+from tilestep.checking.items import ITEMS, Subject, run_item, trace_all
 from tilestep.cli._rules import load_rule
-from tilestep.codegen import cpp_text
 from tilestep.graph import Graph
 
 FOLDER = Path(__file__).parent
@@ -100,10 +99,10 @@ def line_of(text: str) -> int:
 
 def test_a_code_generator_that_errs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Square roots come out as absolute values: every comparison must notice, the others need not."""
-    from tilestep.engine import cpu
+    from tilestep.backends.cpp import run
 
     monkeypatch.setitem(cpp_text.SPELLING, "sqrt", "std::fabs({0})")
-    monkeypatch.setattr(cpu, "_libraries", {})
+    monkeypatch.setattr(run, "_libraries", {})
     failed = failures(verdicts(tilestep.registry["Adam"]))
     compared = ["float32", "float64", "bfloat16", "float16", "bfloat16 with float32 master", "bfloat16 with remainder"]
     compared += ["sizes", "layouts"]
@@ -137,12 +136,10 @@ def test_states_are_checked_in_every_format(name: str, monkeypatch: pytest.Monke
     found = checked("AdamW", name)
     assert found.passed and "with 8 states kept so agree" in found.text
     assert "no state that is kept so" in checked("SGD", name).text
-    from tilestep.checking import reference
+    from tilestep.checking import items
 
-    right = reference.expected
-    monkeypatch.setattr(
-        reference, "expected", lambda *given: {key: value * 1.3 for key, value in right(*given).items()}
-    )
+    right = items.expected
+    monkeypatch.setattr(items, "expected", lambda *given: {key: value * 1.3 for key, value in right(*given).items()})
     assert checked("AdamW", name).passed is False
 
 
@@ -162,7 +159,7 @@ def checked(name: str, item: str) -> Verdict:
 
 
 def test_a_skip_that_does_not_skip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilestep.optimizer.decide import SkipPolicy
+    from tilestep.optimizer.control import SkipPolicy
 
     monkeypatch.setattr(SkipPolicy, "needs_norm", False)
     verdict = verdicts(tilestep.registry["SGD"], momentum=0.9)["C++, skipped steps"]
@@ -176,7 +173,7 @@ def test_a_build_for_each_number_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_runs_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilestep.checking import trials
+    from tilestep.checking import items as trials
 
     seeds = iter(range(10**6))
     draw = trials.draw
@@ -186,7 +183,7 @@ def test_runs_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_clip_that_does_not_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = "tilestep.optimizer.decide.StepControl.needs_norm"
+    target = "tilestep.optimizer.control.StepControl.needs_norm"
     verdict = broken_item(monkeypatch, target, lambda control, groups: False, "clipping")
     assert verdict.passed is False
     assert (

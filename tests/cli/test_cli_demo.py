@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from tilestep import cli
-from tilestep.demo.model import Size, documentation
-from tilestep.demo.report import largest_difference, picture, table
-from tilestep.demo.train import TURN, Entry, Recipe, Take, entries, train
+from tilestep.demo import (
+    TURN,
+    Entry,
+    Recipe,
+    Size,
+    Take,
+    documentation,
+    entries,
+    largest_difference,
+    picture,
+    table,
+    train,
+)
 
 SMALL = Recipe(torch.device("cpu"), steps=8, batch=2, size=Size(layers=1, width=16, heads=2, context=16))
 

@@ -19,8 +19,8 @@ import torch
 from first_builds import DEVICE, DTYPES, first_launches
 
 import tilestep
-from tilestep.codegen import launch_triton
-from tilestep.codegen.launch_triton import build_together
+from tilestep.backends.triton import launch
+from tilestep.backends.triton.launch import build_together
 from tilestep.compat import absent_gpu
 from tilestep.compat import triton as compat_triton
 
@@ -45,7 +45,7 @@ def main() -> None:
     os.environ["TILESTEP_CACHE_DIR"] = str(directory / "tilestep")
     os.environ["TRITON_CACHE_DIR"] = str(directory / mode)
     warnings.simplefilter("ignore")
-    launch_triton._processors = lambda: 4
+    launch._processors = lambda: 4
     os.environ["TILESTEP_BUILD_THREADS"] = "4"
     dtype = torch.float32 if rule == "Muon" else DTYPES["bf16"]
     shapes = [shape for shape in SHAPES if rule != "Muon" or len(shape) == 2]

@@ -8,8 +8,8 @@ import torch
 from elementwise_rules import inputs, misses, rules
 
 import tilestep
-from tilestep.engine import backends
-from tilestep.engine.cuda import CudaSegment
+from tilestep.backends import registry
+from tilestep.backends.triton.run import CudaSegment
 
 
 def check_asgd() -> None:
@@ -29,7 +29,7 @@ def check_asgd() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    backends.segment_class = lambda device: CudaSegment
+    registry.segment_class = lambda device: CudaSegment
     check_asgd()
     wrong = []
     for rule, names in rules():

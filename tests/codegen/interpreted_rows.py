@@ -9,8 +9,8 @@ import torch
 from row_rules import RULES, Referee, Shape, drawn, random_rule
 
 import tilestep
-from tilestep.engine import backends
-from tilestep.engine.cuda import CudaSegment
+from tilestep.backends import registry
+from tilestep.backends.triton.run import CudaSegment
 from tilestep.rules import Rule
 
 SHAPES: list[Shape] = [(5, 9), (66, 130), (9, 7), (4, 1), (45, 132), (3, 4, 5), (6, 4, 3, 3), (2, 5, 3, 2)]
@@ -51,7 +51,7 @@ def launches(shapes: list[Shape]) -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    backends.segment_class = lambda device: CudaSegment
+    registry.segment_class = lambda device: CudaSegment
     for chosen, hyper in RULES.values():
         check(chosen, hyper, SHAPES)
     for seed in range(3):

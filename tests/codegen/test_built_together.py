@@ -15,8 +15,8 @@ import torch
 from triton_assembler import require_assembler
 
 from tilestep import compat
-from tilestep.codegen import launch_triton
-from tilestep.codegen.launch_triton import Launcher, build_together, prepare
+from tilestep.backends.triton import launch
+from tilestep.backends.triton.launch import Launcher, build_together, prepare
 
 SCRIPT = Path(__file__).with_name("built_together.py")
 
@@ -72,7 +72,7 @@ def test_launchers_that_have_nothing_to_build_ask_nobody(monkeypatch: pytest.Mon
     def asked(*arguments: object) -> None:
         raise AssertionError("nothing was to be built")
 
-    monkeypatch.setattr(launch_triton, "compile_together", asked)
+    monkeypatch.setattr(launch, "compile_together", asked)
     on_cpu: list[tuple[Launcher, tuple[torch.Tensor, ...]]] = [
         (prepare(lambda: None, 1, torch.device("cpu")), (torch.zeros(1),)) for _ in range(3)
     ]

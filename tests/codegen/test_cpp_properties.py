@@ -15,7 +15,7 @@ from random_rules import Program, all_pairs, programs, rule_of, same_bits
 
 import tilestep
 from tilestep import cache
-from tilestep.engine import cpu
+from tilestep.backends.cpp import run
 from tilestep.graph import Level, evaluate, trace
 from tilestep.rules import Rule
 
@@ -35,8 +35,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def _no_contraction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fused multiply-add every IEEE operation has one result, which eager torch has too."""
-    flags = cpu._flags
-    monkeypatch.setattr(cpu, "_flags", lambda spec: (*flags(spec), "-ffp-contract=off"))
+    flags = run._flags
+    monkeypatch.setattr(run, "_flags", lambda spec: (*flags(spec), "-ffp-contract=off"))
 
 
 def step(rule: Rule, param: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor], **hyper: Any) -> Any:

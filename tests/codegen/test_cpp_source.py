@@ -13,12 +13,13 @@ import torch
 from module_files import load
 
 import tilestep
-from tilestep.codegen import cpp, cpp_names
-from tilestep.codegen.compile_cpp import FLAGS, compiler
-from tilestep.codegen.cpp_support import PRELUDE
-from tilestep.codegen.spec import KernelSpec
-from tilestep.engine import graph_for, kernel_spec
+from tilestep.backends.cpp import source as cpp
+from tilestep.backends.cpp import text
+from tilestep.backends.cpp.compile import FLAGS, compiler
+from tilestep.backends.cpp.support import PRELUDE
+from tilestep.backends.spec import KernelSpec
 from tilestep.rules import Rule, registry
+from tilestep.runtime import graph_for, kernel_spec
 from tilestep.storage import Master, Plain, Storage
 
 NAMES = sorted(name for name, rule in registry.items() if rule.__module__.startswith("tilestep."))
@@ -92,7 +93,7 @@ def awkward_names() -> list[str]:
     """Every identifier that means something to a C++ compiler after the prelude, if Python allows it as a variable."""
     macros = re.findall(r"^#define ([A-Za-z]\w*)\b", compiled(PRELUDE, "-dM", "-E").stdout, re.MULTILINE)
     assert {"NAN", "INFINITY"} <= set(macros)
-    wanted = {*cpp_names._RESERVED, *macros, "part_0", "chunk_0", "total_0", "tl", "_", "_X", "β1", "param_array"}
+    wanted = {*text._RESERVED, *macros, "part_0", "chunk_0", "total_0", "tl", "_", "_X", "β1", "param_array"}
     return sorted(name for name in wanted if name.isidentifier() and not keyword.iskeyword(name))
 
 

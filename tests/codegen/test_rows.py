@@ -13,13 +13,14 @@ import torch
 from row_rules import RULES, Referee, Shape, drawn, random_rule
 
 import tilestep
-from tilestep.codegen import cpp
-from tilestep.engine import backends, graph_for, kernel_spec
-from tilestep.engine.cpu_slices import CpuSlices
-from tilestep.engine.eager import EagerSegment
+from tilestep.backends import registry as backends
+from tilestep.backends.cpp import source
+from tilestep.backends.cpp.run import CpuSlices
+from tilestep.backends.eager import EagerSegment
 from tilestep.errors import RuleError
 from tilestep.graph import partition, trace
 from tilestep.rules import Rule, State, registry, rule
+from tilestep.runtime import graph_for, kernel_spec
 from tilestep.storage import Plain
 
 MATRICES: list[Shape] = [(5, 9), (130, 70), (33, 71), (1, 6), (4, 1), (70, 5000), (300, 3)]
@@ -211,7 +212,7 @@ def test_rules_without_rows_have_no_trace_of_them() -> None:
     for name in ("AdamW", "LAMB"):
         spec = storages(registry[name], 2, torch.float32)
         assert not spec.program.slices.views and all(tile.view is None for tile in spec.program.tile_passes())
-        assert "Slices" not in cpp.source(spec)
+        assert "Slices" not in source.source(spec)
 
 
 def test_a_graph_of_rows_holds_for_its_dimensions_only() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from triton_assembler import require_assembler
 
-from tilestep.codegen import triton as triton_backend
-from tilestep.codegen.compile_triton import load_module
-from tilestep.codegen.spec import KernelSpec
-from tilestep.codegen.triton_slices import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
-from tilestep.engine import graph_for, kernel_spec
-from tilestep.engine.cuda_slices import block_of, build_options, held_rows
+from tilestep.backends.spec import KernelSpec
+from tilestep.backends.triton import source as triton_backend
+from tilestep.backends.triton.launch import load_module
+from tilestep.backends.triton.slices import block_of, build_options, held_rows
+from tilestep.backends.triton.source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from tilestep.rules import registry
+from tilestep.runtime import graph_for, kernel_spec
 from tilestep.storage import Plain
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -129,7 +129,7 @@ def test_what_is_held_divides_the_tile(extents: tuple[int, int, int], bytes_read
 @pytest.mark.parametrize("operation", ["reduce_sum", "reduce_amax", "reduce_amin"])
 def test_parts_are_combined(operation: str) -> None:
     require_assembler()
-    from tilestep.codegen.triton_slices_support import COMBINE_POINTERS, combine_parts
+    from tilestep.backends.triton.slices_support import COMBINE_POINTERS, combine_parts
 
     constants = {"OPERATION": operation, "SLICES": 128, "PARTS": 8}
     assert "st.global" in compiled(combine_parts, COMBINE_POINTERS, torch.float32, constants)

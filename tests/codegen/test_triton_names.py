@@ -10,11 +10,11 @@ import pytest
 import torch
 from row_rules import RULES
 
-from tilestep.codegen import triton
-from tilestep.engine import graph_for, kernel_spec
+from tilestep.backends.triton import source
 from tilestep.errors import RuleError
 from tilestep.rules import Rule, State, registry
-from tilestep.rules.declarations import NOT_FOR_HYPERPARAMETERS
+from tilestep.rules.protocol import NOT_FOR_HYPERPARAMETERS
+from tilestep.runtime import graph_for, kernel_spec
 from tilestep.storage import Plain
 
 BY_ROWS = {f"by rows: {name}": rule for name, (rule, _) in RULES.items()}
@@ -27,7 +27,7 @@ CASES = [
 def rendered(rule: Rule, dims: int) -> ast.Module:
     graph = graph_for(rule, dict(rule.hyperparameters), dims)
     storages = {name: Plain(torch.bfloat16) for name in ("param", "grad", *graph.states)}
-    return ast.parse(triton.source(kernel_spec(graph, storages, torch.float32, "cuda")))
+    return ast.parse(source.source(kernel_spec(graph, storages, torch.float32, "cuda")))
 
 
 def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:

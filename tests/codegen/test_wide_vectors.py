@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tilestep
-from tilestep.codegen.compile_cpp import wide_vectors
-from tilestep.engine import cpu
+from tilestep.backends.cpp import run
+from tilestep.backends.cpp.compile import wide_vectors
 
 LANES = 16
 WITHOUT_SUMS = ["SGD", "AdamW", "Lion", "Rprop", "SophiaG"]
@@ -18,7 +18,7 @@ WITH_SUMS = ["LAMB", "Adafactor"]
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cpu, "_libraries", {})
+    monkeypatch.setattr(run, "_libraries", {})
     yield
 
 
@@ -41,8 +41,8 @@ def test_bits_are_the_same(rule: str, dtype: torch.dtype, libraries: None, monke
     if not wide_vectors():
         pytest.skip("this machine's vectors are as wide as compilers use them")
     wide = trained(rule, dtype)
-    cpu._libraries.clear()
-    monkeypatch.setattr(cpu, "wide_vectors", tuple)
+    run._libraries.clear()
+    monkeypatch.setattr(run, "wide_vectors", tuple)
     for left, right in zip(wide, trained(rule, dtype), strict=True):
         assert torch.equal(left, right)
 
@@ -68,9 +68,9 @@ def test_an_element_s_place_changes_nothing(rule: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("rule", WITHOUT_SUMS + WITH_SUMS)
 def test_programs_with_sums_keep_their_lanes(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "wide_vectors", lambda: ("-DWIDE",))
+    monkeypatch.setattr(run, "wide_vectors", lambda: ("-DWIDE",))
     optimizer = tilestep.Optimizer([torch.zeros(8, 8, requires_grad=True)], rule)
     optimizer.fitting_tables(ahead=True)
     assert optimizer._tables is not None
     (segment,) = optimizer._tables.engines[0].segments
-    assert cpu._flags(segment.spec) == (() if rule in WITH_SUMS else ("-DWIDE",))
+    assert run._flags(segment.spec) == (() if rule in WITH_SUMS else ("-DWIDE",))

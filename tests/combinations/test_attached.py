@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tilestep
-from tilestep.optimizer.schedules import AT_STEP
+from tilestep.schedules.schedule import AT_STEP
 
 
 class Named(tilestep.AdamW):  # type: ignore[misc]

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tilestep
-from tilestep.checking.trials import Subject, Trial, draw, trace_all
-from tilestep.engine import backends
+from tilestep.backends import registry
+from tilestep.checking.items import Subject, Trial, draw, trace_all
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.05},
@@ -92,13 +92,13 @@ class Weights(nn.Module):
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    known = dict(backends.BACKENDS)
+    known = dict(registry.BACKENDS)
     if name == "eager":
-        backends.BACKENDS.clear()
+        registry.BACKENDS.clear()
     try:
         yield
     finally:
-        backends.BACKENDS.update(known)
+        registry.BACKENDS.update(known)
 
 
 class Case:

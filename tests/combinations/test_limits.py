@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tilestep
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 
 SHAPES = [(6, 9), (40, 33), (7,), (3,)]
 SIZES = [1.0, 1.2, 0.9, 1.1, 30.0, 1.0, 0.01, 1.3, 9.0, 1.0]

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
 from tilestep import combinations
-from tilestep.offloading.optimizer import _refuse_wrappers, move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.offload import _refuse_wrappers, move_state
+from tilestep.memory.streaming import StreamedState
 
 STEPS = 2
 REDUCES = ("ddp", "fsdp2", "shard")

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
 
 
 def network() -> nn.Module:

@@ -16,14 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep.amp.grad_scaler
-import tilestep.engine.backends
-import tilestep.engine.capturing
-import tilestep.engine.cuda
-import tilestep.engine.engine
+import tilestep.backends.registry
+import tilestep.backends.triton.run
 import tilestep.norm.table
 import tilestep.optimizer.graphs
 import tilestep.optimizer.optimizer
-from tilestep.codegen.launch_triton import Launcher
+import tilestep.runtime.capturing
+import tilestep.runtime.engine
+from tilestep.backends.triton.launch import Launcher
 from tilestep.norm.triton_backend import TritonNorm
 
 CPU = torch.device("cpu")
@@ -85,10 +85,10 @@ class Simulation:
         self.on_host: set[int] = set()
         """Addresses of tensors that count as being on the CPU."""
         launch = Launcher.__call__
-        capturing = tilestep.engine.capturing
+        capturing = tilestep.runtime.capturing
         for module in (
             capturing,
-            tilestep.engine.cuda,
+            tilestep.backends.triton.run,
             tilestep.optimizer.graphs,
             tilestep.optimizer.optimizer,
             tilestep.amp.grad_scaler,
@@ -102,17 +102,17 @@ class Simulation:
                 self.graph.work.append(lambda: launch(launcher, *arguments))
 
         monkeypatch.setattr(Launcher, "__call__", call)
-        for module in (tilestep.engine.backends, tilestep.optimizer.graphs):
-            monkeypatch.setattr(module, "segment_class", lambda device: tilestep.engine.cuda.CudaSegment)
+        for module in (tilestep.backends.registry, tilestep.optimizer.graphs):
+            monkeypatch.setattr(module, "segment_class", lambda device: tilestep.backends.triton.run.CudaSegment)
         monkeypatch.setattr(tilestep.norm.table, "cpu_norm", lambda numels, dtypes: TritonNorm(CPU, numels, dtypes))
         self.deciders: Any = {}
 
         def decide(control: torch.Tensor, decision: Any) -> None:
-            tilestep.engine.cuda.decide_on_device(control, decision, self.deciders)
+            tilestep.backends.triton.run.decide_on_device(control, decision, self.deciders)
 
-        monkeypatch.setattr(tilestep.engine.backends, "decide_on_host", decide)
+        monkeypatch.setattr(tilestep.backends.registry, "decide_on_host", decide)
         shared = property(lambda _: self.deciders, lambda decider, value: None)
-        monkeypatch.setattr(tilestep.engine.Decider, "kernels", shared, raising=False)
+        monkeypatch.setattr(tilestep.runtime.Decider, "kernels", shared, raising=False)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

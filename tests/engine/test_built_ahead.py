@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import tilestep
-from tilestep.codegen import launch_triton
-from tilestep.codegen.launch_triton import Launch, Launcher
-from tilestep.engine import ahead, backends, decider
+from tilestep.backends import registry
+from tilestep.backends.triton import launch as launch_triton
+from tilestep.backends.triton.launch import Launch, Launcher
 from tilestep.norm import table
+from tilestep.runtime import decider
+from tilestep.runtime import engine as ahead
 
 SHAPES = [(8, 8), (70, 3), (5,)]
 
@@ -36,11 +38,11 @@ class Noted:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from tilestep.engine.cuda import CudaSegment, decide_on_device
+    from tilestep.backends.triton.run import CudaSegment, decide_on_device
     from tilestep.norm.triton_backend import TritonNorm
 
     found = Noted()
-    monkeypatch.setattr(backends, "segment_class", lambda device: CudaSegment)
+    monkeypatch.setattr(registry, "segment_class", lambda device: CudaSegment)
     monkeypatch.setattr(table, "cpu_norm", lambda numels, dtypes: TritonNorm(torch.device("cpu"), numels, dtypes))
     deciding = partial(partial, decide_on_device)
     monkeypatch.setattr(decider, "deciding_function", lambda control, known: deciding(known=known))

@@ -14,8 +14,8 @@ from remainder_patterns import check_halves, check_joined, edge_patterns, floats
 
 import tilestep
 from tilestep import cache
-from tilestep.codegen import compile_cpp
-from tilestep.engine import cpu
+from tilestep.backends.cpp import compile
+from tilestep.backends.cpp import run as cpu
 from tilestep.errors import BuildError
 from tilestep.native import build as native_build
 from tilestep.norm import cpu_backend
@@ -29,9 +29,9 @@ NAMES = sorted(OWN - {"Muon", "SOAP", "Prodigy"})
 def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forget() -> None:
         cache.forget_directory()
-        compile_cpp.compiler.cache_clear()
-        compile_cpp.compiler_version.cache_clear()
-        compile_cpp.warn_without_compiler.cache_clear()
+        compile.compiler.cache_clear()
+        compile.compiler_version.cache_clear()
+        compile.warn_without_compiler.cache_clear()
         # What is first asked for without a compiler would stay without it for the tests that follow: norms, the look.
         cpu_backend._library.cache_clear()
         native_build._file_name.cache_clear()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilestep
-from tilestep.engine import cpu
+from tilestep.backends.cpp import run
 
 
 class Trainer:
@@ -47,7 +47,7 @@ def by_composition(trainer: Trainer) -> tilestep.Optimizer:
 @pytest.mark.parametrize("make", [by_function, by_method, by_rule, by_composition])
 def test_what_closures_hold_is_freed_with_the_optimizer(make: Any) -> None:
     gc.collect()
-    libraries = len(cpu._libraries)
+    libraries = len(run._libraries)
     gone = []
     for _ in range(2):
         trainer = Trainer()
@@ -61,11 +61,11 @@ def test_what_closures_hold_is_freed_with_the_optimizer(make: Any) -> None:
         del trainer, optimizer, rule
     gc.collect()
     assert [reference() for reference in gone if reference() is not None] == []
-    assert len(cpu._libraries) == libraries
+    assert len(run._libraries) == libraries
 
 
 def test_a_function_that_lives_is_traced_once() -> None:
-    from tilestep.engine import graph_for
+    from tilestep.runtime import graph_for
 
     def warm(step: Any) -> Any:
         return 0.1 / step

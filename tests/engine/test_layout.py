@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilestep
-from tilestep.codegen.compile_cpp import load_library
-from tilestep.codegen.cpp_support import PRELUDE
-from tilestep.codegen.spec import MAX_DIMS
-from tilestep.engine.layout import check_no_overlap, cut_tiles, is_dense, layout_record, overlaps_itself, same_walk
+from tilestep.backends.cpp.compile import load_library
+from tilestep.backends.cpp.support import PRELUDE
+from tilestep.backends.spec import MAX_DIMS
 from tilestep.errors import GradientError
+from tilestep.runtime.segment import check_no_overlap, cut_tiles, is_dense, layout_record, overlaps_itself, same_walk
 
 LOCATE = (
     PRELUDE

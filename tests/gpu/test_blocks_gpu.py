@@ -12,8 +12,8 @@ from rank_processes import each_passes
 from torch import nn
 
 import tilestep
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,10 +12,9 @@ import torch
 from synchronization import no_synchronization
 
 import tilestep
-from tilestep.matrices import COEFFICIENTS, batches, orthogonal
-from tilestep.matrices.gram import gram_newton_schulz, takes
-from tilestep.matrices.orthogonal import newton_schulz
-from tilestep.matrices.symmetric import BLOCKS, Blocks, symmetric_product
+from tilestep.linalg import COEFFICIENTS, batches, orthogonal
+from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, takes
+from tilestep.linalg.symmetric import BLOCKS, Blocks, symmetric_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -19,9 +19,9 @@ from offloaded_pairs import MATRICES, SHAPES, Homes, Pair, on_host, streamed
 from synchronization import no_synchronization
 
 import tilestep
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 from tilestep.side_stream import SideStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -33,8 +33,8 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, train
 from torch import nn
 
 import tilestep
-from tilestep.sharding import rank_monitor
-from tilestep.sharding.groups import Ranks
+from tilestep.schedules.zero import ranks
+from tilestep.schedules.zero.ranks import Ranks
 from tilestep.side_stream import SideStream
 
 GPUS = torch.cuda.device_count()
@@ -247,7 +247,7 @@ test_four_gpus = pytest.mark.skipif(GPUS < 4, reason="needs 4 CUDA devices")(
 def left_alone(rank: int, folder: str) -> None:
     """Trains until rank 1 is killed; NCCL raises nothing, and torch's watchdog ends the process after the timeout."""
     os.dup2(os.open(f"{folder}/errors{rank}", os.O_CREAT | os.O_WRONLY), 2)
-    rank_monitor.PATIENCE = 2.0
+    ranks.PATIENCE = 2.0
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     rendezvous, timeout = f"file://{folder}/rendezvous", timedelta(seconds=30)

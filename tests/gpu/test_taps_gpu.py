@@ -20,7 +20,7 @@ from test_changes import parameters, train
 from test_stats import check, give_gradients
 
 import tilestep
-from tilestep.engine import cuda
+from tilestep.backends.triton import run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -59,7 +59,7 @@ def test_numbers_and_equal_steps(rule: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_programs_that_walk_several_spans(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_ENOUGH_PROGRAMS", 32)
+    monkeypatch.setattr(run, "_ENOUGH_PROGRAMS", 32)
     params, plain = on_gpu(dtype), on_gpu(dtype)
     options = {"lr": 0.05, "skip_nonfinite": True}
     optimizer = tilestep.AdamW(params, stats=tilestep.Stats(), track_changes=True, **options)

@@ -20,9 +20,9 @@ from traced_rules import line_of, traced
 
 import tilestep
 from tilestep import RuleError, State
-from tilestep.engine import graph_for
 from tilestep.graph import trace
-from tilestep.graph.nearest import ALTERNATIVE, nearest
+from tilestep.graph.lowering import ALTERNATIVE, nearest
+from tilestep.runtime import graph_for
 
 OUTSIDE = torch.ones(3)
 OUTSIDE_NUMBER = torch.tensor(0.5)

@@ -11,7 +11,7 @@ import torch
 from remainder_patterns import edge_patterns, floats, keep, reveal
 
 import tilestep
-from tilestep.engine import backends
+from tilestep.backends import registry
 from tilestep.storage import MASTER_FORMATS, stored_in, values_of
 
 
@@ -43,19 +43,19 @@ SHAPES = [(), (5,), (4, 6), (0,), (3, 2, 3, 3), (700,), (9, 130)]
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """A block in which CPU tensors are updated by a backend: "cpp", "eager", or "triton", which must be interpreted."""
-    from tilestep.engine.cpu import CpuSegment
-    from tilestep.engine.eager import EagerSegment
+    from tilestep.backends.cpp.run import CpuSegment
+    from tilestep.backends.eager import EagerSegment
 
     classes: dict[str, Callable[[], Any]] = {"cpp": lambda: CpuSegment, "eager": lambda: EagerSegment}
     if name == "triton":
-        from tilestep.engine.cuda import CudaSegment
+        from tilestep.backends.triton.run import CudaSegment
 
         classes["triton"] = lambda: CudaSegment
-    before, backends.segment_class = backends.segment_class, lambda device: classes[name]()
+    before, registry.segment_class = registry.segment_class, lambda device: classes[name]()
     try:
         yield
     finally:
-        backends.segment_class = before
+        registry.segment_class = before
 
 
 def numbers(few: bool) -> torch.Tensor:

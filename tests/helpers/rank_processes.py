@@ -49,9 +49,9 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
-    "tilestep.offloading",
-    "tilestep.overlapping",
-    "tilestep.sharding",
+    "tilestep.memory.offload",
+    "tilestep.schedules.overlap",
+    "tilestep.schedules.zero",
 ]
 """What the server of forked ranks imports."""
 

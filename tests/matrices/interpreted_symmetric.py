@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tilestep.matrices import symmetric
-from tilestep.matrices.symmetric import Blocks, symmetric_product
+from tilestep.linalg import symmetric
+from tilestep.linalg.symmetric import Blocks, symmetric_product
 
 # The interpreter cannot count to a number that was loaded, so the loop is spelled otherwise for it.
 LOOP = "for _ in range(0, inner, BLOCK_K):\n"

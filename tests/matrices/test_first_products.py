@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilestep.matrices import gram, orthogonal
-from tilestep.matrices.operations import MATRIX_OPERATIONS
+from tilestep.linalg import orthogonal
+from tilestep.linalg import orthogonal as gram
+from tilestep.linalg.operations import MATRIX_OPERATIONS
 
 NUMBERS = [5.0, *orthogonal.COEFFICIENTS, 1e-7]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tilestep
-from tilestep.engine import engine
-from tilestep.engine.eager import EagerSegment
+from tilestep.backends.eager import EagerSegment
+from tilestep.runtime import engine
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ from state_files import saved_and_loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
-from tilestep.engine import engine
-from tilestep.engine.eager import EagerSegment
+from tilestep.backends.eager import EagerSegment
+from tilestep.runtime import engine
 
 SHAPES = [(16, 16), (16, 40), (40, 16), (16, 40), (8, 64), (1, 12)]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tilestep
-from tilestep.matrices import COEFFICIENTS
-from tilestep.matrices.orthogonal import newton_schulz
+from tilestep.linalg import COEFFICIENTS
+from tilestep.linalg.orthogonal import newton_schulz
 
 SHAPES = [(24, 24), (16, 48), (48, 16), (1, 8), (8, 1), (65, 130)]
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
 from tilestep import StateError
-from tilestep.engine import engine
-from tilestep.engine.eager import EagerSegment
-from tilestep.matrices.conditions import StepBounds
+from tilestep.backends.eager import EagerSegment
+from tilestep.linalg.conditions import StepBounds
+from tilestep.runtime import engine
 
 SHAPES = [(6, 7), (7, 6), (8, 8), (6, 7), (4, 4)]
 

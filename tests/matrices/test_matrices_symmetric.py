@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilestep.matrices import COEFFICIENTS
-from tilestep.matrices.gram import gram_newton_schulz, takes
-from tilestep.matrices.orthogonal import newton_schulz
-from tilestep.matrices.symmetric import BLOCKS, Blocks
+from tilestep.linalg import COEFFICIENTS
+from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, takes
+from tilestep.linalg.symmetric import BLOCKS, Blocks
 
 NUMBERS = (5.0, *COEFFICIENTS, 1e-7)
 
@@ -41,7 +40,7 @@ def test_the_compiled_kernel_loads_ahead_and_multiplies_in_warp_groups(tall: boo
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tilestep.matrices.symmetric_triton import POINTERS, symmetric_tiles
+    from tilestep.linalg.symmetric_triton import POINTERS, symmetric_tiles
 
     constants = {"TALL": tall, "HAS_BASE": extras, "HAS_SHIFTED": extras}
     constants |= {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.inner}

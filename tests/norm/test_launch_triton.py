@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilestep.codegen.launch_triton import prepare
+from tilestep.backends.triton.launch import prepare
 
 CUDA = torch.device("cuda")
 
@@ -112,8 +112,8 @@ def test_kernels_that_triton_would_specialize_are_refused() -> None:
 
 def test_the_real_kernels_are_accepted() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from tilestep.codegen.compile_triton import load_module
-    from tilestep.norm.orders import Order
+    from tilestep.backends.triton.launch import load_module
+    from tilestep.norm.tiles import Order
     from tilestep.norm.triton_source import norm_source, scale_source
 
     module = load_module("norm", norm_source([torch.float32], Order.SQUARES))

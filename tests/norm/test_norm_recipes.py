@@ -10,9 +10,9 @@ import pytest
 import torch
 from norm_referee import drawn, referee
 
-from tilestep.codegen import compile_cpp
+from tilestep.backends.cpp import compile
 from tilestep.errors import BuildError, GradientError
-from tilestep.norm import NormTable, clip_grad_norm_, cpu_backend, forget_recipes, recipes, tiles, total_norm
+from tilestep.norm import NormTable, clip_grad_norm_, cpu_backend, forget_recipes, plan_cache, tiles, total_norm
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,13 @@ def no_recipes() -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each table made during the test has."""
     counts: list[int] = []
-    original = recipes.NormTable
+    original = plan_cache.NormTable
 
     def counting(device: torch.device, numels: list[int], dtypes: list[torch.dtype]) -> NormTable:
         counts.append(len(numels))
         return original(device, numels, dtypes)
 
-    monkeypatch.setattr(recipes, "NormTable", counting)
+    monkeypatch.setattr(plan_cache, "NormTable", counting)
     return counts
 
 
@@ -82,24 +82,24 @@ def test_tensors_are_not_kept_alive() -> None:
 
 
 def test_few_are_kept(built: list[int]) -> None:
-    for size in range(1, 3 * recipes.KEPT):
+    for size in range(1, 3 * plan_cache.KEPT):
         total_norm([torch.ones(size)])
-    assert len(recipes._recipes) == recipes.KEPT
-    total_norm([torch.ones(3 * recipes.KEPT - 1)])
-    assert len(built) == 3 * recipes.KEPT - 1
+    assert len(plan_cache._recipes) == plan_cache.KEPT
+    total_norm([torch.ones(3 * plan_cache.KEPT - 1)])
+    assert len(built) == 3 * plan_cache.KEPT - 1
 
 
 def test_a_tensor_listed_twice_counts_twice_and_keeps_nothing() -> None:
     tensor = torch.tensor([3.0])
     for _ in range(3):
         assert total_norm([tensor, tensor], 1.0) == 6
-    assert len(recipes._recipes) <= 1
+    assert len(plan_cache._recipes) <= 1
 
 
 def test_a_refused_list_leaves_nothing_behind() -> None:
     with pytest.raises(GradientError):
         total_norm([torch.ones(3), torch.ones(3).to_sparse()])
-    assert not recipes._recipes
+    assert not plan_cache._recipes
 
 
 def test_two_threads_share_a_recipe() -> None:
@@ -168,7 +168,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         cpu_backend._library.cache_clear()
-        assert compile_cpp.load_library is cpu_backend.load_library
+        assert compile.load_library is cpu_backend.load_library
 
 
 def test_what_graphs_copy_from_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +194,12 @@ class _OnGpu(torch.Tensor):
 def test_a_capture_neither_takes_nor_leaves_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = drawn([40, 50], torch.float32)
     seen = [each.as_subclass(_OnGpu) for each in tensors]
-    monkeypatch.setattr(recipes, "_plain", lambda tensors: True)
+    monkeypatch.setattr(plan_cache, "_plain", lambda tensors: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    outside = recipes.find_recipe(seen)
-    assert recipes.find_recipe(seen) is outside
+    outside = plan_cache.find_recipe(seen)
+    assert plan_cache.find_recipe(seen) is outside
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    inside = [recipes.find_recipe(seen) for _ in range(2)]
+    inside = [plan_cache.find_recipe(seen) for _ in range(2)]
     assert inside[0] is not outside and inside[1] is not outside and inside[0] is not inside[1]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert recipes.find_recipe(seen) is outside
+    assert plan_cache.find_recipe(seen) is outside

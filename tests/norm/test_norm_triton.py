@@ -11,8 +11,8 @@ import pytest
 import torch
 from triton_assembler import require_assembler
 
-from tilestep.codegen.compile_triton import load_module
-from tilestep.norm.orders import DTYPES, Order
+from tilestep.backends.triton.launch import load_module
+from tilestep.norm.tiles import DTYPES, Order
 from tilestep.norm.triton_source import FINISH_BLOCK, norm_source, scale_source
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")

@@ -6,8 +6,8 @@ import torch
 from offloaded_pairs import Pair, streamed
 
 import tilestep
-from tilestep.engine.backends import interpret_on_cpu
-from tilestep.engine.cuda import CudaSegment
+from tilestep.backends.registry import interpret_on_cpu
+from tilestep.backends.triton.run import CudaSegment
 
 SHAPES = [(5,), (4, 6), (0,), (1_601,)]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import tilestep
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.offloaded import OffloadedOptimizer
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.offloaded import OffloadedOptimizer
+from tilestep.memory.streaming import StreamedState
 
 Homes = Callable[[tilestep.Optimizer], OffloadedOptimizer]
 

@@ -15,11 +15,10 @@ import torch
 from offloaded_pairs import on_host, streamed
 
 import tilestep
-from tilestep.offloading import memory
-from tilestep.offloading.bandwidth import Bandwidths
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.plan import plan_for
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory import copies
+from tilestep.memory.offload import move_state
+from tilestep.memory.offloaded import Bandwidths, plan_for
+from tilestep.memory.streaming import StreamedState
 
 
 def parameters(count: int = 2, size: int = 1000) -> list[torch.nn.Parameter]:
@@ -112,8 +111,8 @@ def test_state_is_never_on_the_device_of_an_optimizer_that_is_made_for_it() -> N
 def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: int, group: int | None = None) -> None:
     """A machine that has so many bytes, and a control group that leaves so many."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 99999 kB\nMemAvailable: {system // 1024} kB\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(copies, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(copies, "_CONTROL_GROUP", tmp_path)
     if group is not None:
         (tmp_path / "memory.max").write_text(f"{group + 5000}\n")
         (tmp_path / "memory.current").write_text("8000\n")
@@ -152,9 +151,9 @@ def test_a_group_that_does_not_fit_is_not_added(tmp_path: Path, monkeypatch: pyt
 
 SCRIPT = """
 import resource, torch, tilestep
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
-from tilestep.offloading import memory
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
+from tilestep.memory import copies as memory
 params = [torch.nn.Parameter(torch.ones(25_000_000))]
 optimizer = tilestep.SGD(params, lr=1.0)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

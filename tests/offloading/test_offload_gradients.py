@@ -13,11 +13,10 @@ from offloaded_pairs import on_host
 from torch import nn
 
 import tilestep
-from tilestep.offloading.bandwidth import Bandwidths
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.plan import plan_for
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.offloaded import Bandwidths, plan_for
+from tilestep.memory.streaming import StreamedState
 
 Kept = Callable[[Any], Any]
 

@@ -13,7 +13,7 @@ import torch
 from offloaded_pairs import Pair, streamed
 
 import tilestep
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.streaming import StreamedState
 
 SEEDS = range(6)
 

@@ -13,7 +13,7 @@ from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train
 from torch import nn
 
 import tilestep
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.streaming import StreamedState
 
 
 def adamw(params: Any) -> tilestep.Optimizer:

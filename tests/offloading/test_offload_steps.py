@@ -14,9 +14,9 @@ from float64_reference import LAYOUTS
 from offloaded_pairs import HOMES, MATRICES, SHAPES, TILE, Homes, Pair, on_host, streamed
 
 import tilestep
-from tilestep.offloading.chunks import cut_chunks
-from tilestep.offloading.plan import moved_arrays
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.copies import cut_chunks
+from tilestep.memory.offloaded import moved_arrays
+from tilestep.memory.streaming import StreamedState
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"amsgrad": True},

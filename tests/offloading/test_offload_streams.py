@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tilestep.offloading.memory import HostMemory
-from tilestep.offloading.mirrors import Arrivals, Mirrors
+from tilestep.memory.copies import HostMemory
+from tilestep.memory.mirrors import Arrivals, Mirrors
 
 
 class Stream:

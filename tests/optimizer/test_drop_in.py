@@ -14,10 +14,10 @@ import torch
 from twins import make_params, set_gradients, twins
 
 import tilestep
-from tilestep.engine import backends
-from tilestep.engine.eager import EagerSegment
+from tilestep.backends import registry
+from tilestep.backends.eager import EagerSegment
 from tilestep.errors import CaptureError, GradientError
-from tilestep.sharding.optimizer import _prepared as prepared
+from tilestep.schedules.zero.shard import _prepared as prepared
 
 
 def alike(make: Any, params: list[Any], steps: int = 3, rtol: float = 2e-6) -> tuple[Any, Any]:
@@ -108,7 +108,7 @@ def test_a_number_may_live_on_another_device(backend: str, monkeypatch: pytest.M
     params = make_params()
     others = twins(params)
     if backend == "eager":
-        monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+        monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
     mine, theirs = tilestep.Adam(params, lr=rate, betas=(beta, 0.75)), torch.optim.Adam(others, betas=(0.5, 0.75))
     for step in range(3):
         value = 0.1 / (step + 1)

@@ -18,7 +18,7 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 
 import tilestep
 from tilestep import GradientError, StateError, native
-from tilestep.engine.cpu import CpuSegment
+from tilestep.backends.cpp.run import CpuSegment
 from tilestep.tensor_watch import FixedTensors, TensorWatch
 
 Change = Callable[[torch.Tensor], Any]

@@ -10,7 +10,7 @@ import torch
 
 import tilestep
 from tilestep.errors import RuleError
-from tilestep.optimizer.state_formats import SMALLEST
+from tilestep.optimizer.states import SMALLEST
 
 NAMES = {"wte.weight": (64, 80), "layer.weight": (80, 64), "layer.bias": (80,)}
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

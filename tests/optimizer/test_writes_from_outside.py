@@ -10,10 +10,10 @@ import torch
 from twins import make_params, train
 
 import tilestep
-from tilestep.offloading.checksums import checksums
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.mirrors import checksums
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 from tilestep.storage import MASTER_FORMATS
 
 SHAPES = [(5,), (4, 6), (0,), (3, 2, 3, 3), (700,)]

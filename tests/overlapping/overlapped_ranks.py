@@ -315,7 +315,7 @@ class RanksTime:
 
 def ranks_choose_alike() -> None:
     """The slowest rank counts; while they try, and after, numbers are the serial ones."""
-    from tilestep.overlapping import schedule as module
+    from tilestep.schedules.overlap import schedule as module
 
     for build in (ddp, fsdp):
         pairs: list[Pair] = []

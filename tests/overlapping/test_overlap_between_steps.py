@@ -12,7 +12,7 @@ from overlapped_models import TINY, Twins, adamw, clipped, compare_models, loss_
 from torch import nn
 
 import tilestep
-from tilestep.engine import JointNorm
+from tilestep.runtime import JointNorm
 
 DURING = ["backward", "forward"]
 

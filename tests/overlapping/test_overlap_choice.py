@@ -10,8 +10,8 @@ import torch
 from overlapped_models import TINY, Twins, adamw, clipped, loss_of, small
 
 import tilestep
-from tilestep.overlapping import schedule as module
-from tilestep.overlapping.choice import Trial
+from tilestep.schedules.overlap import schedule as module
+from tilestep.schedules.overlap.schedule import Trial
 
 
 class Time:

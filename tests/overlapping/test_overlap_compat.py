@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tilestep import compat
-from tilestep.overlapping import pending
+from tilestep.schedules.overlap import pending
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "overlap.md"
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import tilestep
-from tilestep.placements import Agreement
+from tilestep.placement import Agreement
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, -1.5, 0.0, math.inf, -math.inf]
 

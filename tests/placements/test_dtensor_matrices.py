@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
-from tilestep.placements.matrices import MatrixExchange
+from tilestep.placement.matrices import MatrixExchange
 
 SHAPES = [(12, 8), (8, 12), (8, 8), (5, 8), (1, 6), (32, 8), (8, 8), (6, 3)]
 """With parts of no rows, and one whose part has the shape of a matrix beside it."""

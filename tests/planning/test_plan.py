@@ -15,9 +15,8 @@ from module_files import load
 
 import tilestep
 from tilestep.planning import Job, best_bucket, default_constants, footprint, meshes, plan
-from tilestep.planning.constants import Constants
-from tilestep.planning.plan import crossover
-from tilestep.sharding.groups import Ranks
+from tilestep.planning.plan import Constants, crossover
+from tilestep.schedules.zero.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,7 @@ from published_spellings import SPELLINGS, adabelief, adanorm, came
 import tilestep
 from tilestep import Rule, State
 from tilestep.checking import run_item, trace_all
-from tilestep.checking.items import ITEMS
-from tilestep.checking.trials import Subject
+from tilestep.checking.items import ITEMS, Subject
 
 CPU = torch.device("cpu")
 

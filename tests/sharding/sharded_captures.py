@@ -21,8 +21,8 @@ from sharded_twins import TINY, Elementwise
 
 import tilestep
 from tilestep import side_stream
-from tilestep.sharding import core, gradients, parameters
-from tilestep.sharding.groups import Ranks
+from tilestep.schedules.zero import core, gradients, parameters
+from tilestep.schedules.zero.ranks import Ranks
 
 SIMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import tilestep
 from tilestep import native
-from tilestep.accumulating import GradReadiness, announce_gradients
+from tilestep.accumulation import GradReadiness, announce_gradients
 from tilestep.compat import backward_pass
 
 WITHOUT, WITH = "Python", "C++"

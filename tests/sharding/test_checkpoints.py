@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import tilestep
-from tilestep.sharding.pieces import ShardedTensorPiece
+from tilestep.schedules.zero.checkpoint import ShardedTensorPiece
 
 
 class Mixed(nn.Module):

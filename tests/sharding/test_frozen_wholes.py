@@ -14,7 +14,7 @@ from test_checkpoints import assert_same, shared_folder
 from torch import nn
 
 import tilestep
-from tilestep.sharding.pieces import ShardedTensorPiece
+from tilestep.schedules.zero.checkpoint import ShardedTensorPiece
 
 RULES = {
     "Adafactor": {"lr": 0.1},

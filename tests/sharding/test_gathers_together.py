@@ -17,9 +17,10 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train
 
 import tilestep
 from tilestep import compat
-from tilestep.sharding import buckets as shard_buckets
-from tilestep.sharding import groups, parameters
-from tilestep.sharding.groups import Ranks
+from tilestep.schedules.zero import buckets as shard_buckets
+from tilestep.schedules.zero import parameters
+from tilestep.schedules.zero import ranks as groups
+from tilestep.schedules.zero.ranks import Ranks
 from tilestep.side_stream import Mark, SideStream
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import tilestep
 from tilestep import native
-from tilestep.offloading.offloaded import OffloadedState
-from tilestep.offloading.optimizer import move_state
+from tilestep.memory.offload import move_state
+from tilestep.memory.offloaded import OffloadedState
 from tilestep.optimizer.plan import StepPlan
 from tilestep.rules.compose import ema
 

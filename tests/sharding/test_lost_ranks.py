@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tilestep
-from tilestep.sharding import rank_monitor
-from tilestep.sharding.parameters import ParameterSync
-from tilestep.sharding.rank_monitor import RankMonitor
+from tilestep.schedules.zero import ranks as rank_monitor
+from tilestep.schedules.zero.parameters import ParameterSync
+from tilestep.schedules.zero.ranks import RankMonitor
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=15)

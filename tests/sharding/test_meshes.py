@@ -15,8 +15,8 @@ from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train, 
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilestep
-from tilestep.sharding import groups
-from tilestep.sharding.groups import Ranks
+from tilestep.schedules.zero import ranks
+from tilestep.schedules.zero.ranks import Ranks
 
 
 def clipped(params: Any) -> tilestep.Optimizer:
@@ -97,7 +97,7 @@ def averaging() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "can_average", lambda self, flat: True)
-        patch.setattr(groups, "_reduce_scatter", averaged("reduce_scatter", groups._reduce_scatter))
+        patch.setattr(ranks, "_reduce_scatter", averaged("reduce_scatter", ranks._reduce_scatter))
         patch.setattr(dist, "all_reduce", averaged("all_reduce", dist.all_reduce))
         yield calls
 

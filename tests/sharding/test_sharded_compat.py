@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tilestep import compat
-from tilestep.sharding.groups import Ranks
+from tilestep.schedules.zero.ranks import Ranks
 
 
 def test_backward_passes_are_numbered_and_end_with_a_call() -> None:

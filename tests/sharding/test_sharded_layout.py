@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilestep.sharding.buckets import memory_order, view_of
-from tilestep.sharding.layout import (
+from tilestep.schedules.zero.buckets import (
     ALIGNMENT,
     LARGEST_CAP,
     LARGEST_PARTS,
@@ -20,7 +19,9 @@ from tilestep.sharding.layout import (
     Item,
     boxes,
     default_sizes,
+    memory_order,
     plan_buckets,
+    view_of,
 )
 
 ITEMS = st.lists(

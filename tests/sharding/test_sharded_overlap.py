@@ -15,7 +15,7 @@ from torch import nn
 
 import tilestep
 from tilestep.rules.compose import ema
-from tilestep.sharding.groups import Ranks
+from tilestep.schedules.zero.ranks import Ranks
 
 LAYERS = 5
 

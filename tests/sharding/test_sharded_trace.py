@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rank_processes import run_on_ranks
 
 import tilestep
-from tilestep.tracing.intervals import length, overlap
+from tilestep.tracing.lanes import length, overlap
 
 
 def communication_has_lanes() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import tilestep
-from tilestep.sharding.groups import Ranks
+from tilestep.schedules.zero.ranks import Ranks
 
 EXACTLY = {"rtol": 0.0, "atol": 0.0}
 
@@ -327,7 +327,7 @@ def weights_to_evaluate() -> None:
 def a_torch_without_its_private_calls() -> None:
     """No end of backward to be told of, and modules that keep their parameters elsewhere: later, but the same."""
     from tilestep import guards
-    from tilestep.sharding import gradients
+    from tilestep.schedules.zero import gradients
 
     before = gradients.after_backward, gradients.backward_pass, guards.guard_parameters
     gradients.after_backward = lambda callback: False

@@ -12,9 +12,9 @@ from rank_processes import each_passes
 from torch import nn
 
 import tilestep
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 
 SHAPES = [(64, 300), (150, 256), (48, 8, 4, 4), (5000,), (7,)]
 

@@ -12,8 +12,8 @@ from block_rows import FORMATS
 
 import tilestep
 from tilestep.errors import StateError
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 from tilestep.storage import kept_in_blocks, values_of
 
 SHAPES = [(80, 64), (70, 90), (6, 24, 5, 3)]

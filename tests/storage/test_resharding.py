@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tilestep
-from tilestep.placements.local import gathered
+from tilestep.placement.local import gathered
 
 SIZES = (1, 2, 4, 3, 1)
 STEPS = 1

@@ -15,9 +15,9 @@ from rank_processes import each_passes
 from torch import nn
 
 import tilestep
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 from tilestep.storage import Stochastic, random_tensor, rows_of, state_format, stored_in, stream_of, values_of
 
 

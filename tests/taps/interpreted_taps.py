@@ -8,10 +8,11 @@ import warnings
 import torch
 
 import tilestep
-from tilestep.engine import backends, cuda
-from tilestep.engine.cuda import CudaSegment
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.backends import registry
+from tilestep.backends.triton import run
+from tilestep.backends.triton.run import CudaSegment
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 from tilestep.tuning import TileShape, forced_shape
 
 
@@ -78,12 +79,12 @@ def check_lists_of_several_blocks() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    backends.segment_class = lambda device: CudaSegment
+    registry.segment_class = lambda device: CudaSegment
     with forced_shape(TileShape(64, 1, 2)):
         check(torch.bfloat16, "remainder")
         check(torch.float32, False, streams=True)
         # Programs that measure walk several spans.
-        cuda._ENOUGH_PROGRAMS = 1
+        run._ENOUGH_PROGRAMS = 1
         check(torch.float32, False)
     with forced_shape(TileShape(8192, 4, 2)):
         check_lists_of_several_blocks()

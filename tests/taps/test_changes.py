@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tilestep
-from tilestep.engine import backends
-from tilestep.engine.eager import EagerSegment
+from tilestep.backends import registry
+from tilestep.backends.eager import EagerSegment
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -113,7 +113,7 @@ def test_matrices_and_their_orthogonal_updates() -> None:
 
 
 def test_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+    monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
     params = parameters(torch.float32)
     train(tilestep.SGD(params, lr=1e-3, track_changes=True), params)
 

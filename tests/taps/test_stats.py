@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tilestep
-from tilestep.engine import backends
-from tilestep.engine.eager import EagerSegment
+from tilestep.backends import registry
+from tilestep.backends.eager import EagerSegment
 
 SHAPES = ((40, 67), (3, 4, 5, 5), (7,), (1,))
 
@@ -87,7 +87,7 @@ def test_matrices_and_momenta_of_muon() -> None:
 
 
 def test_eager_steps_measure_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+    monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
     params = parameters(torch.float32)
     optimizer = tilestep.AdamW(params, lr=0.05, stats=tilestep.Stats())
     before = [param.detach().clone() for param in params]

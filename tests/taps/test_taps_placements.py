@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilestep
-from tilestep.offloading.host_update import HostState
-from tilestep.offloading.optimizer import move_state
-from tilestep.offloading.streaming import StreamedState
+from tilestep.memory.host import HostState
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.05},

@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilestep
-from tilestep.codegen import triton
+from tilestep.backends.triton import source as triton
 from tilestep.describe import spec_for
-from tilestep.norm.orders import Order
+from tilestep.norm.tiles import Order
 from tilestep.norm.triton_source import norm_source, scale_source
 from tilestep.tracing import report_on
-from tilestep.tracing.events import is_update_kernel
-from tilestep.tracing.intervals import Intervals, covers, length, minus, overlap, union
+from tilestep.tracing.lanes import Intervals, covers, is_update_kernel, length, minus, overlap, union
 
 MAIN, AUTOGRAD = 1, 2
 

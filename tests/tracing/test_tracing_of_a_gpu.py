@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tilestep.tracing.events import read_events
-from tilestep.tracing.intervals import covers
-from tilestep.tracing.lanes import Sorting
+from tilestep.tracing.lanes import Sorting, covers, read_events
 
 # Four H200s, torch 2.11, Triton 3.6: names, launches and times of the first rank, without the host's operators.
 EVENTS = json.loads((Path(__file__).parent / "h200_kernels.json").read_text(encoding="utf-8"))

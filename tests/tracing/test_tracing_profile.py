@@ -13,8 +13,8 @@ import torch
 
 import tilestep
 from tilestep import cli
-from tilestep.demo.traced import _one_ahead
-from tilestep.tracing.intervals import length, overlap, union
+from tilestep.demo import _one_ahead
+from tilestep.tracing.lanes import length, overlap, union
 
 PNG = b"\x89PNG"
 

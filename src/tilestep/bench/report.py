@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .measure import Spread
-from .peers import OURS
 from .results import Group, Result, Row
+from .sections import OURS
 
 OURS_COLOUR, OTHER_COLOUR = "#c8553d", "#8a9ba8"
 

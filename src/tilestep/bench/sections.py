@@ -1,13 +1,17 @@
-"""The sections of the benchmark that measure in this process: `norm`, `step` and `cpu`."""
+"""What is measured: lists of parameters, optimizers that take part, and the sections `norm`, `step` and `cpu`."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
+import importlib.util
 import math
 import os
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +19,236 @@ from torch import Tensor
 from ..devices import has_streams
 from ..norm import clip_grad_norm_, total_norm
 from ..optimizer import Optimizer
-from . import bandwidth
-from .environment import environment
+from . import measure as bandwidth
 from .measure import Contender, Timing, measure
-from .peers import OURS, Peer, peers, step_of
-from .results import Group, Result, Row
-from .workloads import Workload, adamw_bytes, cpu_workloads, gpu_workloads, make_parameters
+from .results import Group, Result, Row, environment
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named list of shapes of one dtype."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """Number of elements in all tensors."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def title(self) -> str:
+        """The name with counts.
+
+        >>> Workload("tiny", ((1024,), (976,)), torch.bfloat16).title
+        'tiny: 2 bfloat16 tensors, 0.002 M elements'
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}: {len(self.shapes):,} {dtype} tensors, {self.elements / 1e6:,.4g} M elements"
+
+
+def gpu_workloads(quick: bool = False) -> list[Workload]:
+    """Return what `norm` and `step` run: many tensors of random sizes, a language model, many small tensors.
+
+    >>> [round(workload.elements / 1e6) for workload in gpu_workloads()]
+    [131, 1194, 5]
+    """
+    return [
+        _random_sizes(quick),
+        _llama(quick),
+        Workload("small", ((1024,),) * (50 if quick else 5000), torch.bfloat16),
+    ]
+
+
+def cpu_workloads(quick: bool = False) -> list[Workload]:
+    """Return what `cpu` runs: large tensors, many small ones, all-bf16.
+
+    >>> [(len(workload.shapes), workload.elements) for workload in cpu_workloads()]
+    [(200, 50000000), (2000, 16384000), (200, 50000000)]
+    """
+    shrink = 100 if quick else 1
+    large = ((250_000 // shrink,),) * 200
+    return [
+        Workload("large fp32", large, torch.float32),
+        Workload("small fp32", ((8192 // shrink,),) * (2000 // shrink), torch.float32),
+        Workload("large bf16", large, torch.bfloat16),
+    ]
+
+
+def _random_sizes(quick: bool) -> Workload:
+    draw = random.Random(133586)
+    count, largest = (40, 4096) if quick else (2000, 128 * 1024)
+    return Workload("random", tuple((draw.randint(1, largest),) for _ in range(count)), torch.bfloat16)
+
+
+def _llama(quick: bool) -> Workload:
+    """24 layers of width 2048 with 8 key-value heads, untied embeddings: 219 tensors."""
+    return _llama_of("llama", *((2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000)))
+
+
+def small_llama(quick: bool = False) -> Workload:
+    """Return what rules that decompose matrices run: two layers of width 1024, untied embeddings.
+
+    >>> small_llama().title
+    'small llama: 21 bfloat16 tensors, 88.09 M elements'
+    """
+    return _llama_of("small llama", *((2, 64, 16, 172, 500) if quick else (2, 1024, 256, 2816, 32000)))
+
+
+def _llama_of(name: str, layers: int, width: int, key_value: int, inner: int, vocabulary: int) -> Workload:
+    layer: list[tuple[int, ...]] = [
+        (width, width), (key_value, width), (key_value, width), (width, width),  # attention: q, k, v, o
+        (inner, width), (inner, width), (width, inner),  # gate, up, down
+        (width,), (width,),  # norms
+    ]  # fmt: skip
+    shapes = [(vocabulary, width), *(layer * layers), (width,), (vocabulary, width)]
+    return Workload(name, tuple(shapes), torch.bfloat16)
+
+
+def make_parameters(workload: Workload, device: torch.device, seed: int = 0) -> list[Tensor]:
+    """Return parameters with gradients, each its own allocation as in a model.
+
+    >>> parameters = make_parameters(gpu_workloads(quick=True)[2], torch.device("cpu"))
+    >>> len(parameters), parameters[0].shape == parameters[0].grad.shape
+    (50, True)
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def drawn(deviation: float) -> list[Tensor]:
+        # Parameters first, then gradients, as in a training: a CPU's prefetcher sees which lie beside each other.
+        empty = [torch.empty(shape, device=device, dtype=workload.dtype) for shape in workload.shapes]
+        return [tensor.normal_(0, deviation, generator=generator) for tensor in empty]
+
+    parameters, gradients = drawn(0.02), drawn(1e-3)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.requires_grad_().grad = gradient
+    return parameters
+
+
+def adamw_bytes(parameters: Sequence[Tensor], clip: bool, master_weights: bool = False) -> int:
+    """Return the least traffic of an AdamW step in bytes: gradients read (twice with a clip), all else also written.
+
+    >>> parameter = torch.zeros(1000, dtype=torch.bfloat16)
+    >>> [adamw_bytes([parameter], clip) for clip in (False, True)]
+    [14000, 16000]
+    >>> adamw_bytes([parameter], clip=False, master_weights=True)  # fp32 master and moments; parameter only written
+    28000
+    """
+    total = 0
+    for parameter in parameters:
+        size = parameter.element_size()
+        buffers = 6 * 4 + size if master_weights else 6 * size
+        total += parameter.numel() * (buffers + size * (2 if clip else 1))
+    return total
+
+
+OURS = "tilestep"
+LEARNING_RATE = 1e-4
+WEIGHT_DECAY = 0.01
+
+Build = Callable[[Sequence[Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One optimizer in the comparison."""
+
+    name: str  # what the tables call it
+    build: Callable[..., Any]  # makes the optimizer for a list of parameters
+    module: str = "torch"  # what must be importable
+    compiled: bool = False  # whether its first step compiles for so long that it runs only on request
+    clips: bool = False  # whether `step()` itself clips, when built with `max_grad_norm`
+    gpu_only: bool = False  # whether it has no CPU version
+
+
+def _torch_adamw(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+
+
+def _torch_compiled(parameters: Sequence[Tensor]) -> Any:
+    optimizer = torch.optim.AdamW(
+        parameters, lr=torch.tensor(LEARNING_RATE), weight_decay=WEIGHT_DECAY, capturable=parameters[0].is_cuda
+    )
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _tilestep(parameters: Sequence[Tensor], **options: Any) -> Any:
+    return Optimizer(parameters, "AdamW", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+
+
+def _optimi(parameters: Sequence[Tensor]) -> Any:
+    adamw = importlib.import_module("optimi").AdamW
+    return adamw(parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=WEIGHT_DECAY, eps=1e-8, kahan_sum=False)
+
+
+def _flashoptim(parameters: Sequence[Tensor]) -> Any:
+    adamw = importlib.import_module("flashoptim").FlashAdamW
+    return adamw(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, quantize=False, master_weight_bits=None)
+
+
+def _heavyball(parameters: Sequence[Tensor]) -> Any:
+    adamw = importlib.import_module("heavyball").AdamW
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    return adamw(parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=WEIGHT_DECAY, storage_dtype=dtype)
+
+
+PEERS = [
+    Peer("torch default", _torch_adamw),
+    Peer("torch foreach", lambda parameters: _torch_adamw(parameters, foreach=True)),
+    Peer("torch fused", lambda parameters: _torch_adamw(parameters, fused=True)),
+    Peer("torch compiled", _torch_compiled, compiled=True),
+    Peer("torch-optimi", _optimi, module="optimi"),
+    Peer("flashoptim", _flashoptim, module="flashoptim", gpu_only=True),
+    Peer("heavyball", _heavyball, module="heavyball", compiled=True),
+    Peer(OURS, _tilestep, module="tilestep", clips=True),
+]
+
+
+def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = ()) -> list[Peer]:
+    """Return the optimizers that can take part here.
+
+    >>> [peer.name for peer in peers(torch.device("cpu"), names=["torch fused"])]
+    ['torch fused']
+    """
+    return [
+        peer
+        for peer in PEERS
+        if importlib.util.find_spec(peer.module) is not None
+        and (compiled or not peer.compiled)
+        and (has_streams(device) or not peer.gpu_only)
+        and (not names or peer.name in names)
+    ]
+
+
+def step_of(peer: Peer, parameters: Sequence[Tensor], max_grad_norm: float | None) -> Callable[[], object]:
+    """Return a function that takes one step, clipping by the global norm first where asked.
+
+    >>> fused = peers(torch.device("cpu"), names=["torch fused"])[0]
+    >>> parameter = torch.ones(3, requires_grad=True)
+    >>> parameter.grad = torch.ones(3)
+    >>> step = step_of(fused, [parameter], max_grad_norm=0.5)
+    >>> step()
+    >>> bool((parameter < 1).all()), round(float(parameter.grad.norm()), 3)
+    (True, 0.5)
+    """
+    if peer.clips and max_grad_norm is not None:
+        optimizer = peer.build(parameters, max_grad_norm=max_grad_norm)
+    else:
+        optimizer = peer.build(parameters)
+    if peer.clips or max_grad_norm is None:
+
+        def step() -> None:
+            optimizer.step()
+    else:
+
+        def step() -> None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+            optimizer.step()
+
+    return step
+
 
 MAX_GRAD_NORM = 1.0
 MEBIBYTE = 1 << 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..codegen.spec import KernelSpec
+from ..backends.spec import KernelSpec
 from ..devices import has_streams, is_host
 from ..optimizer import Optimizer
 from ..optimizer.masters import MasterWeights

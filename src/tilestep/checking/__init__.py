@@ -9,11 +9,10 @@ import torch
 
 from ..devices import is_host
 from ..graph import Graph
-from ..optimizer.hyperparameters import check_group
+from ..optimizer.groups import check_group
 from ..rules import Rule
 from .interpreted import check_interpreted
-from .items import ITEMS
-from .trials import DEVICE_NAMES, Subject, Verdict, run_item, timed, trace_all
+from .items import DEVICE_NAMES, ITEMS, Subject, Verdict, run_item, timed, trace_all
 
 __all__ = ["Verdict", "check_rule"]
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from ..engine.backends import interpret_on_cpu
+from ..backends.registry import interpret_on_cpu
 from ..graph import Graph
 from ..rules import Rule, rule
-from .items import INTERPRETED, ITEMS
-from .trials import Subject, Verdict, run_item, trace_all
+from .items import INTERPRETED, ITEMS, Subject, Verdict, run_item, trace_all
 
 _BACKEND = "Triton in its interpreter"
 _TIMEOUT = 900

@@ -1,20 +1,419 @@
-"""What is checked, one function each: it returns what was found in plain words, or raises `CheckFailure`."""
+"""What is checked, one function each: a rule trained on drawn parameters, compared with its formula in float64."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..counters import compile_count
 from ..devices import is_host
-from ..errors import StateError
-from ..storage import MASTER_FORMATS, STATE_FORMATS
+from ..errors import RuleError, StateError
+from ..graph import ACROSS, Graph
+from ..optimizer import Optimizer
+from ..optimizer.masters import MASTER_KEYS, exact_values, master_kind
+from ..optimizer.states import TRAINING, shape_of
+from ..rules import Rule
+from ..rules.protocol import at_step
+from ..rules.scalars import precision_of
+from ..runtime import graph_for
+from ..storage import (
+    MASTER_FORMATS,
+    STATE_FORMATS,
+    Storage,
+    is_coarse,
+    kept_in_blocks,
+    shape_of_entries,
+    stored_in,
+    values_of,
+)
 from ..taps import Stats
-from .reference import CheckFailure
-from .trials import Subject, Trial, draw
+
+_STRAY = 2000
+"""One element in so many may be further off: where a rule has a jump, rounding decides on which side it falls."""
+
+
+class CheckFailure(Exception):
+    """Something is not as it should be; the text says what, in plain words."""
+
+    def __init__(self, text: str, buffer: str = "") -> None:
+        super().__init__(text)
+        self.buffer = buffer
+
+
+@dataclass
+class Snapshot:
+    """A parameter, its gradient and its state before a step, as copies."""
+
+    param: torch.Tensor  # what the step starts from: the master where there is one
+    grad: torch.Tensor  # its gradient
+    states: dict[str, torch.Tensor]  # its state buffers by name
+    step: float  # the count that the step will have
+
+    @classmethod
+    def of(cls, param: torch.Tensor, state: Mapping[str, Any]) -> Snapshot:
+        """A snapshot of a parameter that has a gradient."""
+        assert param.grad is not None
+        buffers = {
+            name: _numbers(param, state, name).detach().clone()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name not in ("step", *MASTER_KEYS, TRAINING)
+        }
+        return cls(exact_values(param, state), param.grad.detach().clone(), buffers, float(state["step"]) + 1)
+
+    @classmethod
+    def first(cls, param: torch.Tensor, rule: Rule, group: Mapping[str, Any]) -> Snapshot:
+        """A snapshot before the first step, when there is no state yet: as the rule declares that it begins."""
+        assert param.grad is not None
+        wide = torch.float64 if param.dtype is torch.float64 else torch.float32
+        buffers = {}
+        for name, start in rule.states.items():
+            if start.shape not in ("param", "scalar") and param.dim() < 2:
+                continue
+            shape = () if start.shape == "scalar" else shape_of(start, param, param.shape)
+            buffer = param.detach().new_empty(shape, dtype=start.dtype or wide)
+            if start.init == "param":
+                buffers[name] = buffer.copy_(param.detach())
+            else:
+                value = group[start.init] if isinstance(start.init, str) else start.init
+                buffers[name] = buffer.fill_(float(at_step(value, 1.0)))
+        exact = exact_values(param, {}) if master_kind(param.dtype, group) is None else param.detach().float()
+        return cls(exact, param.grad.detach().clone(), buffers, 1.0)
+
+
+def expected(
+    rule: Rule, before: Snapshot, hyperparameters: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The new parameter and states by the rule's own code, in float64."""
+    buffers: list[torch.Tensor | None] = [before.param.to(dtype), before.grad.to(dtype)]
+    for name in rule.state_names:
+        known = before.states.get(name)
+        wide = torch.float64 if rule.states[name].shape == "scalar" else dtype
+        buffers.append(None if known is None else known.to(wide, copy=True))
+    kept = precision_of.set(lambda _: torch.finfo(before.param.dtype).eps)
+    try:
+        copies = [None if each is None else each.clone() for each in buffers]
+        results = rule(*copies, **hyperparameters, step=before.step)
+    finally:
+        precision_of.reset(kept)
+    named = dict(zip(("param", *rule.state_names), results))
+    return {name: value.double() for name, value in named.items() if value is not None}
+
+
+def _numbers(param: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+    """A state's values, whatever it is kept in."""
+    blocks = kept_in_blocks(state, name)
+    return state[name] if blocks is None else values_of(blocks, state, name, shape=param.shape)
+
+
+def compare(
+    rule: Rule,
+    label: str,
+    param: torch.Tensor,
+    state: Mapping[str, Any],
+    before: Snapshot,
+    hyperparameters: Mapping[str, Any],
+    coarse: bool = False,
+) -> None:
+    """Raise if a parameter or its state after a step is not what the formula gives.
+
+    Each value may be off by rounding to the type it is stored in, and by a few roundings of the type that is computed
+    in, or a few times what the rule's own code is off in that type.
+    """
+    if not param.numel():
+        return  # formulas with extrema are not defined there
+    compute = torch.float64 if param.dtype is torch.float64 else torch.float32
+    wanted = expected(rule, before, hyperparameters, torch.float64)
+    rough = expected(rule, before, hyperparameters, compute)
+    exact = exact_values(param, state)
+    found = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in state}}
+    precision = max(torch.finfo(exact.dtype).eps, _master_eps(param, state))
+    old = {"param": before.param, **before.states}
+    for name, value in found.items():
+        if name not in wanted:
+            raise CheckFailure(f"{name} of {label} is kept, but the rule returns None for it", name)
+        shaped = wanted[name].to(value.device).expand(value.shape)
+        blocks = None if name == "param" else kept_in_blocks(state, name)
+        if blocks is not None:
+            _close_in_blocks(name, label, blocks, value, shaped, before.step)
+            continue
+        spread = (rough[name].to(value.device).expand(value.shape) - shaped).abs()
+        if coarse and spread.numel():
+            spread = spread.amax().expand(value.shape)
+        previous = old[name].to(value.device).double()
+        kept = precision if name == "param" else torch.finfo(value.dtype).eps
+        _close(name, label, value.detach(), shaped, previous, spread, kept, compute, before.step)
+    has_master = not MASTER_KEYS.isdisjoint(state)
+    if has_master and not torch.equal(param.detach(), exact.to(param.device, param.dtype)):
+        raise CheckFailure(f"{label} is not its float32 master rounded to {param.dtype}", "param")
+
+
+def _master_eps(param: torch.Tensor, state: Mapping[str, Any]) -> float:
+    """The relative precision of a parameter with a master of fewer bits than float32 has; 0 for others."""
+    kinds = [kind for kind in MASTER_FORMATS.values() if kind.key in state and is_coarse(kind.storage(param.dtype))]
+    return 2.0**-16 if kinds else 0.0
+
+
+def _close_in_blocks(
+    name: str, label: str, blocks: Storage, found: torch.Tensor, wanted: torch.Tensor, step: float
+) -> None:
+    """Raise if a state in blocks is much further from the formula than the format is from it."""
+    shapes = {array.name: shape_of_entries(found.shape, array.elements) for array in blocks.arrays(name)}
+    kept = {
+        array.name: torch.empty(shapes[array.name], dtype=array.dtype, device=found.device)
+        for array in blocks.arrays(name)
+    }
+    stored_in(blocks, kept, name, wanted.float(), shape=found.shape)
+    rounded = values_of(blocks, kept, name, shape=found.shape).double()
+    own, off = float((rounded - wanted).square().sum()), float((found.double() - wanted).square().sum())
+    if not off <= 2 * own + 1e-12 * float(wanted.square().sum()):
+        raise CheckFailure(
+            f"{name} of {label}, kept as {blocks}, is off by {off:.3g} at step {step:g} (a sum of squares), where the "
+            f"format alone is by {own:.3g}",
+            name,
+        )
+
+
+def _close(
+    name: str,
+    label: str,
+    found: torch.Tensor,
+    wanted: torch.Tensor,
+    old: torch.Tensor,
+    spread: torch.Tensor,
+    eps: float,
+    compute: torch.dtype,
+    step: float,
+) -> None:
+    kept, found = torch.finfo(found.dtype), found.double()
+    scale = wanted.abs() + old.abs() + (wanted - old).abs()
+    computed = 64 * torch.finfo(compute).eps * scale
+    allowed = eps * wanted.abs() + kept.smallest_normal * kept.eps + computed + 8 * spread
+    strays = ~((found - wanted).abs() <= allowed) & ~(found == wanted) & ~(found.isnan() & wanted.isnan())
+    count = int(strays.sum())
+    if count <= found.numel() // _STRAY:
+        return
+    place = int(strays.flatten().nonzero()[0])
+    what = f"{'the parameter' if name == 'param' else name} of {label}"
+    raise CheckFailure(
+        f"{what} is {found.flatten()[place].item():.9g} at step {step:g}, where the formula gives "
+        f"{wanted.flatten()[place].item():.9g} (element {place}; {count} of {found.numel()} are off)",
+        name,
+    )
+
+
+DEVICE_NAMES = {"cpu": "C++", "cuda": "Triton"}
+
+SHAPES = ((5, 7), (1300,), (), (3, 4, 5), (2, 3, 4, 5), (33, 2))
+"""Shapes that most trials use, as far as the rule takes them."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A rule under check."""
+
+    rule: Rule
+    given: Mapping[str, Any]  # hyperparameters that are not the defaults
+    device: torch.device  # where it runs
+    graphs: Mapping[int, Graph]  # its graph for each number of dimensions it takes
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """All hyperparameters."""
+        return {**self.rule.hyperparameters, **self.given}
+
+    @property
+    def spans_tensors(self) -> bool:
+        """Whether a step of one tensor depends on the others, so that the formula holds for one alone."""
+        return any(value.operation in ACROSS for graph in self.graphs.values() for value in graph.values())
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the rule works on whole matrices."""
+        from ..graph.lowering import is_matrix_work
+
+        return any(is_matrix_work(value) for graph in self.graphs.values() for value in graph.values())
+
+    def shapes(self, wanted: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[int, ...]]:
+        """Those of these shapes that the rule takes; where it takes none, small ones of as many dimensions."""
+        fitting = [shape for shape in wanted if len(shape) in self.graphs]
+        return fitting or [(3,) * dims for dims in self.graphs]
+
+    def line_of(self, buffer: str) -> str:
+        """Where the rule computes a buffer: file and line, as far as it is known."""
+        for graph in self.graphs.values():
+            if buffer in graph.outputs and graph.outputs[buffer].line:
+                return graph.outputs[buffer].line
+        return self.rule.where
+
+    def keeps_graph(self, changes: Mapping[str, Any]) -> bool:
+        """Whether the rule allows these hyperparameters, and has the same graphs with them."""
+        changed = {**self.hyperparameters, **changes}
+        try:
+            self.rule.check(changes)
+            return all(graph_for(self.rule, changed, dims) is graph for dims, graph in self.graphs.items())
+        except (ValueError, RuleError):
+            return False
+
+
+def draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    """Normally distributed numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
+
+
+class Trial:
+    """Parameters with an optimizer, or with one each where the rule spans tensors."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        params: Iterable[torch.nn.Parameter],
+        options: Mapping[str, Any] | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.subject = subject
+        self.params = list(params)
+        self.groups = [{}, *groups]
+        self.owner: list[Optimizer] = []
+        arguments = {**subject.given, **(options or {})}
+        if subject.spans_tensors:
+            for index, param in enumerate(self.params):
+                group = {"params": [param], **self.groups[index % len(self.groups)]}
+                self.owner.append(Optimizer([group], subject.rule, **arguments))
+        else:
+            dealt = [
+                {"params": self.params[index :: len(self.groups)], **group} for index, group in enumerate(self.groups)
+            ]
+            filled = [group for group in dealt if group["params"]]
+            self.owner = [Optimizer(filled, subject.rule, **arguments)] * len(self.params)
+        self.steps = 0
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Each optimizer once."""
+        return list(dict.fromkeys(self.owner))
+
+    def state(self, index: int) -> dict[str, Any]:
+        """The state of a parameter, empty before its first step."""
+        return self.owner[index].state.get(self.params[index], {})
+
+    def group(self, index: int) -> dict[str, Any]:
+        """The param group of a parameter."""
+        for group in self.owner[index].param_groups:
+            if any(param is self.params[index] for param in group["params"]):
+                return group
+        raise AssertionError("the parameter is in no group")
+
+    def hyperparameters(self, index: int) -> dict[str, Any]:
+        """The hyperparameters of a parameter's group."""
+        group = self.group(index)
+        return {key: group[key] for key in self.subject.rule.hyperparameters}
+
+    def set_gradients(self, seed: int = 0) -> None:
+        """Draw this step's gradients."""
+        for index, param in enumerate(self.params):
+            param.grad = draw(param.shape, param.dtype, param.device, 1000 * (self.steps + 1) + index + seed)
+
+    def step(self) -> None:
+        """Step every optimizer."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.steps += 1
+
+    def compared_step(self, limit: float | None = None) -> None:
+        """Step, and compare every parameter that has a gradient with the formula; the others must not change."""
+        before = [
+            self._snapshot(index, param) if param.grad is not None else param.detach().clone()
+            for index, param in enumerate(self.params)
+        ]
+        hyperparameters = [self.hyperparameters(index) for index in range(len(self.params))]
+        if limit is not None:
+            self._clip(before, limit)
+        self.step()
+        for index, (param, known) in enumerate(zip(self.params, before)):
+            label = f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}"
+            if isinstance(known, Snapshot):
+                rule, coarse = self.subject.rule, self.subject.has_matrices
+                compare(rule, label, param, self.state(index), known, hyperparameters[index], coarse)
+            elif not torch.equal(param.detach(), known):
+                raise CheckFailure(f"{label} has no gradient and was changed", "param")
+
+    def _snapshot(self, index: int, param: torch.Tensor) -> Snapshot:
+        state = self.state(index)
+        if state:
+            return Snapshot.of(param, state)
+        return Snapshot.first(param, self.subject.rule, self.group(index))
+
+    def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
+        """Clip the gradients that snapshots hold, as `torch.nn.utils.clip_grad_norm_` does, in float64."""
+        for optimizer in self.optimizers:
+            own = [each for each, owner in zip(before, self.owner) if owner is optimizer and isinstance(each, Snapshot)]
+            norm = math.sqrt(sum(float(each.grad.double().square().sum()) for each in own))
+            for each in own:
+                each.grad = each.grad.double() * min(1.0, limit / (norm + 1e-6))
+
+    def run(self, steps: int = 5) -> Trial:
+        """Compared steps with new gradients each."""
+        for _ in range(steps):
+            self.set_gradients()
+            self.compared_step()
+        return self
+
+    def contents(self) -> list[torch.Tensor]:
+        """Every parameter and state buffer, as copies."""
+        found = [param.detach().clone() for param in self.params]
+        for index in range(len(self.params)):
+            found += [value.clone() for value in self.state(index).values() if isinstance(value, torch.Tensor)]
+        return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one check found."""
+
+    item: str  # what was checked
+    passed: bool | None  # whether it is as it should be; None if it could not be checked here
+    text: str  # what was found, in plain words; a failure names the rule's file and line
+    seconds: float = 0.0  # how long it took
+
+
+def run_item(subject: Subject, name: str, item: Callable[[Subject], str], backend: str = "") -> Verdict:
+    """The verdict of one item."""
+    label = f"{backend or DEVICE_NAMES.get(subject.device.type, subject.device.type)}, {name}"
+    return timed(label, lambda: item(subject), subject)
+
+
+def timed(label: str, check: Callable[[], str], where: Subject | str) -> Verdict:
+    """A check's verdict: what it says, or how it fails and where."""
+    begin = time.perf_counter()
+    try:
+        passed, text = True, check()
+    except CheckFailure as failure:
+        place = where if isinstance(where, str) else where.line_of(failure.buffer)
+        passed, text = False, f"{failure}; see {place}"
+    except Exception as error:  # whatever goes wrong with a rule of the user's is the verdict
+        place = where if isinstance(where, str) else where.rule.where
+        reason = " ".join(str(error).split()) or type(error).__name__
+        named = reason if place.rpartition(":")[0] in reason else f"{reason}; see {place}"
+        passed, text = False, named
+    return Verdict(label, passed, text, time.perf_counter() - begin)
+
+
+def trace_all(rule: Rule, values: Mapping[str, Any], graphs: dict[int, Graph]) -> dict[int, RuleError]:
+    """Trace a rule for tensors of 0 to 4 dimensions."""
+    refusals: dict[int, RuleError] = {}
+    for dims in range(5):
+        try:
+            graphs[dims] = graph_for(rule, values, dims)
+        except RuleError as error:
+            refusals[dims] = error
+    return refusals
+
 
 Item = Callable[[Subject], str]
 
@@ -69,7 +468,7 @@ def sizes(subject: Subject) -> str:
 
 
 def _interpreting() -> bool:
-    from ..engine.backends import is_interpreting
+    from ..backends.registry import is_interpreting
 
     return is_interpreting()
 

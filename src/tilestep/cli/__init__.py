@@ -41,14 +41,7 @@ def build_app() -> typer.Typer:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: exit code 0 on success, 1 on failure (one line says why), 2 on bad usage.
-
-    Args:
-        arguments: what follows the program's name; None takes it from the process.
-
-    Raises:
-        SystemExit: always, with the exit code.
-    """
+    """Run the command line: exit code 0 on success, 1 on failure (one line says why), 2 on bad usage."""
     try:
         build_app()(args=arguments, prog_name="tilestep")
     except FAILURES as failure:

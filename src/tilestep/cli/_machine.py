@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ..backends.cpp.compile import FLAGS, compiler, compiler_version
 from ..cache import cache_directory, forget_directory
-from ..codegen.compile_cpp import FLAGS, compiler, compiler_version
 from ..native import module
 
 OLDEST_TORCH = (2, 11)

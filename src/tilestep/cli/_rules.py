@@ -102,7 +102,7 @@ def parse_formats(state_dtype: str, master_weights: str, rounding: str = "neares
      {'state_dtype': None, 'master_weights': False, 'rounding': 'nearest'})
     """
     from ..optimizer.masters import check_choice
-    from ..optimizer.state_formats import check_rounding
+    from ..optimizer.states import check_rounding
     from ..storage import state_format
 
     masters = {"true": True, "": False, "false": False}.get(master_weights.lower(), master_weights)

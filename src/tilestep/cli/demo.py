@@ -32,10 +32,8 @@ def register(app: typer.Typer) -> None:
         import torch
         from rich.console import Console
 
-        from ..bench.environment import device_name
-        from ..demo.model import GPT
-        from ..demo.report import picture, table
-        from ..demo.train import Recipe, entries, train
+        from ..bench.results import device_name
+        from ..demo import GPT, Recipe, entries, picture, table, train
         from ._rules import chosen_device, parse_formats, require_plotting
 
         require_plotting()

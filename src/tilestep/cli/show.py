@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.syntax import Syntax
 
-        from ..codegen.spec import Taps
+        from ..backends.spec import Taps
         from ..describe import describe
         from ._rules import load_rule, parse_formats, parse_settings
 

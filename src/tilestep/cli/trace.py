@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ..demo.traced import Traced
+    from ..demo import Traced
     from ..tracing import Report
 
 
@@ -49,8 +49,7 @@ def register(app: typer.Typer) -> None:
         """
         from rich.console import Console
 
-        from ..demo.model import Size
-        from ..demo.traced import Traced
+        from ..demo import Size, Traced
         from ._rules import chosen_device, require_plotting
 
         require_plotting()
@@ -70,7 +69,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _demo(traced: Traced, out: Path) -> Report:
-    from ..demo.traced import train_traced
+    from ..demo import train_traced
 
     return train_traced(traced, out)
 

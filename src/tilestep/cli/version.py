@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
         """Print versions, compilers and the device, and say in sentences what is wrong with this machine."""
         from rich.console import Console
 
-        from ..bench.environment import environment
+        from ..bench.results import environment
         from ._machine import complaints, facts
 
         console = Console(soft_wrap=True)

@@ -6,13 +6,6 @@ tests/test_compat.py says which version broke one of them.
 from __future__ import annotations
 
 from .absent_gpu import absent_gpu
-from .backward import (
-    after_backward,
-    backward_pass,
-    count_gradient_hooks,
-    is_in_another_backward,
-    is_last_gradient_hook,
-)
 from .dtensors import (
     DTENSOR_PARTS,
     checkpoint_types,
@@ -44,16 +37,21 @@ from .modules import (
     watch_all_submodules,
 )
 from .optimizers import (
+    after_backward,
+    backward_pass,
+    count_gradient_hooks,
     count_scaled_losses,
     is_capturing,
+    is_in_another_backward,
+    is_last_gradient_hook,
     load_hooks,
+    profiler_is_running,
     route_unscaling,
     step_is_ordinary,
     step_is_watched,
     watch_clips,
 )
 from .peer_memory import PeerMemory
-from .profiler import profiler_is_running
 from .tensors import (
     TensorDispatch,
     addresses_equal,

@@ -27,12 +27,7 @@ def group_device_types(group: Any) -> set[str] | None:
 
 
 def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[bool, Any]:
-    """Begin to gather several tensors in one message.
-
-    Returns:
-        Whether it has begun, which it has not where torch has no call for it; and what to wait for, None where there is
-        nothing: on a GPU it runs in the current stream.
-    """
+    """Begin to gather several tensors in one message."""
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
         call, options = (
             getattr(group, name, None),

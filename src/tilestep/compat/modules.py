@@ -40,9 +40,6 @@ def before_gathering(module: Any, prepare: Callable[[list[Any]], None]) -> bool:
     """Have something called before an FSDP2 module's parameters are read to be gathered, whoever asks for that.
 
     A hook on the module's forward would not do: other modules may prefetch its parameters.
-
-    Returns:
-        Whether it is going to be; without FSDP2's parameter groups nothing is changed.
     """
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -110,11 +107,7 @@ def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> 
 
 
 def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Let a module look its parameters up in a dictionary of our own.
-
-    Returns:
-        Whether it does; without torch keeping them in `_parameters` nothing is changed.
-    """
+    """Let a module look its parameters up in a dictionary of our own."""
     entries = getattr(module, "_parameters", None)
     if not isinstance(entries, dict):
         return False

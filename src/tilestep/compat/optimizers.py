@@ -1,15 +1,77 @@
-"""What torch keeps of optimizers: hooks, scalers, functions that clip."""
+"""What torch keeps of optimizers, backward passes and profilers: hooks, scalers, functions that clip."""
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from . import profiler, tensors
+from . import tensors
+
+_KEPT = "_post_accumulate_grad_hooks"
+_kept_by = operator.attrgetter(_KEPT)
+
+
+def backward_pass() -> int | None:
+    """A number of the backward pass that this is called in; None outside of one, or where torch does not say."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    number = -1 if current is None else current()
+    return None if number == -1 else number
+
+
+def after_backward(callback: Callable[[], None]) -> bool:
+    """Have something called at the end of the backward pass that this is called in."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None or not hasattr(engine, "queue_callback"):
+        return False
+    engine.queue_callback(callback)
+    return True
+
+
+def is_in_another_backward() -> bool:
+    """Whether the backward pass that this is called in was begun by a function's backward, as reentrant checkpoints do.
+
+    Said by the call stack, since torch's engine does not say it: False where torch calls such functions otherwise.
+    """
+    calls = getattr(getattr(torch.autograd.function, "BackwardCFunction", None), "apply", None)
+    code, frame = getattr(calls, "__code__", None), sys._getframe(1)
+    while code is not None and frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def count_gradient_hooks(params: Iterable[torch.Tensor]) -> int:
+    """How many hooks for accumulated gradients some parameters have together; each has one at least, or torch does not
+    say: then it is 0."""
+    try:
+        return sum(map(len, map(_kept_by, params)))
+    except (AttributeError, TypeError):
+        return 0
+
+
+def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
+    """Whether a gradient hook is called after all others of its parameter; True if torch does not say."""
+    hooks = getattr(param, _KEPT, None)
+    return not isinstance(hooks, dict) or handle.id not in hooks or next(reversed(hooks)) == handle.id
+
+
+def profiler_is_running() -> bool:
+    """Whether a torch profiler records; True where torch cannot tell, and what it costs to be recorded is paid then.
+
+    Example:
+        >>> profiler_is_running()
+        False
+    """
+    return _profiler_enabled is None or _profiler_enabled()
+
+
+_profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
 
 _watched: list[Callable[[list[Any]], None]] = []
 _NAMES = ("_clip_grads_with_norm_", "clip_grad_value_")
@@ -19,9 +81,6 @@ def watch_clips(look: Callable[[list[Any]], None]) -> bool:
     """Have something see the parameters whose gradients torch is going to clip; it may raise.
 
     `clip_grad_norm_` looks its second half up in its module, so whoever has imported it before is seen too.
-
-    Returns:
-        Whether it will see them; without torch's functions being where they are known to be nothing is changed.
     """
     if look in _watched:
         return True
@@ -69,7 +128,7 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """
     try:
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        recording = profiler._profiler_enabled
+        recording = _profiler_enabled
         return bool(hooks or _EVERY_PRE_HOOK or _EVERY_POST_HOOK or recording is None or recording())
     except AttributeError:
         return True
@@ -77,7 +136,7 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_is_ordinary() -> bool:
     """Whether nothing is around a step: no profiler, autocast or mode that sees operations."""
-    recording = profiler._profiler_enabled
+    recording = _profiler_enabled
     return not (
         recording is None
         or recording()

@@ -8,16 +8,7 @@ import torch
 
 
 class PeerMemory:
-    """Flat memory of one rank, and what stands for that of the others.
-
-    Args:
-        numel: elements; the same on all ranks.
-        dtype: their type.
-        device: this rank's GPU.
-
-    Raises:
-        RuntimeError: where there is none.
-    """
+    """Flat memory of one rank, and what stands for that of the others."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         if device.type != "cuda" or torch.version.cuda is None:

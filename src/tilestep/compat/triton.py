@@ -46,9 +46,6 @@ def direct_launch(
     """What launches a kernel of a known Triton with addresses in place of tensors, or None.
 
     Given tensors, Triton asks each for its address and the driver whether it may be used: half the cost of a launch.
-
-    Returns:
-        A function that tells whether it has launched; not while somebody has hooks on launches.
     """
     import triton
     from triton import knobs
@@ -137,11 +134,7 @@ class _Compilers:
 
 
 def triton_hash() -> tuple[Callable[[], str], Path] | None:
-    """What computes Triton's hash of its compiler, and Triton's folder.
-
-    Returns:
-        None where Triton keeps its hash otherwise, or has computed it already.
-    """
+    """What computes Triton's hash of its compiler, and Triton's folder."""
     try:
         from triton.runtime import cache
 

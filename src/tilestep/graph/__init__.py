@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from .hyperparameters import flat_numbers, known_numbers
-from .ir import SCALAR_LEVELS, Builder, Graph, Guard, Level, Over, Value, ancestors, evaluate, join, outcome
-from .matrix_passes import MatrixPass, MatrixProgram
-from .operations import ACROSS, OPERATIONS, REDUCTIONS
-from .passes import ScalarPass, TilePass
-from .phases import Program, partition, scalar_needs
-from .reductions import size_from_end, sizes_of
-from .signs import never_negative
-from .slices import Slices
-from .tracer import trace
-from .views import View
+from .analysis import never_negative
+from .ir import (
+    ACROSS,
+    OPERATIONS,
+    REDUCTIONS,
+    SCALAR_LEVELS,
+    Builder,
+    Graph,
+    Guard,
+    Level,
+    Over,
+    Value,
+    ancestors,
+    evaluate,
+    join,
+    outcome,
+)
+from .lowering import size_from_end, sizes_of
+from .partition import MatrixPass, MatrixProgram, Program, ScalarPass, Slices, TilePass, View, partition, scalar_needs
+from .tracer import flat_numbers, known_numbers, trace
 
 __all__ = [
     "ACROSS",

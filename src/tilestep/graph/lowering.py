@@ -2,13 +2,228 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .ir import Builder, Value
+from ..compat import operation_name
+from ..errors import MatrixError
+from ..linalg import MATRIX_OPERATIONS
+from ..linalg.operations import PARAMETER, Space
+from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Operation, Over, Value
+
+Branch = tuple["ast.If | ast.IfExp", ast.stmt, "ast.stmt | None"]
+"""A branch, its statement, and the statement that follows."""
+
+
+def rewritten(place: str) -> str:
+    """The lines that could stand for a branch, joined by "; "; empty where it is not simple enough."""
+    file, _, line = place.rpartition(":")
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ""
+    branches = list(_branches(tree, int(line))) if line.isdigit() else []
+    if not branches:
+        return ""
+    branch, statement, following = branches[-1]
+    lines = [_Replaced(branch).visit(statement)] if isinstance(branch, ast.IfExp) else _statements(branch, following)
+    return "; ".join(ast.unparse(ast.fix_missing_locations(each)) for each in lines)
+
+
+def _branches(node: ast.AST, line: int) -> Iterator[Branch]:
+    """Branches whose condition stands at a line, outer ones first."""
+    for field in ("body", "orelse", "finalbody"):
+        given = getattr(node, field, None)
+        listed: list[ast.stmt] = given if isinstance(given, list) else []
+        for index, statement in enumerate(listed):
+            if not statement.lineno <= line <= (statement.end_lineno or line):
+                continue
+            following = listed[index + 1] if index + 1 < len(listed) else None
+            if isinstance(statement, ast.If) and _is_at(statement.test, line):
+                yield statement, statement, following
+            if not hasattr(statement, "body"):
+                for inner in ast.walk(statement):
+                    if isinstance(inner, ast.IfExp) and _is_at(inner.test, line):
+                        yield inner, statement, following
+            yield from _branches(statement, line)
+
+
+def _is_at(test: ast.expr, line: int) -> bool:
+    return test.lineno <= line <= (test.end_lineno or test.lineno)
+
+
+def _where(test: ast.expr, if_true: ast.expr, if_false: ast.expr) -> ast.expr:
+    function = ast.Attribute(ast.Name("tilestep", ast.Load()), "where", ast.Load())
+    return ast.Call(function, [_Elementwise().visit(test), if_true, if_false], [])
+
+
+class _Elementwise(ast.NodeTransformer):
+    """`and`, `or` and `not` as `&`, `|` and `~`, which tensors have."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        joined = node.values[0]
+        for value in node.values[1:]:
+            joined = ast.BinOp(joined, ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr(), value)
+        return joined
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return ast.UnaryOp(ast.Invert(), node.operand) if isinstance(node.op, ast.Not) else node
+
+
+class _Replaced(ast.NodeTransformer):
+    """A conditional expression as a call."""
+
+    def __init__(self, branch: ast.IfExp) -> None:
+        self.branch = branch
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        return _where(node.test, node.body, node.orelse) if node is self.branch else self.generic_visit(node)
+
+
+def _statements(branch: ast.If, following: ast.stmt | None) -> list[ast.stmt]:
+    first, last = branch.body[-1], branch.orelse[-1] if branch.orelse else following
+    if len(branch.body) == 1 and isinstance(first, ast.Return) and isinstance(last, ast.Return):
+        return [ast.Return(_chosen(branch.test, first.value, last.value))] if first.value and last.value else []
+    taken, other = _assigned(branch.body), _assigned(branch.orelse)
+    if taken is None or other is None:
+        return []
+    names = [*{**taken, **other}]
+    chosen = [
+        _where(branch.test, *(side.get(name, ast.Name(name, ast.Load())) for side in (taken, other))) for name in names
+    ]
+    targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
+    if len(names) == 1:
+        return [ast.Assign(targets, chosen[0])]
+    return [ast.Assign([ast.Tuple(targets, ast.Store())], ast.Tuple(chosen, ast.Load()))] if names else []
+
+
+def _chosen(test: ast.expr, left: ast.expr, right: ast.expr) -> ast.expr:
+    if isinstance(left, ast.Tuple) and isinstance(right, ast.Tuple) and len(left.elts) == len(right.elts):
+        pairs = zip(left.elts, right.elts)
+        return ast.Tuple([a if ast.dump(a) == ast.dump(b) else _where(test, a, b) for a, b in pairs], ast.Load())
+    return _where(test, left, right)
+
+
+def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr] | None:
+    """What statements give to names, none of it computed from another; None for statements of other kinds."""
+    found: dict[str, ast.expr] = {}
+    for statement in body:
+        if isinstance(statement, ast.Pass):
+            continue
+        given = _given(statement)
+        used = {node.id for value in given.values() for node in ast.walk(value) if isinstance(node, ast.Name)}
+        if not given or (used | given.keys()) & found.keys():
+            return None
+        found.update(given)
+    return found
+
+
+def _given(statement: ast.stmt) -> dict[str, ast.expr]:
+    """The names that a statement assigns to or changes in place, with their new values; empty for other statements."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        name = statement.target.id
+        return {name: ast.BinOp(ast.Name(name, ast.Load()), statement.op, statement.value)}
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return _changed(statement.value)
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return {}
+    target, value = statement.targets[0], statement.value
+    if isinstance(target, ast.Name):
+        return {target.id: value}
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        pairs = [(each.id, new) for each, new in zip(target.elts, value.elts) if isinstance(each, ast.Name)]
+        return dict(pairs) if len(pairs) == len(value.elts) else {}
+    return {}
+
+
+def _changed(call: ast.Call) -> dict[str, ast.expr]:
+    """The tensor that a method changes in place, and its new value."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
+        return {}
+    if not function.attr.endswith("_") or function.attr.endswith("__"):
+        return {}
+    if function.attr == "copy_" and len(call.args) == 1:
+        return {function.value.id: call.args[0]}
+    method = ast.Attribute(function.value, function.attr[:-1], ast.Load())
+    return {function.value.id: ast.Call(method, call.args, call.keywords)}
+
+
+ALTERNATIVE = (
+    "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
+)
+"""What is proposed where nothing is nearer."""
+
+_IN_PLACES = "an element can depend on those at its own place in other buffers, and on reductions"
+_SHAPES = (
+    "values keep the parameter's shape: reduce whole tensors as they are, rows and columns with keepdim=True, and let "
+    "broadcasting do the rest"
+)
+_DECOMPOSITIONS = (
+    "tilestep.orthogonalize(x) is the U V^T of a matrix, and `@` multiplies matrices; for a tensor's largest "
+    "singular value, .norm() is a bound"
+)
+_ORDERS = "nothing here sorts: .amax(), .mean() and .norm() measure a tensor, and torch.where and clamp cut it off"
+_RANDOM = "random numbers are refused, since steps must repeat; draw them into the gradient before the step"
+_VARIANCE = "write ((x - x.mean()) ** 2).mean(), with dim= and keepdim=True for rows or columns"
+_SOFTMAX = "subtract x.amax(dim=-1, keepdim=True), take exp() and divide by its .sum(dim=-1, keepdim=True)"
+_PRODUCT = "write (a * b).sum() for a product of vectors, a @ b for one of matrices"
+
+_NEAREST: dict[str, tuple[str, ...]] = {
+    _VARIANCE: ("std", "var", "std_mean", "var_mean"),
+    _SOFTMAX: ("_softmax", "_log_softmax", "logsumexp"),
+    "write x.abs().log().sum().exp() where no element is zero or negative": ("prod",),
+    "compare with the extremum instead: x == x.amax()": ("argmax", "argmin"),
+    _DECOMPOSITIONS: (
+        *("_linalg_svd", "linalg_svd", "_linalg_eigh", "linalg_eigh", "linalg_eig", "linalg_qr", "linalg_inv_ex"),
+        *("linalg_pinv", "linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "linalg_lstsq"),
+        *("linalg_matrix_exp", "_linalg_slogdet", "_linalg_det", "linalg_lu_factor_ex", "cholesky", "inverse"),
+    ),
+    _ORDERS: ("sort", "topk", "kthvalue", "median", "nanmedian", "mode", "argsort", "quantile", "histc", "unique"),
+    _RANDOM: (
+        *("rand_like", "randn_like", "randint_like", "rand", "randn", "randint", "randperm", "bernoulli", "normal"),
+        *("uniform", "native_dropout", "multinomial", "exponential", "normal_functional"),
+    ),
+    _PRODUCT: ("dot", "vdot", "mv", "bmm", "baddbmm", "trace", "inner"),
+    _SHAPES: ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "expand", "unfold"),
+    _IN_PLACES: (
+        *("cat", "stack", "roll", "flip", "index", "select", "slice", "gather", "scatter", "index_put", "diff"),
+        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "split", "split_with_sizes", "unbind", "narrow"),
+        *("diagonal", "diagonal_copy", "diag_embed", "tril", "triu", "convolution", "avg_pool2d", "repeat"),
+    ),
+}
+
+RANDOM = frozenset(
+    (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "normal_"),
+        *("feature_dropout", "gumbel_softmax", "rrelu", "uniform_", "bernoulli_", "random_", "cauchy_", "log_normal_"),
+        *("exponential_", "geometric_", "poisson", "binomial", "dropout_", "rrelu_", "alpha_dropout_"),
+    )
+)
+"""Functions and methods of torch that draw random numbers, as a rule calls them."""
+
+_BY_OPERATION = {operation: text for text, operations in _NEAREST.items() for operation in operations}
+
+
+def nearest(operation: str) -> str:
+    """What works and comes nearest to an operation.
+
+    Example:
+        >>> nearest("aten.std.correction").split(",")[0]
+        'write ((x - x.mean()) ** 2).mean()'
+        >>> nearest("aten.special_bessel_j0.default") is ALTERNATIVE
+        True
+    """
+    _, _, rest = operation.rpartition("aten.")
+    return _RANDOM if operation in RANDOM else _BY_OPERATION.get(rest.split(".")[0].rstrip("_"), ALTERNATIVE)
+
 
 Lowering = Callable[..., Value]
 
@@ -394,3 +609,237 @@ _OTHER_NAMES = {
     **{"not_equal": "ne", "arctan2": "atan2", "special_expit": "sigmoid", "special_expm1": "expm1"},
 }
 LOWERINGS.update({other: LOWERINGS[name] for other, name in _OTHER_NAMES.items()})
+
+_SIZES = {1: "columns", 2: "rows"}
+_FAR_SIZE = "size.-"
+
+
+def _size_name(from_end: int) -> str:
+    return _SIZES.get(from_end, f"{_FAR_SIZE}{from_end}")
+
+
+def size_from_end(name: str) -> int:
+    """Which size of the parameter a number of the scalar pass is, counted from the last as 1; 0 if it is none.
+
+    Example:
+        >>> size_from_end("columns"), size_from_end("rows"), size_from_end("size.-3"), size_from_end("lr")
+        (1, 2, 3, 0)
+    """
+    found = next((from_end for from_end, known in _SIZES.items() if known == name), 0)
+    return int(name.removeprefix(_FAR_SIZE)) if name.startswith(_FAR_SIZE) else found
+
+
+def sizes_of(shape: Sequence[int]) -> dict[str, float]:
+    """The sizes of a parameter by the names that they have among the numbers of the scalar pass.
+
+    Example:
+        >>> sizes_of((5, 3, 2))
+        {'numel': 30.0, 'columns': 2.0, 'rows': 3.0, 'size.-3': 5.0}
+    """
+    each = {_size_name(from_end): float(size) for from_end, size in enumerate(reversed(shape), start=1)}
+    return {"numel": float(math.prod(shape)), **each}
+
+
+def count(build: Builder, dims: Iterable[int]) -> Value:
+    """The number of elements along these dimensions of the parameter."""
+    chosen = sorted(set(dims))
+    if chosen == list(range(build.dims)):
+        return build.hyper("numel", Level.TENSOR)
+    total = build.constant(1.0)
+    for dim in chosen:
+        total = build.apply("mul", total, build.hyper(_size_name(build.dims - dim), Level.TENSOR))
+    return total
+
+
+class _Reduction:
+    """One reduction: the dimensions it really combines, and those along which its operand is only repeated."""
+
+    def __init__(self, build: Builder, operand: Value, dim: Any, keepdim: bool) -> None:
+        self.build, self.shape = build, build.shape
+        self.number = build.apply("number", operand) if operand.is_bool else operand
+        named = self._named(dim)
+        self.whole = named == set(range(len(self.shape)))
+        if not self.whole and not keepdim:
+            raise Unsupported("a reduction over some of the dimensions without keepdim=True")
+        if self.shape and len(self.shape) != build.dims:
+            raise Unsupported(
+                f"a reduction of a tensor of {len(self.shape)} dimensions, not the parameter's {build.dims}"
+            )
+        varies = self.number.level not in SCALAR_LEVELS
+        # A tensor without dimensions cannot tell a number from a repeated one, so that graph is for its kind alone.
+        is_given = dim is not None and dim != []
+        build.reads_shape |= is_given or (build.dims == 0 and not varies)
+        extent = {axis for axis in named if self.shape[axis] != 1}
+        over = self.number.over or (0, 0)
+        self.combined = {axis for axis in extent if varies and not over[0] <= axis < over[1]}
+        self.repeated = extent - self.combined
+        self.target: Over | None = None
+        if self.combined and not self.whole:
+            self.target = self._block(self.combined | set(range(*over)))
+
+    def _named(self, dim: Any) -> set[int]:
+        dims = len(self.shape)
+        if dim is None or dim == [] or dims == 0:
+            return set(range(dims))
+        return {axis % dims for axis in ([dim] if isinstance(dim, int) else dim)}
+
+    def _block(self, dims: set[int]) -> Over | None:
+        """The dimensions that the result has not; None for all of them."""
+        first, stop = min(dims), max(dims) + 1
+        if len(dims) != stop - first:
+            raise Unsupported(f"a reduction that leaves dimensions between the reduced ones, {sorted(dims)}")
+        return None if len(dims) == self.build.dims else (first, stop)
+
+    def apply(self, operation: str) -> Value:
+        """The operation over the combined dimensions."""
+        if self.number.level in SCALAR_LEVELS or not (self.combined or self.whole):
+            return self.number
+        level = Level.TENSOR if self.target is None else Level.SLICE
+        return self.build.apply(operation, self.number, attribute=self.target, level=level, over=self.target)
+
+    def sum(self) -> Value:
+        """The sum; an operand that is the same along a dimension counts as often as that is long."""
+        total = self.apply("reduce_sum")
+        return self.build.apply("mul", total, count(self.build, self.repeated)) if self.repeated else total
+
+    def mean(self) -> Value:
+        """The mean; without dimensions too it is divided, since the graph serves tensors of all dimensions."""
+        total = self.apply("reduce_sum")
+        divided = self.combined or (not self.shape and self.number.level not in SCALAR_LEVELS)
+        return self.build.apply("div", total, count(self.build, self.combined)) if divided else total
+
+
+def _sum(build: Builder, value: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
+    return _Reduction(build, value, dim, keepdim).sum()
+
+
+def _mean(build: Builder, value: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
+    return _Reduction(build, value, dim, keepdim).mean()
+
+
+def _extremum(operation: str) -> Any:
+    def lower(build: Builder, value: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
+        return _Reduction(build, value, dim, keepdim).apply(operation)
+
+    return lower
+
+
+def _whole_or_pairwise(operation: str, pairwise: str) -> Any:
+    """`max` and `min`: of everything, or of two tensors; along a dimension they would also give indices."""
+
+    def lower(build: Builder, value: Value, other: Any = None, *_: Any, **__: Any) -> Value:
+        if isinstance(other, Value):
+            return LOWERINGS[pairwise](build, value, other)
+        if other is not None:
+            raise Unsupported(f"{pairwise} with its index along a dimension; use a{pairwise[:3]}")
+        return _Reduction(build, value, None, False).apply(operation)
+
+    return lower
+
+
+def _norm(
+    build: Builder, value: Value, order: Any = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
+) -> Value:
+    if order == 2:
+        return build.apply("sqrt", _Reduction(build, build.apply("mul", value, value), dim, keepdim).sum())
+    magnitude = build.apply("abs", value)
+    if order == 1:
+        return _Reduction(build, magnitude, dim, keepdim).sum()
+    if order == float("inf"):
+        return _Reduction(build, magnitude, dim, keepdim).apply("reduce_amax")
+    raise Unsupported(f"a norm of order {order}; 1, 2 and inf are supported")
+
+
+def register_reductions() -> None:
+    """Add the reductions to the table of lowerings."""
+    LOWERINGS.update(
+        {
+            "sum": _sum,
+            "mean": _mean,
+            "amax": _extremum("reduce_amax"),
+            "amin": _extremum("reduce_amin"),
+            "max": _whole_or_pairwise("reduce_amax", "maximum"),
+            "min": _whole_or_pairwise("reduce_amin", "minimum"),
+            "linalg_vector_norm": _norm,
+        }
+    )
+
+
+register_reductions()
+
+SQUARES: dict[str, Space] = {"left": ("rows", "rows"), "right": ("columns", "columns")}
+"""Shapes of states that are square matrices on either side of the parameter."""
+
+
+def space_of(value: Value) -> Space:
+    """The shape of an element-level or matrix-level value, in words of its parameter."""
+    return value.space or PARAMETER
+
+
+def is_matrix_work(value: Value) -> bool:
+    """Whether a value is computed on whole matrices between tile passes, not on tiles."""
+    return value.operation in MATRIX_OPERATIONS or (value.level is Level.MATRIX and value.operation != "load")
+
+
+def is_called(func: Any) -> bool:
+    """Whether an operator is one of `tilestep.linalg`, called by a rule."""
+    return bool(func.namespace == "tilestep" and operation_name(func) in MATRIX_OPERATIONS)
+
+
+def _operand(build: Builder, item: Any, name: str) -> Value:
+    if build.dims != 2:
+        raise MatrixError(f"{name} works on matrices, and the parameter has {build.dims} dimensions")
+    if not isinstance(item, Value) or item.level not in (Level.ELEMENT, Level.MATRIX):
+        raise Unsupported(f"{name} of something that is not a matrix computed from the parameter, gradient or states")
+    return build.apply("number", item) if item.is_bool else item
+
+
+def _apply(build: Builder, name: str, operands: Sequence[Any], numbers: Sequence[Any] = ()) -> Value:
+    matrices = [_operand(build, operand, name) for operand in operands]
+    values = [number if isinstance(number, Value) else build.constant(number) for number in numbers]
+    space = MATRIX_OPERATIONS[name].space(*map(space_of, matrices))
+    level = Level.ELEMENT if space == PARAMETER else Level.MATRIX
+    value = build.apply(name, *matrices, *values, level=level)
+    value.space = None if space == PARAMETER else space
+    return value
+
+
+def _product(build: Builder, left: Any, right: Any) -> Value:
+    return _apply(build, "matmul", [left, right])
+
+
+def _plus_product(build: Builder, base: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    scaled = [
+        LOWERINGS["mul"](build, value, factor)
+        for value, factor in ((base, beta), (_product(build, left, right), alpha))
+    ]
+    return LOWERINGS["add"](build, *scaled)
+
+
+def _transposed(build: Builder, matrix: Any, *dims: Any) -> Value:
+    listed = dims[0] if dims and isinstance(dims[0], (list, tuple)) else dims
+    if len(listed) == 2 and [dim % 2 for dim in listed] == [0, 1] and listed is not dims:
+        return _operand(build, matrix, "permute")
+    operand = _operand(build, matrix, "transpose")
+    if operand.operation == "transpose":
+        return operand.args[0]
+    return _apply(build, "transpose", [operand])
+
+
+def _listed(name: str) -> Any:
+    def lower(build: Builder, *args: Any) -> Value:
+        operands, numbers = args[: MATRIX_OPERATIONS[name].operands], args[MATRIX_OPERATIONS[name].operands :]
+        return _apply(build, name, operands, numbers[0] if numbers else ())
+
+    return lower
+
+
+def register_matrices() -> None:
+    """Add the matrix operations to the tables of operations and lowerings."""
+    OPERATIONS.update({name: Operation(None) for name in MATRIX_OPERATIONS})
+    LOWERINGS.update({"mm": _product, "addmm": _plus_product})
+    LOWERINGS.update({name: _transposed for name in ("t", "transpose", "permute")})
+    LOWERINGS.update({name: _listed(name) for name in MATRIX_OPERATIONS if name not in ("matmul", "transpose")})
+
+
+register_matrices()

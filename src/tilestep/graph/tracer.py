@@ -2,24 +2,545 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import ast
+import contextlib
+import functools
+import inspect
+import linecache
+import random
+import sys
+import textwrap
+import traceback
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ..compat import fake_tensors
-from ..errors import RuleError, TilestepError
+from ..compat import TensorDispatch, decomposition, fake_tensors, is_mutable, operation_name, returns_view
+from ..errors import MatrixError, RuleError, TilestepError
 from ..rules import Rule
-from ..rules.protocol import changes, scalar_factory, traced_by
-from ..rules.scalars import ScalarCalls, across_tensors, precision_of
-from . import matrices
-from .ir import Graph, Level, Over, Value
-from .lowering import LOWERINGS
-from .names import is_of_torch, raised_at
-from .nearest import ALTERNATIVE, RANDOM, nearest
-from .purity import kept_tensor, refusing_chance
-from .recorder import Recorder
+from ..rules.protocol import at_step, changes, scalar_factory, traced_by
+from ..rules.scalars import ScalarCalls, across_tensors, as_python, precision_of
+from . import lowering
+from . import lowering as reductions
+from .ir import IF_NOT_ZERO, Builder, Graph, Guard, Level, Over, Value, ancestors, outcome
+from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest, rewritten
+
+
+def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The hyperparameters that are numbers or tensors, tuples entry by entry as `name.index`.
+
+    Example:
+        >>> flat_numbers({"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False})
+        [('lr', 0.1), ('betas.0', 0.9), ('betas.1', 0.99)]
+    """
+    found: list[tuple[str, Any]] = []
+    for key, value in hyperparameters.items():
+        value = as_python(value)
+        entries = (
+            [(f"{key}.{index}", entry) for index, entry in enumerate(value)]
+            if isinstance(value, (tuple, list))
+            else [(key, value)]
+        )
+        found += [
+            (name, entry)
+            for name, entry in entries
+            if isinstance(entry, (int, float, torch.Tensor)) and not isinstance(entry, bool)
+        ]
+    return found
+
+
+def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float], set[str]]:
+    """The hyperparameters that are numbers by name, and the names of those that are tensors.
+
+    Example:
+        >>> known_numbers({"lr": 0.1, "momentum": torch.tensor(0.9), "nesterov": True})
+        ({'lr': 0.1}, {'momentum'})
+    """
+    found = flat_numbers(hyperparameters)
+    numbers = {name: value for name, value in found if not isinstance(value, torch.Tensor)}
+    return numbers, {name for name, _ in found} - set(numbers)
+
+
+def group_value(group: Mapping[str, Any], name: str) -> Any:
+    """The entry of a group that a column of the hyperparameter table holds.
+
+    Example:
+        >>> group_value({"betas": (0.9, 0.99)}, "betas.1")
+        0.99
+    """
+    key, index = _column(name)
+    value = group.get(key)
+    return value if index is None or value is None else value[index]
+
+
+@functools.cache
+def _column(name: str) -> tuple[str, int | None]:
+    key, _, index = name.partition(".")
+    return key, int(index) if index else None
+
+
+class Place(NamedTuple):
+    """Where a rule is: `file:line`, the variable that the statement assigns to, and `file:line` where that begins."""
+
+    line: str
+    name: str
+    statement: str
+
+
+def rule_place() -> Place:
+    """The place of the innermost frame outside torch and this package's machinery."""
+    frame: types.FrameType | None = inspect.currentframe()
+    while frame is not None and _is_internal(frame):
+        frame = frame.f_back
+    if frame is None:
+        return Place("<unknown>", "", "<unknown>")
+    file = frame.f_code.co_filename
+    linecache.lazycache(file, frame.f_globals)  # for modules that do not lie in files
+    first, name = _assigned(frame.f_code, frame.f_lineno)
+    return Place(f"{file}:{frame.f_lineno}", name, f"{file}:{first}")
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the rule's innermost frame that an error came through, or an empty string."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
+    return lines[-1] if lines else ""
+
+
+def is_of_torch(error: BaseException) -> bool:
+    """Whether torch has raised an error, and not the rule."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch")
+
+
+def _is_internal(frame: types.FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith(("torch", "tilestep.graph", "tilestep.linalg", "contextlib")) or module in (
+        "tilestep.rules.scalars",
+        "tilestep.rules.protocol",
+    )
+
+
+def _assigned(code: types.CodeType, line: int) -> tuple[int, str]:
+    """First line and variable of the statement at this line of this code; no variable if it assigns to none."""
+    for first, last, name in _assignments(code):
+        if first <= line <= last:
+            return first, name
+    return line, ""
+
+
+@functools.lru_cache(maxsize=256)
+def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
+    try:
+        # Not inspect.getsource: to find the code's module it looks through all there are, for tens of milliseconds.
+        lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+        tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
+    except (OSError, SyntaxError, TypeError):
+        return ()
+    found = []
+    for node in ast.walk(tree):
+        name = _target(node)
+        if name and isinstance(node, ast.stmt):
+            offset = code.co_firstlineno - 1
+            found.append((node.lineno + offset, (node.end_lineno or node.lineno) + offset, name))
+    return tuple(found)
+
+
+def _target(node: ast.AST) -> str:
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
+        return node.target.id
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return _root(node.value)
+    return ""
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, (ast.Call, ast.Attribute)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) and node.id != "torch" else ""
+
+
+_MODULES = frozenset({"random", "time", "datetime", "secrets", "uuid", "os", "numpy", "numpy.random"})
+_CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time", "localtime", "gmtime"})
+_DEPTH = 3
+_ONCE = (
+    "is called once, when the rule is translated, and its result would never change; make it a hyperparameter that you "
+    "set before each step"
+)
+
+
+@contextlib.contextmanager
+def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
+    """A block in which calls of `random`, numpy's generators and clocks raise, if these functions may make any.
+
+    What they give would be a constant of the kernel. Calls are watched only where a function refers to such a module,
+    for watching slows everything down.
+    """
+    if not any(_may_call(function) for function in functions):
+        yield
+        return
+
+    def watch(frame: types.FrameType, event: str, called: Any) -> None:
+        name = _chance(called) if event == "c_call" else _chance_of_frame(frame) if event == "call" else ""
+        caller: types.FrameType | None = frame.f_back if event == "call" else frame
+        while caller is not None and caller.f_globals.get("__name__") in _MODULES:
+            caller = caller.f_back
+        if not name or caller is None or _is_library(caller.f_globals.get("__name__", "")):
+            return
+        raise RuleError(f"{caller.f_code.co_filename}:{caller.f_lineno}: {describe}: {name} {_ONCE}")
+
+    before, drawn = sys.getprofile(), _numpy_states(functions)
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    if _numpy_states(functions) != drawn:  # numpy's functions are no calls to Python's profiling
+        raise RuleError(f"{describe}: a number of numpy.random {_ONCE}")
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "tilestep", "contextlib", "importlib", "threading", "logging")
+
+
+def _chance(called: Any) -> str:
+    """The name of a built-in function whose result depends on chance or time; empty for others."""
+    owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+    if isinstance(owner, random.Random):
+        return f"random.{name}"
+    if type(owner).__module__.startswith("numpy.random"):
+        return f"numpy.random.{name}"
+    module = getattr(called, "__module__", None) or getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
+    if module == "time" and name.removesuffix("_ns") in _CLOCKS:
+        return f"time.{name}"
+    if isinstance(owner, type) and module == "datetime" and name in ("now", "today", "utcnow"):
+        return f"{owner.__name__}.{name}"
+    return "os.urandom" if name == "urandom" else ""
+
+
+def _chance_of_frame(frame: types.FrameType) -> str:
+    """The name of a function of Python's `random` that is being called; empty for others."""
+    return f"random.{frame.f_code.co_name}" if frame.f_globals.get("__name__") == "random" else ""
+
+
+def _referred(function: Any) -> dict[str, Any]:
+    """What a function's code refers to by name outside of itself."""
+    if not isinstance(function, types.FunctionType):
+        return {}
+    code = function.__code__
+    found = {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            found[name] = cell.cell_contents
+    found.update(function.__kwdefaults__ or {})
+    return {**found, **{f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}}
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_helper(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and not _is_library(value.__module__ or "")
+
+
+def _may_call(function: Any, depth: int = _DEPTH) -> bool:
+    for value in _referred(function).values():
+        module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        owner = type(getattr(value, "__self__", value)).__module__
+        if module in _MODULES or owner.partition(".")[0] in ("random", "numpy"):
+            return True
+        if depth and _is_helper(value) and _may_call(value, depth - 1):
+            return True
+    return False
+
+
+def _numpy_states(functions: Iterable[Any], depth: int = _DEPTH) -> list[str]:
+    """Where numpy's generators are that functions refer to."""
+    found: list[str] = []
+    for function in functions:
+        for value in _referred(function).values():
+            source = getattr(value, "random", value) if isinstance(value, types.ModuleType) else value
+            if getattr(source, "__name__", type(source).__module__).startswith("numpy.random"):
+                if hasattr(source, "get_state"):
+                    found.append(str(source.get_state()))
+                elif hasattr(source, "bit_generator"):
+                    found.append(str(source.bit_generator.state))
+            elif depth and _is_helper(value):
+                found += _numpy_states([value], depth - 1)
+    return found
+
+
+def kept_tensor(function: Any, made: Collection[int], depth: int = _DEPTH) -> str:
+    """The name under which a function keeps a tensor of the trace for its next call; empty where it keeps none."""
+    for name, value in _referred(function).items():
+        if any(id(tensor) in made for tensor in _tensors(value)):
+            return name
+        inner = kept_tensor(value, made, depth - 1) if depth and _is_helper(value) else ""
+        if inner:
+            return inner
+    return ""
+
+
+def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple, set)):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(entry, depth - 1)
+    elif depth and isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, types.ModuleType):
+        yield from _tensors(dict(value.__dict__), depth)
+
+
+class Memory:
+    """Remembers, for tensors made by aliasing operations, whose memory they lie in and in which order they walk it.
+
+    Tensors must be kept alive by the caller: they are known by identity.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        return self._places.get(id(tensor), (id(tensor), id(tensor)))
+
+    def share(self, tensor: torch.Tensor, result: torch.Tensor, *, same_order: bool) -> None:
+        """Note that a result lies in a tensor's memory."""
+        owner, walk = self._place(tensor)
+        self._places[id(result)] = owner, walk if same_order else id(result)
+
+    def is_view(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor walks another's memory in another order."""
+        owner, walk = self._place(tensor)
+        return owner != walk
+
+    def others(self, tensor: torch.Tensor, known: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+        """The known tensors in this one's memory, itself included, and whether each walks it in the same order."""
+        place = self._place(tensor)
+        return [(one, self._place(one) == place) for one in known if self._place(one)[0] == place[0]]
+
+
+class Recorder(TensorDispatch):
+    """Records the ATen calls of one run of a rule for a parameter of this shape."""
+
+    def __init__(self, rule: Rule, hyperparameters: Mapping[str, Any], shape: Sequence[int]) -> None:
+        super().__init__()
+        self.rule = rule
+        self.given = hyperparameters
+        self.numbers, self.unread = known_numbers(hyperparameters)
+        self.sizes = reductions.sizes_of(shape)
+        self.build = Builder(len(shape))
+        self.fx_graph = fx.Graph()
+        self.buffers: list[torch.Tensor] = []
+        """What the rule is called with: parameter, gradient and states."""
+        self.node_of: dict[int, fx.Node] = {}
+        self.values: dict[fx.Node, Value] = {}
+        self.guards: dict[int, Guard] = {}
+        self.named: dict[tuple[str, str], Value] = {}
+        self.moving: set[int] = set()
+        """Values that are hyperparameters given as functions of the step, by identity."""
+        self.reads_shape = False
+        self.keep_alive: list[Any] = []
+        self.refused: RuleError | None = None
+        self.idle: list[RuleError] = []
+        self.memory = Memory()
+        self.decomposing = ""
+
+    def placeholder(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
+        """Let this fake tensor stand for a value of the graph."""
+        node = self.fx_graph.placeholder(f"input_{len(self.values)}")
+        node.meta["val"] = tensor
+        self.values[node] = value
+        self._bind(tensor, node)
+        return tensor
+
+    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self.node_of[id(tensor)] = node
+        self.keep_alive.append(tensor)
+
+    def scalar(self, value: Value, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for a value of the graph."""
+        return self.placeholder(torch.empty((), dtype=dtype), value)
+
+    def constant(self, number: float) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for a number."""
+        return self.scalar(self.build.constant(number))
+
+    def across(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for a value combined over all tensors; `kind` is "sum" or "max"."""
+        combined = self.build.apply(f"across_{kind}", self.value_of(tensor), level=Level.TENSOR)
+        return self.scalar(combined)
+
+    def precision(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for the machine epsilon of the type that the parameter is kept in."""
+        reached = ancestors([self.value_of(tensor)])
+        if not any(value.operation == "load" and value.attribute == "param" for value in reached):
+            raise self.unsupported("machine_epsilon() takes the parameter, or what is computed from it")
+        return self.scalar(self.build.hyper("machine_epsilon"))
+
+    def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
+        """A hyperparameter that is a function of the step, as fake tensors computed from it."""
+        found = at_step(value, step, name)
+        entries = found if isinstance(found, tuple) else (found,)
+        for index, entry in enumerate(entries):
+            traced = self.values[self.node_of[id(entry)]] if id(entry) in self.node_of else None
+            if traced is None or traced.operation == "constant":
+                continue
+            self.moving.add(id(traced))
+            if not traced.name:
+                traced.name = f"{name}_{index}" if isinstance(found, tuple) else name
+        return found
+
+    def count(self, tensor: torch.Tensor, dims: Iterable[int]) -> Value:
+        """The number of elements of a tensor of the rule along these dimensions."""
+        long = [dim for dim in dims if tensor.shape[dim] != 1]
+        space = self.values[self.node_of[id(tensor)]].space if id(tensor) in self.node_of else None
+        if space is not None:
+            sizes = [self.build.hyper(space[dim], Level.TENSOR) for dim in long]
+            return functools.reduce(functools.partial(self.build.apply, "mul"), sizes)
+        self.build.reads_shape |= len(long) != tensor.dim()
+        return reductions.count(self.build, long)
+
+    def value_of(self, tensor: Any) -> Value:
+        """The graph value a tensor of the rule stands for."""
+        if id(tensor) in self.node_of:
+            return self.values[self.node_of[id(tensor)]]
+        if isinstance(tensor, torch.Tensor):
+            self.refused = RuleError(
+                f"{self.location()}: the rule uses a tensor of shape {tuple(tensor.shape)} that is neither a state "
+                "buffer nor computed from one (or a view of one written to since); make it a state or a hyperparameter"
+            )
+            raise self.refused
+        return self.build.constant(tensor)
+
+    def location(self) -> str:
+        """The rule author's file and line that is running."""
+        return rule_place().line
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = operation_name(func)
+        if func.namespace == "prim" or name == "empty":
+            return func(*args, **kwargs)
+        if name == "_local_scalar_dense":
+            raise self.read_error(args[0])
+        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
+            return self._lift(func, args[0])
+        mutates = is_mutable(func)
+        base = name.rstrip("_") if mutates else name
+        if base not in LOWERINGS:
+            decomposed = decomposition(func)
+            if decomposed is None or mutates:
+                called = self.decomposing or str(func)
+                raise self.unsupported(f"torch.ops.{called} has no translation to a kernel", nearest(called))
+            outermost, self.decomposing = self.decomposing, self.decomposing or str(func)
+            with self:
+                result = decomposed(*args, **kwargs)
+            self.decomposing = outermost
+            return result
+        return self._record(func, base, mutates, args, kwargs)
+
+    def _lift(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() != 1:
+            raise self.unsupported("a tensor made inside the rule must be a single number")
+        number = tensor.item()
+        result = func(tensor)
+        return self.placeholder(result, self.build.constant(number))
+
+    def _record(self, func: Any, base: str, mutates: bool, args: Any, kwargs: Any) -> torch.Tensor:
+        if mutates and (base == operation_name(func) or self.memory.is_view(args[0])):
+            raise self.unsupported(f"torch.ops.{func} writes through a view or an out= argument")
+        lowered = torch.utils._pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
+        # Work on whole matrices keeps the shape of its first operand; without fake tensors it would be done on garbage.
+        result = torch.empty_like(args[0]) if lowering.is_called(func) else func(*args, **kwargs)
+        self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
+        try:
+            value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
+        except MatrixError as error:
+            self.refused = error
+            raise
+        except (Unsupported, TypeError) as error:
+            raise self.unsupported(f"torch.ops.{func}: {error}") from error
+        nodes = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: self.node_of[id(tensor)], (args, kwargs))
+        node = self.fx_graph.call_function(func, *nodes)
+        node.meta["val"] = result
+        self._describe(value, args[0] if mutates else None)
+        self.values[node] = value
+        self._bind(result, node)
+        if mutates:
+            self._written(args[0], node)
+        elif returns_view(func):
+            self.memory.share(args[0], result, same_order=base in ("detach", "alias"))
+        return result
+
+    def _written(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """Let every name of this memory stand for its new value, and views of it for nothing any more."""
+        for other, same_order in self.memory.others(tensor, self.keep_alive):
+            if same_order:
+                self.node_of[id(other)] = node
+            else:
+                self.node_of.pop(id(other), None)
+
+    def _describe(self, value: Value, mutated: Any) -> None:
+        line, name, statement = rule_place()
+        value.line = value.line or line
+        if mutated is not None and not name:
+            name = self.value_of(mutated).name
+        if not name or value.operation in ("load", "hyper", "constant"):
+            return
+        earlier = self.named.get((statement, name))
+        if earlier is not None:
+            earlier.name = ""
+        value.name = name
+        self.named[statement, name] = value
+
+    def unsupported(self, what: str, instead: str = ALTERNATIVE) -> RuleError:
+        """The error for an operation that cannot be translated, with what works instead."""
+        self.refused = RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; {instead}")
+        return self.refused
+
+    def read_error(self, tensor: Any) -> RuleError:
+        """The error for a rule that reads a number on the host."""
+        value = self.value_of(tensor)
+        if value.level > Level.GROUP:
+            what = f"branches on (or reads) data: {value.name or value.operation} is only known on the device"
+        else:
+            named = dict.fromkeys(node.attribute for node in ancestors([value]) if node.operation == "hyper")
+            of = " and ".join(named)
+            read = of if value.operation == "hyper" else value.name or f"{value.operation} of {of}"
+            what = f"reads {read} as a Python number, which may change every step"
+            functions = [key for key, given in self.given.items() if changes(given)]
+            if functions:
+                what += f" ({' and '.join(functions)} being given as a function of it)"
+        place = self.location()
+        lines = rewritten(place)
+        instead = f": {lines}" if lines else ""
+        return RuleError(f"{place}: in rule {self.rule.name}: {what}; use torch.where instead of if{instead}")
+
+    def branch(self, tensor: Any) -> bool:
+        """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard.
+
+        A function of the step is taken to be positive where the rule only asks whether it is zero.
+        """
+        value = self.value_of(tensor)
+        if id(value) in self.moving:
+            return True
+        against_zero = value.args[1:] == (self.build.constant(0.0),) and id(value.args[0]) in self.moving
+        if against_zero and value.operation in IF_NOT_ZERO:
+            return IF_NOT_ZERO[value.operation]
+        goes = outcome(value, {**self.numbers, **self.sizes}, self.unread)
+        if goes is None:
+            raise self.read_error(tensor)
+        if value.operation != "constant":
+            self.guards[id(value)] = Guard(value, goes)
+        return goes
 
 
 class Reads(ScalarCalls):
@@ -145,11 +666,11 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
     kinds = {name: rule.states[name].shape for name in graph.states}
     graph.scalar_states = tuple(name for name, kind in kinds.items() if kind == "scalar")
     graph.slice_states = _slice_states(rule, graph)
-    graph.matrix_states = {name: matrices.SQUARES[kind] for name, kind in kinds.items() if kind in matrices.SQUARES}
+    graph.matrix_states = {name: lowering.SQUARES[kind] for name, kind in kinds.items() if kind in lowering.SQUARES}
     dtypes = {name: rule.states[name].dtype for name in graph.states}
     graph.state_dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
     graph.reads_shape = bool(recorder.reads_shape or recorder.build.reads_shape or graph.slice_states) or any(
-        map(matrices.is_matrix_work, graph.values())
+        map(lowering.is_matrix_work, graph.values())
     )
     return graph
 
@@ -226,9 +747,9 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
         elif kind == "column":
             over = (len(shape) - 2, len(shape) - 1)
             buffers.append(fake(build.load(name, Level.SLICE, over), dims=(*shape[:-2], 1, *shape[-1:])))
-        elif kind in matrices.SQUARES:
+        elif kind in lowering.SQUARES:
             value = build.load(name, Level.MATRIX)
-            value.space = matrices.SQUARES[kind]
+            value.space = lowering.SQUARES[kind]
             buffers.append(fake(value, dims=_state_shape(kind, shape)))
         else:
             buffers.append(fake(build.load(name)))
@@ -295,7 +816,7 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
 def _state_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if kind == "scalar":
         return ()
-    if kind in matrices.SQUARES:
+    if kind in lowering.SQUARES:
         side = shape[-2:][:1] if kind == "left" else shape[-1:]
         return (*side, *side)
     if kind == "row":

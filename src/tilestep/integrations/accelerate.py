@@ -17,8 +17,6 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 from ..amp import GradScaler  # noqa: E402
 
-__all__ = ["Accelerator", "PreparedOptimizer"]
-
 
 class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper of an optimizer, through which the optimizer's own attributes are seen, `grad_norm` for one.

@@ -14,8 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 from ..optimizer import Optimizer  # noqa: E402
 
-__all__ = ["ShardStrategy", "TilestepCallback"]
-
 
 class TilestepCallback(Callback):
     """Give it to `Trainer(callbacks=[...])`; for trainings with tilestep's optimizers.

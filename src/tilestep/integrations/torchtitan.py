@@ -17,8 +17,6 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 
 from ..optimizer import joint_norm, named_optimizers  # noqa: E402
 
-__all__ = ["TilestepOptimizers", "tilestep_optimizer"]
-
 _NO_DECAY = r"bias$|norm"
 
 

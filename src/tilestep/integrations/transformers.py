@@ -17,8 +17,6 @@ from ..optimizer import Optimizer, named_optimizers  # noqa: E402
 from ..rules import Rule, registry  # noqa: E402
 from .accelerate import Accelerator, PreparedOptimizer  # noqa: E402
 
-__all__ = ["TilestepTrainer", "TilestepTrainerMixin", "trainer_optimizer"]
-
 
 def trainer_optimizer(
     args: transformers.TrainingArguments, optimizer: str | type[Optimizer] | Rule = "AdamW", **arguments: Any

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ..backends.cpp.compile import compile_source, compiler, compiler_version
 from ..cache import cached, content_key, find_cached, open_cached
-from ..codegen.compile_cpp import compile_source, compiler, compiler_version
 from ..errors import BuildError
 
 LEAST_TENSORS = 200

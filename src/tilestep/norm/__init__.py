@@ -1,7 +1,7 @@
 """The norm of many tensors at once, and clipping by it."""
 
 from .api import clip_grad_norm_, total_norm
-from .recipes import forget_recipes
+from .plan_cache import forget_recipes
 from .table import NormTable
 
 __all__ = ["NormTable", "clip_grad_norm_", "forget_recipes", "total_norm"]

@@ -10,13 +10,13 @@ from typing import TypeGuard
 
 import torch
 
+from ..accumulation import refuse_taken
 from ..compat import opaque
 from ..devices import has_streams
 from ..errors import GradientError
 from ..marks import UPDATE, marked
 from ..pairs import as_real, resolved
-from ..taken import refuse_taken
-from .recipes import Recipe, find_recipe
+from .plan_cache import Recipe, find_recipe
 from .sharded import as_from_torch, sharded_norm
 
 

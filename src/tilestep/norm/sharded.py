@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ..compat import layouts, local_parts
+from ..compat import layouts, local_parts, ready
 from ..control_numbers import LARGEST_SUM
 from ..errors import GradientError
 from ..pairs import as_real
-from ..placements import Agreement, is_distributed
-from ..placements.local import local_part, ready
-from .orders import Order, combine, order_of
-from .recipes import Recipe, find_recipe
+from ..placement import Agreement, is_distributed
+from ..placement.local import local_part
+from .plan_cache import Recipe, find_recipe
+from .tiles import Order, combine, order_of
 
 Positions = Callable[[], Sequence[int]]
 

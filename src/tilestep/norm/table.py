@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..codegen.launch_triton import Launch
+from ..backends.triton.launch import Launch
 from ..devices import has_streams
 from .cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from .triton_backend import TritonNorm

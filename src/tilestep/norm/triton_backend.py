@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..codegen.compile_triton import load_module
-from ..codegen.launch_triton import Launch, Launcher, prepare
-from .orders import Order, order_of
-from .tiles import cut, upload
+from ..backends.triton.launch import Launch, Launcher, load_module, prepare
+from .tiles import Order, cut, order_of, upload
 from .triton_source import FINISH_BLOCK, norm_source, scale_source, tile_shape
 
 FINISH_WARPS = 32

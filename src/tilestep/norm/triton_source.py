@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .._version import __version__
-from .orders import DTYPES, Order
+from .tiles import DTYPES, Order
 
 FINISH_BLOCK = 8192
 """Partial results that the finishing program reads at a time."""

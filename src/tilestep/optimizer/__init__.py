@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from .decide import TimesMean
-from .full_precision import full_precision
-from .groups import param_groups
-from .joint import joint_norm
-from .muon_groups import muon_groups
-from .named import named_optimizers
-from .optimizer import Optimizer
+from .checkpoint import full_precision
+from .control import TimesMean, joint_norm
+from .groups import muon_groups, param_groups
+from .optimizer import Optimizer, named_optimizers
 
 __all__ = ["Optimizer", "TimesMean", "full_precision", "joint_norm", "muon_groups", "named_optimizers", "param_groups"]

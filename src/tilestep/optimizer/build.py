@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..codegen.spec import KernelSpec
+from ..backends.spec import KernelSpec
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
-from ..engine import DeviceEngine, Entry, grad_dtype, kernel_spec, load_ahead
 from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
 from ..pairs import ComplexMembers, as_complex, as_real, real_shape
-from ..placements import (
+from ..placement import (
     Agreement,
     Exchanges,
     LocalGradients,
@@ -30,25 +29,91 @@ from ..placements import (
     is_whole,
     local_state,
 )
-from ..placements.local import first_index, local_part
+from ..placement.local import first_index, local_part
 from ..rules import Rule
+from ..runtime import Decider, DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, kernel_spec, load_ahead
 from ..storage import entries_of
-from .hyperparameters import about_group, check_flags, deciding_keys
+from .groups import about_group, check_flags, deciding_keys, sorted_for
 from .masters import MASTER_KEYS, Masters, check_master
-from .muon_groups import sorted_for
-from .overlap import check_not_shared
-from .parameters import check_pairs, check_parameter, further_rounds, labelled, listed_once
-from .parts import build_engines
+from .parameters import check_not_shared, check_pairs, check_parameter, further_rounds, labelled, listed_once
 from .plan import StepPlan
-from .specs import graph_of
-from .state_formats import check_cut_blocks
-from .states import Later, StateTemplate, begin_missing, compute_dtype, has_begun, storages
-from .watched_state import ParameterState, WatchedState
+from .states import (
+    Later,
+    ParameterState,
+    StateTemplate,
+    WatchedState,
+    begin_missing,
+    check_cut_blocks,
+    compute_dtype,
+    has_begun,
+    storages,
+)
 
 if TYPE_CHECKING:
     from .protocol import Optimizer
 
-__all__ = ["begin_at_once", "begins_together", "build_tables", "check_params", "loaded_states", "require_no_real"]
+
+def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size) -> Graph:
+    """The graph of a rule under a param group's hyperparameters."""
+    return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape)
+
+
+def spec_of(
+    rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
+) -> KernelSpec:
+    """What the kernels of a parameter are built from.
+
+    Example:
+        >>> import tilestep
+        >>> optimizer = tilestep.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+        >>> (group,) = optimizer.param_groups
+        >>> spec_of(optimizer.rule_of(group), group, group["params"][0]).compute
+        torch.float32
+    """
+    graph = graph_of(rule, group, part.shape if shape is None else shape)
+    return kernel_spec(
+        graph, storages(part, group, graph, rule, None, label, shape), compute_dtype(part), part.device.type
+    )
+
+
+BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]
+
+
+def build_engines(
+    optimizer: Optimizer,
+    by_device: Mapping[torch.device, BySpec],
+    members: Mapping[int, torch.Tensor],
+    keys: Sequence[Sequence[str]],
+) -> tuple[list[DeviceEngine], dict[Any, list[int]]]:
+    """Make the engines."""
+    home = optimizer.memory
+    engines: list[DeviceEngine] = []
+    places: dict[Any, list[int]] = {}
+    for device, by_spec in by_device.items():
+        divided = _divided(optimizer, by_spec, members)
+        decider = Decider(device)
+        made = [
+            DeviceEngine(device, home.divide(own), optimizer.param_groups, keys, decider, home.attend)
+            for own in divided.values()
+        ]
+        if len(made) > 1:
+            decider.joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)
+        for place, part in enumerate(divided, len(engines)):
+            places.setdefault(part, []).append(place)
+        engines.extend(made)
+    return engines, places
+
+
+def _divided(
+    optimizer: Optimizer, by_spec: BySpec, members: Mapping[int, torch.Tensor]
+) -> dict[Any, list[tuple[KernelSpec, list[Entry]]]]:
+    """The entries of one device by part."""
+    divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
+    for spec, entries in by_spec:
+        for entry in entries:
+            own = divided.setdefault(optimizer.schedule.part_of(members[id(entry)]), {})
+            own.setdefault(id(spec), (spec, []))[1].append(entry)
+    return {part: list(own.values()) for part, own in divided.items()}
 
 
 @contextmanager
@@ -152,9 +217,6 @@ def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated, and for rules that cannot be translated, before there is state.
 
     On a CPU this also builds or loads the kernels, so that the first step does not wait for them.
-
-    Raises:
-        GradientError, MatrixError, RuleError: naming the parameter.
     """
     plans, by_device = _Plans(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
@@ -180,18 +242,7 @@ def check_params(optimizer: Optimizer) -> None:
 
 @_without_collection()
 def build_tables(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
-    """Engines for an optimizer's parameters as they are now; the state that steps need is made on the way.
-
-    Args:
-        optimizer: the optimizer.
-        ahead: whether no step needs them yet. Then the new state begins once more, with the values of its first step,
-            and parameters that train have state without a gradient too.
-
-    Raises:
-        GradientError: for parameters that cannot be updated in place.
-        StateError: for state that has another shape than its parameter.
-        ValueError: for a group that says what cannot be done.
-    """
+    """Engines for an optimizer's parameters as they are now; the state that steps need is made on the way."""
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, partial(check_flags, optimizer.rule_of(group), group))
     state = _watched(optimizer)
@@ -293,13 +344,7 @@ def _forget_replaced(state: WatchedState, params: Sequence[torch.Tensor]) -> Non
 
 
 def _plan(optimizer: Optimizer, later: Later, every: bool) -> tuple[list[_Planned], list[torch.Tensor]]:
-    """Every parameter with its kernels and state, of which `later` is still to be filled; and those without any.
-
-    Args:
-        optimizer: the optimizer.
-        later: as for `initial_state`.
-        every: as `all_that_train` of `_begins`.
-    """
+    """Every parameter with its kernels and state, of which `later` is still to be filled; and those without any."""
     plans, exchanges = _Plans(optimizer), Exchanges()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
@@ -384,13 +429,6 @@ def loaded_states(
     """The states of parameters with a checkpoint's values, which are copied unless they are the optimizer's buffers.
 
     Where all state begins together, and the checkpoint has some, the other parameters that train get theirs too.
-
-    Args:
-        optimizer: its groups are the checkpoint's.
-        saved: values for each parameter that the checkpoint has state of.
-
-    Raises:
-        StateError: for values of another shape, and for a checkpoint that has only some of a parameter's states.
     """
     plans, later = _Plans(optimizer), Later()
     together = begins_together(optimizer)
@@ -537,14 +575,7 @@ def begins_together(optimizer: Optimizer) -> bool:
 
 
 def _begins(param: torch.Tensor, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:
-    """Whether a parameter takes part in steps.
-
-    Args:
-        param: the parameter.
-        state: the optimizer's.
-        all_that_train: whether it does if it only trains, and not only with a gradient or state. DTensors always do: a
-            rank that has no gradient still meets the others.
-    """
+    """Whether a parameter takes part in steps."""
     # A lazy module's parameter has no shape before the first forward.
     if is_lazy(param):
         return False
@@ -562,11 +593,7 @@ def is_unreal(tensor: Any) -> bool:
 
 
 def require_no_real(optimizer: Optimizer) -> None:
-    """Under a `FakeTensorMode`, whose operations give tensors without data: refuse parameters that have some.
-
-    Raises:
-        GradientError: naming one.
-    """
+    """Under a `FakeTensorMode`, whose operations give tensors without data: refuse parameters that have some."""
     for label, _, _, param in labelled(optimizer):
         if not is_unreal(local_part(param)):
             raise GradientError(

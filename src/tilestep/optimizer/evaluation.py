@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..pairs import as_real
-from ..placements import distribute, local_state
-from ..placements.local import copy_into, local_part
+from ..placement import distribute, local_state
+from ..placement.local import copy_into, local_part
 from ..storage import entries_of, kept_in_blocks, values_of
 from .masters import MASTER_KEYS, exact_values
 from .parameters import labelled, param_states

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import Stale, segment_class
-from ..engine.capturing import PREPARE, is_capturing, require
+from ..compat import is_capturing
 from ..errors import CaptureError
-from ..matrices import MATRIX_OPERATIONS
+from ..linalg import MATRIX_OPERATIONS
+from ..runtime import Stale, segment_class
+from ..runtime.capturing import PREPARE, require
+from .build import graph_of
 from .parameters import LISTED_TWICE
-from .specs import graph_of
 
 if TYPE_CHECKING:
     from ..taps import Taps
     from .plan import StepPlan
     from .protocol import Optimizer
 
-__all__ = ["KEEP", "Graphs", "note_lost", "prepare_by_hand", "prepare_capture", "push", "step_in_capture"]
 
 CHANGED = (
     "parameters have moved, or load_state_dict, add_param_group, a changed flag or replaced state made its optimizer "
@@ -42,12 +42,7 @@ def note_lost(lost: list[str], what: str, _: object) -> None:
 
 
 class KeptGradients:
-    """Gradients that were there before a capture by hand; those made inside it are memory of the graph.
-
-    Args:
-        gradients: a gradient or None for each parameter.
-        labels: what messages call the parameters.
-    """
+    """Gradients that were there before a capture by hand; those made inside it are memory of the graph."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
         self.lost: list[str] = []
@@ -57,11 +52,7 @@ class KeptGradients:
         self._read: list[Any] = []
 
     def read(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take note that a graph reads these gradients.
-
-        Args:
-            gradients: as given at first.
-        """
+        """Take note that a graph reads these gradients."""
         for gradient, before, label in zip(gradients, self._before, self._labels):
             if gradient is not None and gradient.numel() and before is not None and before() is gradient:
                 note = partial(note_lost, self.lost, f"the gradient of {label}")
@@ -70,15 +61,7 @@ class KeptGradients:
 
 @dataclass(frozen=True)
 class Graphs:
-    """What an optimizer remembers of the CUDA graphs that hold its step.
-
-    Args:
-        captured: how often a step was captured.
-        stale: why graphs captured since the last `prepare_capture` must not be replayed; empty while they may.
-        retired: tables that graphs read and steps use no more. Nothing says when such a graph is gone, and while it
-            is not, what it reads and writes must stay memory of its own.
-        kept: the gradients that graphs captured by hand read and do not own.
-    """
+    """What an optimizer remembers of the CUDA graphs that hold its step."""
 
     captured: int = 0
     stale: str = ""
@@ -86,11 +69,7 @@ class Graphs:
     kept: KeptGradients | None = None
 
     def without(self, tables: StepPlan | None) -> Graphs:
-        """The same after these tables are replaced.
-
-        Args:
-            tables: those in use so far.
-        """
+        """The same after these tables are replaced."""
         if tables is not None and any(engine.captured for engine in tables.engines):
             return replace(self, stale=CHANGED, retired=(*self.retired, tables))
         return self
@@ -124,12 +103,7 @@ def require_no_waits(optimizer: Optimizer) -> None:
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
-    """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`.
-
-    Args:
-        optimizer: whose step it is.
-        alone: whether nothing but the step is going to be captured, and some steps may run outside the graph.
-    """
+    """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`."""
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
     tables = optimizer.fitting_tables(ahead=True)
     devices = [str(engine.device) for engine in tables.engines]
@@ -160,12 +134,7 @@ def prepare_by_hand(optimizer: Optimizer) -> None:
 
 
 def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
-    """Launch a step into the CUDA graph that is being captured; everything it needs must be there already.
-
-    Raises:
-        CaptureError: for what is not, or what would not hold at a replay.
-        GradientError: for a gradient that cannot be used.
-    """
+    """Launch a step into the CUDA graph that is being captured; everything it needs must be there already."""
     tables = optimizer.tables
     if tables is None or not tables.fit(optimizer) or tables.leaves_out_training:
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}

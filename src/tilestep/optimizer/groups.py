@@ -1,12 +1,196 @@
-"""Param groups by the names of parameters."""
+"""Param groups: what they may say, by names of parameters, and sorted for Muon."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Union
 
 import torch
+
+from ..devices import is_host
+from ..errors import RuleError
+from ..rules import Rule, registry
+from ..rules.protocol import at_step
+from ..rules.scalars import PYTHON_TYPES, as_python
+from ..runtime.limits import ZClip
+from .masters import MASTER_KEYS, check_choice
+from .parameters import require_shapes
+from .states import check_rounding, check_state_dtype
+
+GROUP_OPTIONS: Mapping[str, Any] = {
+    "max_grad_norm": None,
+    "master_weights": False,
+    "state_dtype": None,
+    "rounding": "nearest",
+    "seed": 0,
+    "in_norm": True,
+    "grad_sync_dtype": None,
+    "param_sync_dtype": None,
+}
+"""What a param group may say for any rule, and what a group means that does not say it; the last two for `shard`."""
+
+OWN_KEYS = (*GROUP_OPTIONS, "rule")
+"""Keys of a param group that torch's optimizers do not have; a group has none of them at its default."""
+
+
+def deciding_keys(rule: Rule) -> tuple[str, ...]:
+    """What of a param group decides what a step does, or that it is refused.
+
+    Example:
+        >>> "differentiable" in deciding_keys(registry["SGD"])
+        True
+    """
+    return (*rule.hyperparameters, *OWN_KEYS, "differentiable", *_FIXED.intersection(rule.options))
+
+
+_FIXED = frozenset({"decoupled_weight_decay"})
+"""Options that are part of what a rule is: a group cannot have another value."""
+
+
+def without_defaults(group: dict[str, Any]) -> None:
+    """Take the options that are at their defaults out of a param group, which then has torch's keys.
+
+    Example:
+        >>> group = {"lr": 0.1, "max_grad_norm": None, "master_weights": "remainder"}
+        >>> without_defaults(group)
+        >>> group
+        {'lr': 0.1, 'master_weights': 'remainder'}
+    """
+    for key, default in GROUP_OPTIONS.items():
+        value = group.get(key, default)
+        if value is default or (type(value) is type(default) and value == default):
+            group.pop(key, None)
+
+
+def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
+    """The rule that is meant.
+
+    Example:
+        >>> find_rule("Lion", {}).name
+        'Lion'
+    """
+    if isinstance(rule, str):
+        if rule not in known and rule not in registry:
+            names = {name.lower(): name for name in sorted(registry)}
+            close = [names[name] for name in difflib.get_close_matches(rule.lower(), names, n=3)]
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names.values())}"
+            raise ValueError(f"no rule is called {rule!r}; {hint}")
+        return known.get(rule) or registry[rule]
+    if not isinstance(rule, Rule):
+        raise RuleError(f"{rule!r} is not a rule: give a function made by @tilestep.rule, or the name of a rule")
+    taken = MASTER_KEYS.intersection(rule.states)
+    if taken:
+        raise RuleError(
+            f"rule {rule.name}: the state {min(taken)!r} needs another name: masters are kept under that one"
+        )
+    if known.get(rule.name, rule) is not rule:
+        raise ValueError(
+            f"two different rules of one optimizer are called {rule.name}; call one otherwise: @tilestep.rule(name=...)"
+        )
+    return rule
+
+
+def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
+    """Raise for a hyperparameter that the rule or the optimizer refuses."""
+    given = {
+        key: group[key] if type(group[key]) in PYTHON_TYPES else _on_host(group[key], key)
+        for key in rule.hyperparameters
+        if key in group
+    }
+    for key, value in given.items():
+        default = rule.hyperparameters[key]
+        alike = type(value) is type(default) and type(value) in PYTHON_TYPES
+        if not alike and (value is not None or not rule.range_of(key).or_none):
+            _check_kind(key, value, default)
+    rule.check(given)
+    limit = group.get("max_grad_norm")
+    limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
+    if isinstance(limit, ZClip):
+        limit = limit.max_norm
+    if limit is not None:
+        _check_kind("max_grad_norm", limit, 1.0)
+    check_flags(rule, group)
+
+
+def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
+    """Raise for what no rule can do, in a param group that may have been changed since it was added."""
+    if not isinstance(group.get("in_norm", True), bool):
+        raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; True, or False for a group left out of the norm")
+    check_choice(group.get("master_weights", False))
+    check_state_dtype(rule, group.get("state_dtype"))
+    check_rounding(group)
+    limit = group.get("max_grad_norm")
+    if isinstance(limit, (int, float)) and not limit >= 0:
+        raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")
+    if group.get("fused") and group.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    for key in _FIXED.intersection(rule.options):
+        wanted = rule.options[key]
+        if bool(group.get(key, wanted)) is not wanted:
+            raise ValueError(f"{key}={group[key]} is not what {rule.name} does: take tilestep.Adam for that group")
+    if group.get("differentiable"):
+        raise ValueError(
+            "differentiable=True is not supported: the step writes behind autograd's back; "
+            "use torch.optim, or call the rule itself on tensors"
+        )
+
+
+def _check_kind(key: str, value: Any, default: Any) -> None:
+    """Raise `TypeError` for something else than a number where the default is one; a tuple entry by entry."""
+    if isinstance(default, (tuple, list)):
+        if not isinstance(value, (tuple, list)):
+            raise TypeError(f"Invalid {key}: {value!r}; it takes {len(default)} values")
+        for index, (entry, known) in enumerate(zip(value, default)):
+            _check_kind(f"{key}[{index}]", entry, known)
+        return
+    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    if is_number and not isinstance(value, (int, float, torch.Tensor)) and not callable(value):
+        raise TypeError(f"Invalid {key}: {value!r}; it must be a number or a function of the step")
+    if callable(value) and (isinstance(default, (bool, str)) or key == "max_grad_norm"):
+        raise TypeError(f"Invalid {key}: {value!r}; it cannot be a function of the step")
+
+
+def _on_host(value: Any, key: str) -> Any:
+    """A value with every tensor that the host can read as the number it holds, and Python's numbers for numpy's."""
+    if type(value) in PYTHON_TYPES:
+        return value
+    value = as_python(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_on_host(entry, key) for entry in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"Invalid {key}: a tensor of shape {tuple(value.shape)}; it must have one element")
+    return float(value) if is_host(value.device) else value
+
+
+def about_group(index: int, check: Callable[[], None]) -> None:
+    """Run a check and say in its error which group it is about."""
+    try:
+        check()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"group {index}: {error}") from None
+
+
+def current_value(group: Mapping[str, Any], step: Any, name: str) -> torch.Tensor:
+    """A number of a param group as a float64 scalar on the device of its parameters, without a wait."""
+    key, _, index = name.partition("[")
+    if key not in group or key in ("params", "param_names"):
+        numbers = ", ".join(sorted(set(group) - {"params", "param_names"}))
+        raise KeyError(f"the param group has no {key!r}; it has {numbers}")
+    value = group[key][int(index.rstrip("]"))] if index else group[key]
+    device = next((param.device for param in group["params"]), torch.device("cpu"))
+    if callable(value):
+        step = step if isinstance(step, torch.Tensor) else torch.full((), float(step or 0), device=device)
+        value = at_step(value, step.to(torch.float64).clamp(min=1), name)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().to(device, torch.float64, copy=True, non_blocking=not is_host(device)).reshape(())
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, which is no number")
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
 
 Pattern = Union[str, "re.Pattern[str]", Callable[[str, torch.Tensor], bool]]
 
@@ -69,3 +253,100 @@ def _unused(pattern: Pattern, fitting: str | None, names: list[str]) -> str:
         return f"pattern {label} gets no parameter: {fitting} and all others it fits go to earlier patterns"
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return f"pattern {label} fits no parameter that trains; their names are {shown or 'none'}"
+
+
+OUTSIDE = r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
+"""Names of parameters that lie at a model's ends: embeddings and heads."""
+
+
+_RULE = "Muon"
+
+
+def sorted_for(rule: Rule) -> str:
+    """The call that sorts a model's parameters for a rule that takes matrices alone, for messages."""
+    return "tilestep.muon_groups(model" + (")" if rule.name == _RULE else ', muon={"rule": ...})')
+
+
+def muon_groups(
+    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+    *,
+    muon: Mapping[str, Any] | None = None,
+    others: Mapping[str, Any] | None = None,
+    outside: str | re.Pattern[str] = OUTSIDE,
+    rule: Rule | str | None = None,
+) -> list[dict[str, Any]]:
+    """Sort a model's parameters into two param groups: hidden matrices for Muon, the rest for another rule.
+
+    To the rest go biases, norms and convolutions (whatever has not two dimensions), and matrices at the model's ends:
+    those whose name fits `outside`, and in a module also every `Embedding`, and a matrix of an embedding's shape that
+    no other has (a head). Frozen parameters are left out. Groups have their parameters' names.
+
+    Args:
+        model: a module, or its `named_parameters()`.
+        muon: what Muon's group says, such as `{"lr": 0.02}`; or a rule made from Muon, `{"rule": cautious(...)}`.
+        others: what the other group says.
+        outside: a regular expression that is searched for in the names of matrices.
+        rule: the rule of the other group; by default the one that Muon names for it, AdamW.
+
+    Raises:
+        ValueError: if no matrix is left for Muon, there is no parameter at all, or nothing says which rule is for the
+            rest.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), on what to leave to AdamW.
+
+    Example:
+        >>> import tilestep
+        >>> linear = torch.nn.Linear
+        >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "up": linear(4, 6), "head": linear(4, 9)})
+        >>> groups = muon_groups(model, others={"lr": 3e-4})
+        >>> [[name for name, _ in group["params"]] for group in groups]
+        [['up.weight'], ['embed.weight', 'up.bias', 'head.weight', 'head.bias']]
+        >>> optimizer = tilestep.Muon(groups, lr=0.02, adjust_lr_fn="match_rms_adamw")
+        >>> [(group["rule"], group["lr"]) for group in optimizer.param_groups]
+        [('Muon', 0.02), ('AdamW', 0.0003)]
+    """
+    named, ends = _named(model)
+    inside: list[tuple[str, torch.Tensor]] = []
+    rest: list[tuple[str, torch.Tensor]] = []
+    for name, param in named:
+        if not param.requires_grad:
+            continue
+        is_matrix = param.dim() == 2 and not param.is_complex()
+        is_inside = is_matrix and param not in ends and not re.search(outside, name)
+        (inside if is_inside else rest).append((name, param))
+    if not inside:
+        raise ValueError(f"no matrix is left for Muon: {_why(rest)}")
+    first = {"rule": _RULE, **(muon or {}), "params": inside}
+    if not rest:
+        return [first]
+    taken = find_rule(first["rule"], {})
+    second = {"rule": rule or taken.fallback, **(others or {}), "params": rest}
+    if second["rule"] is None:
+        raise ValueError(f"{taken.name} names no rule for the parameters that it does not take; give `rule`")
+    return [first, second]
+
+
+def _named(
+    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+) -> tuple[list[tuple[str, torch.Tensor]], set[torch.Tensor]]:
+    """Named parameters, and those of them that a module's structure shows to be embeddings and heads."""
+    named: list[tuple[str, torch.Tensor]] = list(
+        model.named_parameters() if isinstance(model, torch.nn.Module) else model
+    )
+    require_shapes("muon_groups()", named)
+    if not isinstance(model, torch.nn.Module):
+        return named, set()
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    ends: set[torch.Tensor] = {module.weight for module in model.modules() if isinstance(module, kinds)}
+    for shape in {table.shape for table in ends}:
+        alike = [param for _, param in named if param.shape == shape and param not in ends]
+        ends.update(alike if len(alike) == 1 else ())
+    return named, ends
+
+
+def _why(rest: list[tuple[str, torch.Tensor]]) -> str:
+    matrices = [name for name, param in rest if param.dim() == 2]
+    if not matrices:
+        return "no parameter that trains has two dimensions"
+    shown = ", ".join(matrices[:5]) + (", ..." if len(matrices) > 5 else "")
+    return f"{shown} are taken for embeddings and heads; give another `outside`"

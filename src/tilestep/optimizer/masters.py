@@ -10,7 +10,7 @@ import torch
 
 from ..compat import local_parts, version_of
 from ..errors import GradientError
-from ..placements.local import local_part
+from ..placement.local import local_part
 from ..rules import State
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
 from ..tensor_watch import sum_of_versions

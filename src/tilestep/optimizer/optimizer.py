@@ -1,8 +1,9 @@
-"""The optimizer: torch's own in every respect that others rely on, with one launch for all parameters."""
+"""The optimizer: that of torch in every respect that others rely on, with one launch for all parameters."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,38 +11,26 @@ from typing import Any
 import torch
 
 from ..combinations import refusal
-from ..compat import fake_mode_is_active, opaque, step_is_ordinary, step_is_watched
-from ..engine import DeviceEngine, Stale, StepInputs
-from ..engine.capturing import is_capturing
-from ..engine.control import NORM, SKIPPED
-from ..engine.limits import Sigma, ZClip
-from ..matrices import keeping_to, workspace
-from ..placements import LOCAL, Agreement, Placement
-from ..rules import Rule
+from ..compat import fake_mode_is_active, is_capturing, opaque, step_is_ordinary, step_is_watched
+from ..control_numbers import NORM, SKIPPED
+from ..linalg import keeping_to, operations
+from ..memory.memory import StateHome
+from ..placement import LOCAL, Agreement, Placement
+from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
+from ..runtime import DeviceEngine, Stale, StepInputs
+from ..runtime.limits import Sigma, ZClip
+from ..schedules.schedule import AT_STEP, Schedule
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
-from .build import begin_at_once, begins_together, build_tables, check_params, require_no_real
+from .build import begin_at_once, begins_together, build_tables, check_params, require_no_real, spec_of
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
-from .decide import (
-    SkipPolicy,
-    StepControl,
-    TimesMean,
-    flat_part,
-    with_limits,
-)
+from .control import SkipPolicy, StepControl, TimesMean, flat_part, with_limits
 from .evaluation import hold_averages, hold_training_weights, holds_averages, keeps_averages
 from .graphs import Graphs, step_in_capture
-from .homes import StateHome
-from .hyperparameters import about_group, check_group, current_value, find_rule, without_defaults
+from .groups import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import Masters, MasterWeights
 from .plan import StepPlan
-from .schedules import AT_STEP, Schedule
-from .specs import spec_of
-from .squares import keeping_squares
-from .state_formats import StateDtype
-from .watched_state import WatchedState, plain_states
-
-__all__ = ["Optimizer"]
+from .states import StateDtype, WatchedState, keeping_squares, plain_states
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -169,7 +158,7 @@ class Optimizer(torch.optim.Optimizer):
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateHome()
         self.is_evaluating = self._ready = False
-        self.workspace_limit = workspace.limit
+        self.workspace_limit = operations.limit
         super().__init__(params, defaults)
         self._ready = True
         check_params(self)
@@ -787,3 +776,54 @@ class Optimizer(torch.optim.Optimizer):
             self._tables = self._masters = None
             self.memory = StateHome()
             self.is_evaluating = holds_averages(self)
+
+
+_COMMON = {
+    name: parameter.default
+    for name, parameter in inspect.signature(Optimizer.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+"""What every optimizer takes beside its rule's hyperparameters, by keyword."""
+
+
+def _signature(rule: Rule) -> inspect.Signature:
+    kinds = inspect.Parameter
+    parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD), kinds("params", kinds.POSITIONAL_OR_KEYWORD)]
+    defaults = {**rule.hyperparameters, **rule.options, **_COMMON}
+    plain = [key for key in rule.hyperparameters if key not in rule.keyword_only]
+    positional = [*plain, *rule.positional]
+    keyword = [key for key in (*rule.keyword_only, *rule.options, *_COMMON) if key not in positional]
+    parameters += [kinds(key, kinds.POSITIONAL_OR_KEYWORD, default=defaults[key]) for key in positional]
+    parameters += [kinds(key, kinds.KEYWORD_ONLY, default=defaults[key]) for key in keyword]
+    return inspect.Signature(parameters)
+
+
+_ARGUMENTS = f"""Args:
+    params: parameters, named parameters, or param groups.
+    {", ".join(_COMMON)}: as for `tilestep.Optimizer`; the others are the rule's hyperparameters.
+"""
+
+
+def _class_for(rule: Rule) -> type[Optimizer]:
+    signature = _signature(rule)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{rule.name}() {error}") from None
+        given = dict(bound.arguments)
+        given.pop("self")
+        Optimizer.__init__(self, given.pop("params"), rule, **given)
+
+    __init__ = opaque(__init__)
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    text = f"{inspect.cleandoc(rule.__doc__ or rule.name)}\n\n{_ARGUMENTS}"
+    body = {"__init__": __init__, "__doc__": text, "__module__": "tilestep", "__qualname__": rule.name}
+    return type(rule.name, (Optimizer,), body)
+
+
+@functools.cache
+def named_optimizers() -> dict[str, type[Optimizer]]:
+    """Class name to class, for every rule in the registry when it is first called; the same classes each time."""
+    return {name: _class_for(rule) for name, rule in registry.items()}

@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
 from ..devices import is_host
-from ..engine import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
-from ..engine.gradients import copy_to
 from ..errors import GradientError
+from ..memory.memory import StateHome
 from ..pairs import ComplexMembers
-from ..placements import Agreement, LocalGradients, SharedSums
-from .homes import StateHome
+from ..placement import Agreement, LocalGradients, SharedSums
+from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
+from ..runtime.gradients import copy_to
 from .masters import Masters
 from .parameters import LISTED_TWICE
 from .states import begin_again
@@ -35,15 +35,7 @@ _GRAD = operator.attrgetter("grad")
 
 @dataclass
 class StepPlan:
-    """What a step works on, made for the param groups and the state as they were.
-
-    Args:
-        dormant: parameters without gradient that have had none so far, frozen ones, and those still on the meta
-            device. They have no state, as in torch.
-        unreal: fake parameters, and those on the meta device with a gradient: they have state of their kind and
-            nothing to update.
-        places: for each part, see `Schedule.part_of`, the places of its engines.
-    """
+    """What a step works on, made for the param groups and the state as they were."""
 
     engines: list[DeviceEngine]  # one for each device, or for each of the parts that are stepped by themselves there
     members: list[list[torch.Tensor]]  # for each engine its parameters, in the order of its entries
@@ -127,13 +119,7 @@ class StepPlan:
         return self._look_again()
 
     def look(self, places: Sequence[int], *, norm: bool = False, known: bool = False) -> bool:
-        """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed.
-
-        Args:
-            places: of the engines.
-            norm: whether to begin with the norm of the gradients.
-            known: whether parameters and gradients are known to be where they were.
-        """
+        """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed."""
         for place in places:
             scan, engine = self.scans.get(place), self.engines[place]
             gradients = engine.gradients
@@ -182,11 +168,7 @@ class StepPlan:
             return False
 
     def fit(self, optimizer: Optimizer, *, parts: bool = True) -> bool:
-        """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient.
-
-        Args:
-            parts: whether to look at the local parts of DTensors too, of which `refresh_places` looks at its own.
-        """
+        """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
         return (
             self._fits_lists(optimizer)
             and (not parts or self.agreement is None or self._same_parts(self._every))
@@ -258,14 +240,7 @@ class StepPlan:
         return gradients
 
     def refresh(self, optimizer: Optimizer, inputs: StepInputs | None) -> list[list[torch.Tensor | None]]:
-        """Bring every engine up to date for the coming step; nothing is updated yet.
-
-        Returns:
-            For each engine the gradients of its entries; none where a look in C++ was enough.
-
-        Raises:
-            Stale: if these are not the tables of the optimizer's parameters and states any more.
-        """
+        """Bring every engine up to date for the coming step; nothing is updated yet."""
         norm = inputs is not None and inputs.needs_norm and self.sums_in_tiles and self.ranks is None
         if self.scanned(optimizer, norm=norm):
             return self.no_gradients
@@ -281,12 +256,7 @@ class StepPlan:
     def refresh_places(
         self, places: Sequence[int], find: Callable[[torch.Tensor], Any] = _GRAD
     ) -> list[list[torch.Tensor | None]]:
-        """As `refresh` for some engines, of tables that fit.
-
-        Args:
-            places: of the engines.
-            find: gives the gradient of a parameter.
-        """
+        """As `refresh` for some engines, of tables that fit."""
         if find is _GRAD and self.look(places):
             return self.no_gradients
         if self.agreement is not None and not self._same_parts(places):
@@ -346,15 +316,7 @@ class StepPlan:
         marked: bool = True,
         measures: bool = False,
     ) -> None:
-        """Update the parameters of some engines, which are prepared and decided: make the calls that passes are.
-
-        Args:
-            gradients: what `refresh` gave.
-            places: of the engines.
-            counts_versions: whether to tell autograd of the parameters that are written.
-            marked: whether something is around the step: a profiler, autocast.
-            measures: whether segments give out statistics.
-        """
+        """Update the parameters of some engines, which are prepared and decided: make the calls that passes are."""
         engines = self.engines if places is self._every else [self.engines[place] for place in places]
         calls = self._calls.get(places) or self.calls_of(places)
         looked = gradients is self.no_gradients and not measures

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..placements import Agreement
+from ..placement import Agreement
 from ..rules import Rule
 
 

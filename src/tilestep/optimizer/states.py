@@ -1,36 +1,420 @@
-"""The state of one parameter: which buffers it has, how they begin, what they keep when tables are built anew."""
+"""The state of one parameter: buffers and their formats, how they begin, what they keep when tables are rebuilt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..compat import is_zero_tensor, zero_all
-from ..engine import grad_dtype, is_dense
 from ..errors import StateError
-from ..graph import Graph
+from ..graph import Graph, never_negative
+from ..memory.memory import StateHome
 from ..pairs import as_real
-from ..placements.local import local_part
-from ..rules import Rule, State
+from ..placement.local import local_part, sharded_dims
+from ..rules import Interval, Rule, State
 from ..rules.protocol import at_step
+from ..runtime import grad_dtype, is_dense
 from ..storage import (
     BLOCK,
     Plain,
+    Stochastic,
     Storage,
     codec_of,
+    dtype_name,
     kept_in_blocks,
+    rows_of,
     scale_names,
     shape_of_entries,
+    state_format,
     stored_in,
     values_of,
 )
-from .homes import StateHome
 from .masters import MASTER_KEYS, master_kind, other_master, start_of
-from .state_formats import compute_dtype, rounded_as_said, state_formats
+from .parameters import labelled
+
+if TYPE_CHECKING:
+    from .protocol import Optimizer
+
+
+StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None
+"""What `Optimizer` takes as `state_dtype`."""
+
+SMALLEST = 4096
+"""Elements from which a parameter's state is kept as `state_dtype` says: of smaller ones little can be saved."""
+
+SHORTEST = 32
+"""Elements of a row from which it is worth its scales: of shorter ones, blocks would be little more than those."""
+
+_EMBEDDING = re.compile(r"emb|wte|wpe|vocab", re.IGNORECASE)
+_NAME = re.compile(r"\((.*)\)$")
+
+
+def compute_dtype(param: torch.Tensor) -> torch.dtype:
+    """The type a parameter's update is computed in: float64 for float64, else float32."""
+    return torch.float64 if param.dtype is torch.float64 else torch.float32
+
+
+def check_state_dtype(rule: Rule, choice: Any) -> None:
+    """Raise for what `state_dtype` cannot say.
+
+    Example:
+        >>> from tilestep.rules import registry
+        >>> check_state_dtype(registry["AdamW"], {"exp_avg": torch.bfloat16, "exp_avg_sq": "float32"})
+        >>> check_state_dtype(registry["Lion"], {"momentum": torch.bfloat16})
+        Traceback (most recent call last):
+        ValueError: Invalid state_dtype: Lion has no state 'momentum' like its parameters; it has 'exp_avg'
+    """
+    if isinstance(choice, Mapping):
+        possible = [name for name, state in rule.states.items() if state.shape == "param"]
+        for name, kept in choice.items():
+            if name not in possible:
+                known = ", ".join(map(repr, possible)) or "none"
+                raise ValueError(
+                    f"Invalid state_dtype: {rule.name} has no state {name!r} like its parameters; it has {known}"
+                )
+            state_format(kept)
+    elif choice is not None and not callable(choice):
+        state_format(choice)
+
+
+def state_formats(
+    param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, label: str, shape: Sequence[int]
+) -> dict[str, Storage]:
+    """The formats of a parameter's states that are like it, by name.
+
+    A state keeps what its rule declares, one that begins as a copy of the parameter and squares of an embedding's
+    gradients float32, unless the group names the state; parameters of fewer than `SMALLEST` elements keep float32, and
+    so do those whose rows are shorter than `SHORTEST` in place of blocks. A function that chooses by the parameter's
+    name has the last word.
+    """
+    named = _NAME.search(label)
+    name = named[1] if named else ""
+    choice = group.get("state_dtype")
+    is_chosen_by_name = callable(choice)
+    if callable(choice):
+        choice = choice(name)
+        check_state_dtype(rule, choice)
+    default = Plain(param.dtype if master_kind(param.dtype, group) is None else torch.float32)
+    formats: dict[str, Storage] = {}
+    for state in graph.states:
+        if state in graph.scalar_states or state in graph.matrix_states:
+            continue
+        kept = _kept_as(state, rule, graph, choice, name, shape, exactly=is_chosen_by_name)
+        if kept is None:
+            declared = graph.state_dtypes.get(state)
+            formats[state] = default if declared is None else Plain(declared)
+            continue
+        declared_sign = rule.states[state].signed
+        signed = not _is_positive(state, rule, graph) if declared_sign is None else declared_sign
+        chosen = state_format(kept, signed)
+        if codec_of(chosen).has_blocks:
+            chosen = _in_blocks(chosen, kept, signed, shape, graph, label, exactly=is_chosen_by_name)
+        formats[state] = Plain(compute_dtype(param)) if chosen == Plain(torch.float32) else chosen
+    return formats
+
+
+_EXACT = "float32"
+
+
+def _kept_as(
+    state: str, rule: Rule, graph: Graph, choice: Any, name: str, shape: Sequence[int], *, exactly: bool
+) -> Any:
+    """The dtype or format's name that a state is to be kept in; None for what its rule says."""
+    is_named = isinstance(choice, Mapping)
+    kept = choice.get(state) if is_named else choice
+    declared = graph.state_dtypes.get(state)
+    if kept is None or (declared is not None and not is_named) or state in graph.slice_states:
+        return None
+    begins_as_param = rule.states[state].init == "param"
+    is_square = state.endswith(("_sq", "_square", "_squared")) and _EMBEDDING.search(name) is not None
+    if not exactly and not is_named and (begins_as_param or is_square):
+        return _EXACT
+    return _EXACT if not exactly and math.prod(shape) < SMALLEST else kept
+
+
+def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
+    """Whether a state has no negative elements, by the ranges of hyperparameters; one without is where it begins."""
+    bounds: dict[str, tuple[float, float]] = {}
+    for key, default in rule.hyperparameters.items():
+        ranges, entries = rule.ranges.get(key), default if isinstance(default, tuple) else (default,)
+        for index, entry in enumerate(entries):
+            interval = ranges[index] if isinstance(ranges, tuple) and index < len(ranges) else ranges
+            place = f"{key}.{index}" if isinstance(default, tuple) else key
+            low, high = (interval.low, interval.high) if isinstance(interval, Interval) else (-math.inf, math.inf)
+            if isinstance(entry, (int, float)) and 0 <= entry <= 1:
+                # What is not said is taken to be as by default; were it not, NaN would say so.
+                low, high = max(low, 0.0), min(high, 1.0)
+            bounds[place] = (low, high)
+    init = rule.states[state].init
+    least = bounds.get(init, (-math.inf, math.inf))[0] if isinstance(init, str) else init
+    if least < 0:
+        return False
+    return never_negative(graph, state, bounds)
+
+
+def _in_blocks(
+    chosen: Storage, kept: Any, signed: bool, shape: Sequence[int], graph: Graph, label: str, *, exactly: bool
+) -> Storage:
+    """A format of blocks where they can lie, and what is kept in its place where not."""
+    if graph.has_slices:
+        raise StateError(
+            f"{label}: {graph.title} reduces over rows or columns, and passes over these do not read blocks yet: keep "
+            f"its states as 'float32', 'bfloat16' or 'float16' in place of {kept!r}"
+        )
+    columns = rows_of(shape)[1]
+    if columns < SHORTEST and not exactly:
+        return Plain(torch.float32)
+    is_packed = codec_of(chosen).is_packed
+    if is_packed and (not shape or shape[-1] % 2 or shape[-1] != columns):
+        return state_format("int8", signed)
+    return chosen
+
+
+ROUNDINGS = ("nearest", "stochastic")
+"""What `rounding` can say."""
+
+
+def check_rounding(group: Mapping[str, Any]) -> None:
+    """Raise for what `rounding` and `seed` cannot say.
+
+    Example:
+        >>> check_rounding({"rounding": "up"})
+        Traceback (most recent call last):
+        ValueError: Invalid rounding: 'up'; it must be 'nearest' or 'stochastic'
+    """
+    rounding, seed = group.get("rounding", ROUNDINGS[0]), group.get("seed", 0)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"Invalid rounding: {rounding!r}; it must be 'nearest' or 'stochastic'")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise ValueError(f"Invalid seed: {seed!r}; it must be an integer from 0 to 2**64 - 1, the same on all ranks")
+
+
+def rounded_as_said(formats: Mapping[str, Storage], group: Mapping[str, Any], graph: Graph) -> dict[str, Storage]:
+    """Formats of a parameter without a master and its states, rounded as the group's `rounding` says.
+
+    Numbers of rows and columns are few: they are kept in float32 where others are rounded at random.
+    """
+    if group.get("rounding", ROUNDINGS[0]) == ROUNDINGS[0]:
+        return dict(formats)
+    rounded: dict[str, Storage] = {}
+    for name, storage in formats.items():
+        is_coarse = codec_of(storage).has_blocks or storage.precision in (torch.bfloat16, torch.float16)
+        if name in graph.slice_states:
+            rounded[name] = Plain(torch.float32) if is_coarse else storage
+        else:
+            rounded[name] = Stochastic(storage) if is_coarse else storage  # type: ignore[arg-type]
+    return rounded
+
+
+def check_cut_blocks(label: str, param: torch.Tensor, formats: Mapping[str, Storage]) -> None:
+    """Raise for a DTensor whose parts do not hold whole blocks."""
+    blocks = next((str(storage) for storage in formats.values() if codec_of(storage).has_blocks), None)
+    if blocks is None:
+        return
+    lead, columns = rows_of(param.shape)
+    for dim, parts in sharded_dims(param).items():
+        if dim < len(lead) or (dim == param.dim() - 1 == len(lead) and columns % (BLOCK * parts) == 0):
+            continue
+        if dim == param.dim() - 1 == len(lead):
+            size = -(-columns // (BLOCK * parts)) * BLOCK * parts
+            remedy = f"make its last dimension {size}, a multiple of {BLOCK} for each of {parts} parts"
+        else:
+            remedy = f"shard it along dimension 0: its rows of blocks are all of its dimensions from {len(lead)} on"
+        raise StateError(
+            f"{label} of shape {tuple(param.shape)} is sharded along dimension {dim}, which cuts blocks of {BLOCK} "
+            f"elements ({blocks}): {remedy}, or keep its states as 'bfloat16'"
+        )
+
+
+def saved_choice(choice: Any) -> Any:
+    """What a checkpoint says of a group's `state_dtype`: names of formats; None for a function."""
+    if isinstance(choice, Mapping):
+        return {state: saved_choice(kept) for state, kept in choice.items()}
+    if callable(choice):
+        return None
+    return dtype_name(choice) if isinstance(choice, torch.dtype) else choice
+
+
+_SQUARES = ("left", "right")
+
+
+def _squares(rule: Rule, state: Mapping[str, Any]) -> list[str]:
+    return [name for name, start in rule.states.items() if start.shape in _SQUARES and name in state]
+
+
+@contextmanager
+def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
+    """A block that makes tables anew, in which no parameter that has been stepped may get or lose a square matrix.
+
+    Other states are turned into such bases and scaled by them, and a basis of zeros would hold its parameter still.
+    """
+    before: list[tuple[str, Rule, torch.Tensor, list[str]]] = []
+    for label, _, group, param in labelled(optimizer):
+        rule = optimizer.rule_of(group)
+        if param in optimizer.state and any(start.shape in _SQUARES for start in rule.states.values()):
+            before.append((label, rule, param, _squares(rule, optimizer.state[param])))
+    yield
+    for label, rule, param, known in before:
+        state = optimizer.state[param]
+        kept = _squares(rule, state)
+        changed = [name for name in rule.states if (name in known) != (name in kept)]
+        if changed and float(state["step"]) > 0:
+            happens = "gets" if changed[0] in kept else "loses"
+            raise StateError(
+                f"with these hyperparameters of {rule.name}, {label} {happens} the states "
+                f"{', '.join(changed)} in the middle of a training; put back what has changed, or delete the "
+                "parameter from the optimizer's `state` to begin anew"
+            )
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    def changing(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
+        self.changes += 1
+        return original(self, *args, **kwargs)
+
+    changing.__name__ = name
+    return changing
+
+
+class _Count:
+    """How often something was replaced; states hold it and not each other, so that their memory comes back at once."""
+
+    changes = 0
+
+
+class ParameterState(dict[str, Any]):
+    """One parameter's state, which counts the tensors that are replaced or taken away: kernels know the old ones.
+
+    Example:
+        >>> state = WatchedState(dict)
+        >>> state["param"] = entry = state.entry({"exp_avg": torch.zeros(2)})
+        >>> entry["exp_avg"].fill_(1.0), state.changes
+        (tensor([1., 1.]), 1)
+        >>> entry["exp_avg"] = torch.ones(2)
+        >>> state.changes
+        2
+    """
+
+    count: _Count | None = None
+
+    is_ahead = False
+    """Whether it was made before a step needed it, for a capture: it begins once more with the values of that step."""
+
+    def _note(self, name: str, value: Any = None) -> None:
+        known = self.get(name)
+        # The weights that train come and go with eval() and train(); no kernel reads them there.
+        if self.count is not None and isinstance(known, torch.Tensor) and known is not value and name != TRAINING:
+            self.count.changes += 1
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._note(name, value)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._note(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._note(name)
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(self), "")
+        self._note(name)
+        return super().popitem()
+
+    def clear(self) -> None:
+        for name in self:
+            self._note(name)
+        super().clear()
+
+    def update(self, *given: Mapping[str, Any] | Iterable[tuple[str, Any]], **named: Any) -> None:  # type: ignore[override]
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, given: Any) -> ParameterState:  # type: ignore[override,misc]
+        self.update(given)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
+
+
+class WatchedState(defaultdict[Any, Any]):
+    """torch's `defaultdict(dict)` of states, with a count of its changes.
+
+    Comparing thousands of entries at every step costs more host time than the launches of the step.
+
+    Example:
+        >>> state = WatchedState(dict)
+        >>> state["param"] = {}
+        >>> state.changes
+        1
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.count = _Count()
+
+    @property
+    def changes(self) -> int:
+        """How often an entry, or a tensor inside one, was set or taken away."""
+        return self.count.changes
+
+    @changes.setter
+    def changes(self, number: int) -> None:
+        self.count.changes = number
+
+    def entry(self, values: Mapping[str, Any], *, is_ahead: bool = False) -> ParameterState:
+        """A parameter's state whose changes count here too."""
+        made = ParameterState(values)
+        made.count, made.is_ahead = self.count, is_ahead
+        return made
+
+    def adopt(self, states: Mapping[Any, Any], ahead: Container[Any]) -> None:
+        """Take the states of parameters; those of `ahead` begin with their first step."""
+        entries: dict[Any, Any] = {}
+        for key, values in states.items():
+            entries[key] = made = ParameterState(values) if isinstance(key, torch.Tensor) else values
+            if isinstance(made, ParameterState):
+                made.count, made.is_ahead = self.count, key in ahead
+        self.update(entries)
+
+    __setitem__ = _counted("__setitem__")
+    __delitem__ = _counted("__delitem__")
+    __ior__ = _counted("__ior__")
+    clear = _counted("clear")
+    pop = _counted("pop")
+    popitem = _counted("popitem")
+    setdefault = _counted("setdefault")
+    update = _counted("update")
+
+    def __missing__(self, key: Any) -> Any:
+        self.changes += 1
+        return super().__missing__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (self.default_factory,), None, None, iter(self.items())
+
+
+def plain_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint whose states are plain dicts, as torch's loaders want them."""
+    states = state_dict.get("state")
+    if not isinstance(states, dict):
+        return state_dict
+    plain = {key: dict(value) if isinstance(value, ParameterState) else value for key, value in states.items()}
+    return {**state_dict, "state": plain}
+
 
 TRAINING = "training_param"
 """State key of the weights that train, while the parameter holds those to evaluate."""
@@ -38,11 +422,7 @@ TRAINING = "training_param"
 
 @dataclass
 class Missing:
-    """A buffer that is to be made in a parameter's state.
-
-    Args:
-        blocks: where it is the first array of a state in blocks, the format and the state's name.
-    """
+    """A buffer that is to be made in a parameter's state."""
 
     state: dict[str, Any]  # the parameter's state
     start: State  # how the buffer begins
@@ -93,15 +473,7 @@ def storages(
 
 
 class StateTemplate:
-    """How the states of a param group's parameters begin that are kept alike: made once for all of them.
-
-    Args:
-        param: one of them, as kernels see it.
-        group: its param group.
-        graph: its rule's graph.
-        rule: its rule.
-        formats: its storages.
-    """
+    """How the states of a param group's parameters begin that are kept alike: made once for all of them."""
 
     def __init__(
         self, param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, formats: Mapping[str, Storage]
@@ -135,18 +507,7 @@ class StateTemplate:
         whole: torch.Size,
         live: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The state of a parameter: known buffers are kept, missing ones begin as the rule says.
-
-        Args:
-            label: the parameter in messages.
-            param: what kernels update.
-            group: its param group.
-            known: its buffers and numbers so far.
-            later: takes the buffers that are to be made.
-            home: where they live.
-            whole: shape of the tensor of which the parameter may be a part.
-            live: where `known` is a checkpoint's, the state that the optimizer has: other buffers are copied.
-        """
+        """The state of a parameter: known buffers are kept, missing ones begin as the rule says."""
         kind, dtypes = self.kind, self.dtypes
         other = None if kind is None else other_master(kind, known)
         if kind is not None and other is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from .constants import Constants, default_constants
-from .plan import Job, Plan, best_bucket, meshes, plan
-from .storage import Footprint, footprint
+from .plan import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
 
 __all__ = [
     "Constants",

@@ -1,25 +1,152 @@
-"""Memory and time of a rank in an iteration: the arithmetic behind `tilestep plan` and docs/scaling.md.
-
-What hides behind what is simulated bucket by bucket: a sum begins when backward has completed its bucket and the one
-before has ended, and the next forward goes on when the parameters that it needs have arrived. What is hidden is not
-free: its kernels take multiprocessors from the model's.
-
-A collective over n ranks of which each holds B bytes at its end takes `latency(n) + B (n - 1) / n / bandwidth`, as a
-ring does. The bandwidth is that inside a node, or of the network if that is less; GPUs of a node that are in the same
-group share their network links.
-"""
+"""Memory and time of a rank in an iteration: the arithmetic behind `tilestep plan` and docs/scaling.md."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from ..sharding.layout import default_sizes
-from .constants import Constants
-from .storage import Footprint
+import torch
+
+from ..describe import describe, spec_for
+from ..optimizer.masters import MasterWeights
+from ..optimizer.states import compute_dtype
+from ..rules import Rule
+from ..schedules.zero.buckets import default_sizes
+
+ASSUMED = "assumed"
+"""How the source of a constant begins that nobody has measured."""
+
+_DEFAULTS = Path(__file__).with_name("constants.json")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the times of a plan are computed from."""
+
+    reduce_scatter_bandwidth: float  # bytes a second that a rank receives in a large reduce-scatter inside a node
+    all_gather_bandwidth: float  # the same for an all-gather
+    network_bandwidth: float  # bytes a second between nodes, for each GPU
+    launch_latency: float  # seconds of the smallest collective, but for its hops
+    hop_latency: float  # seconds that each further rank of a node adds
+    network_hop_latency: float  # seconds that each further node adds
+    memory_bandwidth: float  # bytes a second of a copy on one GPU, read and written
+    step_latency: float  # seconds of a step without parameters: launches, one after the other
+    compute: float  # floating-point operations a second in forward and backward of an eager model, for further tokens
+    compiled_compute: float  # the same with blocks that are compiled
+    model_bytes: float  # bytes an element that forward and backward move whatever the tokens: weights and gradients
+    compiled_model_bytes: float  # the same with blocks that are compiled
+    model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
+    compiled_model_host: float  # the same with blocks that are compiled
+    step_host: float  # seconds of the host in a step without parameters
+    tensor_host: float  # seconds that each tensor adds to it
+    message_host: float  # seconds that each collective adds to it
+    beside_sums: float  # seconds that backward takes longer for each second of sums beside it
+    beside_gathers: float  # seconds that forward takes longer for each second of gathers beside it
+    gpu_memory: float  # bytes
+    gpus_per_node: int  # GPUs that reach each other without the network
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Constants:
+        """Read what `save` wrote, or a part of it: what is missing is taken from the defaults."""
+        stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        names = [each.name for each in dataclasses.fields(cls) if each.name != "sources"]
+        known: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())
+        for name, entry in stored.items():
+            if name not in names:
+                raise ValueError(f"{path}: no constant is called {name!r}; there are {', '.join(names)}")
+            if not isinstance(entry.get("value"), (int, float)) or not entry["value"] > 0:
+                raise ValueError(f"{path}: {name} is {entry.get('value')!r}; it must be a positive number")
+        entries = {**known, **stored}
+        return cls(
+            **{name: entries[name]["value"] for name in names},
+            sources={name: str(entries[name].get("source", ASSUMED)) for name in names},
+        )
+
+    def save(self, path: Path) -> None:
+        """Write them as JSON: name, value, source."""
+        names = [each.name for each in dataclasses.fields(self) if each.name != "sources"]
+        entries = {name: {"value": getattr(self, name), "source": self.sources.get(name, ASSUMED)} for name in names}
+        path.write_text(json.dumps(entries, indent=1) + "\n")
+
+    @property
+    def assumed(self) -> list[str]:
+        """Names of those that are not measured."""
+        return [name for name, source in self.sources.items() if source.startswith(ASSUMED)]
+
+
+def default_constants() -> Constants:
+    """Those of an H200 with eight to a node, that come with tilestep.
+
+    Example:
+        >>> default_constants().gpus_per_node
+        8
+    """
+    return Constants.load(_DEFAULTS)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes for each element of the parameters."""
+
+    parameter: float  # of the parameter, as it travels to other ranks
+    gradient: float  # of its gradient, as it is summed over the ranks
+    state: float  # of everything else the optimizer keeps, masters too
+    moved: float  # read and written by the update, in all passes
+    notes: tuple[str, ...] = ()  # what is not in these numbers
+
+
+def footprint(
+    rule: Rule,
+    hyperparameters: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    master_weights: MasterWeights = False,
+    state_dtype: Any = None,
+    rounding: str = "nearest",
+    grad_sync_dtype: torch.dtype | None = None,
+) -> Footprint:
+    """What a rule keeps and moves for the elements of a matrix.
+
+    Example:
+        >>> from tilestep.rules import registry
+        >>> found = footprint(registry["AdamW"], master_weights=True)
+        >>> found.state, found.moved
+        (12.0, 30.0)
+        >>> found = footprint(registry["AdamW"], master_weights="remainder")
+        >>> found.state, found.moved
+        (10.0, 26.0)
+    """
+    kept: dict[str, Any] = {"master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
+    spec = spec_for(rule, hyperparameters, dtype=dtype, **kept)
+    graph, notes, state = spec.program.graph, [], 0.0
+    for name, storage in spec.storages.items():
+        if name in ("grad", *spec.program.library.scratch):
+            continue
+        arrays = [array for array in storage.arrays(name) if array.name != "param"]
+        if name == "param" or rule.states[name].shape == "param":
+            state += sum(array.dtype.itemsize / array.elements for array in arrays)
+        else:
+            notes.append(f"{name}, one number for each {rule.states[name].shape}")
+    squares = len(graph.matrix_states)
+    if squares:
+        like = torch.empty(0, dtype=dtype, device="meta")
+        state += squares * compute_dtype(like).itemsize
+        notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
+    if spec.program.library.passes:
+        notes.append("the time of matrix products")
+    if spec.draws:
+        notes.append("the arithmetic of random bits, for " + ", ".join(spec.draws))
+    described = describe(rule, hyperparameters, backend="cpp", dtype=dtype, **kept)
+    gradient = (grad_sync_dtype or dtype).itemsize
+    moved = described.bytes_read + described.bytes_written + gradient - dtype.itemsize
+    return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))
+
 
 BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)
 """MiB of gradients in a bucket, those that `best_bucket` looks at."""
@@ -40,14 +167,7 @@ _MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and on what.
-
-    Args:
-        bucket: bytes of gradients in a bucket; None for the buckets that `shard` makes by itself.
-        tensors: how many tensors the parameters are; None if that is not known, and so not what the host needs.
-        in_backward: whether updates run while backward does, as with `overlap(during="backward")`, and gradients go
-            with them: on one rank, and without a clip, which needs all of them.
-    """
+    """What is to be trained, and on what."""
 
     elements: float  # of all parameters
     footprint: Footprint  # bytes for each of them

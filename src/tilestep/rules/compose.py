@@ -341,7 +341,7 @@ def _update(
 ) -> tuple[Any, tuple[Any, ...]]:
     """What the rule adds to the parameter, and its new states."""
     # Imported here because the graph package imports the rules.
-    from ..graph.displacement import displacement
+    from ..graph.analysis import displacement
 
     # Copies, because a rule may work in place; in a kernel they cost nothing.
     moved, *states_after = rule(param.clone(), grad.clone(), *states, **hyper)

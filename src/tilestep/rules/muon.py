@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..matrices.orthogonal import COEFFICIENTS, orthogonalize
+from ..linalg.orthogonal import COEFFICIENTS, orthogonalize
 from .protocol import Interval, at_least, between, rule
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")

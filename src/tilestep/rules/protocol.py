@@ -1,14 +1,10 @@
-"""What an update rule is: a plain PyTorch function whose parameters say everything.
-
-The first parameter is the model's parameter, the second its gradient, other positional ones are state buffers (their
-names are the `state_dict` keys), keyword-only ones are hyperparameters with defaults, and `step` is the count from 1.
-"""
+"""The values that hyperparameters may take."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,11 +12,129 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import RuleError
-from .declarations import check_names, check_range_names, check_start
-from .ranges import Interval, at_least, between
 from .scalars import PYTHON_TYPES, ScalarCalls, as_python, scalar_globals
 
-__all__ = ["Interval", "Rule", "State", "at_least", "at_step", "between", "changes", "registry", "rule"]
+
+@dataclass(frozen=True)
+class Interval:
+    """The values a hyperparameter may take; a tuple hyperparameter is checked entry by entry.
+
+    `or_none` is for a number that a rule can do without: None turns off what it is for.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    or_none: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
+        return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"
+
+
+def at_least(low: float, *, or_none: bool = False) -> Interval:
+    """The interval of numbers that are `low` or more; with `or_none` the rule also takes None in place of one.
+
+    Example:
+        >>> 0.1 in at_least(0), -0.1 in at_least(0), float("nan") in at_least(0)
+        (True, False, False)
+    """
+    return Interval(low=low, or_none=or_none)
+
+
+def between(
+    low: float, high: float, *, open_low: bool = False, open_high: bool = True, or_none: bool = False
+) -> Interval:
+    """The interval from `low` to `high`, by default half open; with `or_none` the rule also takes None.
+
+    Example:
+        >>> 0.0 in between(0, 1), 1.0 in between(0, 1)
+        (True, False)
+    """
+    return Interval(low=low, high=high, open_low=open_low, open_high=open_high, or_none=or_none)
+
+
+_SHAPES = ("param", "scalar", "row", "column", "left", "right")
+
+_NOT_FOR_STATES = {
+    "param": "the parameter",
+    "grad": "the gradient",
+    "master_param": "a float32 master",
+    "remainder_param": "what a bfloat16 parameter lacks of a float32 one",
+    "training_param": "the weights that train while the averages are in the parameters",
+}
+NOT_FOR_HYPERPARAMETERS = {
+    "numel": "the number of elements",
+    "rows": "a size of the parameter",
+    "columns": "a size of the parameter",
+    "gradient_scale": "what clipping and loss scaling multiply gradients by",
+    "machine_epsilon": "that of the parameter",
+    "max_grad_norm": "the optimizer's clip",
+    "master_weights": "the optimizer's argument",
+    "state_dtype": "the optimizer's argument",
+    "rounding": "the optimizer's argument",
+    "seed": "the optimizer's argument",
+    "skip_nonfinite": "the optimizer's argument",
+    "skip_above": "the optimizer's argument",
+    "rule": "the param group's rule",
+    "params": "the param group's parameters",
+    "param_names": "the param group's names",
+}
+"""Names that no hyperparameter can have, with what they are."""
+
+
+def check_start(init: Any, shape: str) -> None:
+    """Raise for a state that begins or lies in a way there is not.
+
+    Example:
+        >>> check_start(0.0, "rows")
+        Traceback (most recent call last):
+        ...
+        tilestep.errors.RuleError: State(shape='rows'): it must be one of param, scalar, row, column, left, right
+    """
+    if shape not in _SHAPES:
+        raise RuleError(f"State(shape={shape!r}): it must be one of {', '.join(_SHAPES)}")
+    if not isinstance(init, (int, float, str)):
+        raise RuleError(f"State({init!r}): it begins at a number, at 'param', or at a hyperparameter by its name")
+
+
+def check_names(where: str, states: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
+    """Raise for names that mean something else, defaults that no hyperparameter can have, and unknown beginnings."""
+    for kind, names, taken in (
+        ("state", states, _NOT_FOR_STATES),
+        ("hyperparameter", hyperparameters, NOT_FOR_HYPERPARAMETERS),
+    ):
+        for name in names:
+            if name in taken:
+                raise RuleError(f"{where}: the {kind} {name!r} needs another name: that one is {taken[name]}")
+    for name, default in hyperparameters.items():
+        if isinstance(default, (dict, set)):
+            raise RuleError(
+                f"{where}: hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a flag, a "
+                "string, None, or a tuple of such"
+            )
+    for name, start in states.items():
+        if isinstance(start.init, str) and start.init not in ("param", *hyperparameters):
+            raise RuleError(
+                f"{where}: state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'"
+            )
+
+
+def check_range_names(where: str, ranges: Collection[str], hyperparameters: Collection[str]) -> None:
+    """Raise for ranges of hyperparameters that a rule does not have."""
+    unknown = sorted(set(ranges) - set(hyperparameters))
+    if unknown:
+        raise RuleError(
+            f"{where}: ranges= names {unknown}, which are not hyperparameters ({', '.join(hyperparameters)})"
+        )
+
 
 registry: dict[str, Rule] = {}
 """Every named rule, by the name of its optimizer class: `registry["AdamW"]`."""
@@ -199,15 +313,7 @@ class Rule:
         return found[index] if isinstance(found, tuple) else found
 
     def __call__(self, *buffers: Any, **hyperparameters: Any) -> tuple[Any, ...]:
-        """The new values of the parameter and every state buffer, computed by the rule's own PyTorch code.
-
-        Args:
-            buffers: parameter, gradient and states as tensors; None for a state these hyperparameters do not use.
-            hyperparameters: overrides of the defaults, and `step`; functions are called with it.
-
-        Returns:
-            The new parameter followed by the new states, in the order of the rule's parameters.
-        """
+        """The new values of the parameter and every state buffer, computed by the rule's own PyTorch code."""
         names = (self.param_name, self.grad_name, *self.state_names)
         if len(buffers) != len(names):
             raise TypeError(f"{self.__name__}() takes {len(names)} buffers ({', '.join(names)}), got {len(buffers)}")

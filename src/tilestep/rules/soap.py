@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..matrices.bases import descending, eigenbasis, orthogonal_basis
+from ..linalg.bases import descending, eigenbasis, orthogonal_basis
 from .protocol import State, at_least, between, rule
 
 _LARGEST = torch.finfo(torch.float32).max

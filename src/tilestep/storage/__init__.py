@@ -9,14 +9,13 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from .blocks import BLOCK, entries_before, rows_of, shape_of_entries
-from .format import Array, Codec, Storage, codec_of, is_coarse, read_arrays, stored_in, values_of
+from .format import Array, Codec, Storage, Term, codec_of, dtype_name, is_coarse, read_arrays, stored_in, values_of
 from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
 from .plain import Plain
 from .remainder import Remainder
 from .states import STATE_FORMATS, entries_of, kept_in_blocks, scale_names, state_format
 from .stochastic import Stochastic, bits_graph, keys_graph, random_tensor, stream_of
-from .terms import Term, dtype_name
 
 __all__ = [
     "BLOCK",

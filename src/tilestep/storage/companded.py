@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .format import Term, magnitude, maximum, minimum, quotient, where
 from .stochastic import code_at_random
-from .terms import Term, magnitude, maximum, minimum, quotient, where
 
 _ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
 _LARGEST = 2.0**123

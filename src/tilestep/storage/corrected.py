@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .format import Array
+from .format import Array, Term, isnan, maximum, minimum, near_bits, where
 from .masters import master_format
-from .terms import Term, isnan, maximum, minimum, near_bits, where
 
 
 @master_format("int8", key="correction_param", dtypes=(torch.bfloat16,))

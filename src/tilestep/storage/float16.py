@@ -9,10 +9,9 @@ import torch
 
 from .blocks import BLOCK
 from .companded import divisor, scale_of
-from .format import Array
+from .format import Array, Term, where
 from .states import blocks_format
 from .stochastic import element_at_random
-from .terms import Term, where
 
 _LARGEST = 2.0**15
 

@@ -9,10 +9,9 @@ import torch
 
 from .blocks import BLOCK
 from .companded import divisor, scale_of, unit_of
-from .format import Array
+from .format import Array, Term, magnitude, minimum, quotient, where
 from .states import blocks_format
 from .stochastic import code_at_random
-from .terms import Term, magnitude, minimum, quotient, where
 
 _LARGEST = 448.0
 _LARGEST_CODE = 0x7E

@@ -9,9 +9,8 @@ import torch
 
 from .blocks import BLOCK
 from .companded import compressed, counted, expanded, root_scale, scale_of, squared
-from .format import Array
+from .format import Array, Term
 from .states import blocks_format
-from .terms import Term
 
 
 @blocks_format("int4")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .format import Array
+from .format import Array, Term, if_rounds_to, where
 from .masters import master_format
-from .terms import Term, if_rounds_to, where
 
 
 @master_format("kahan", key="compensation_param", dtypes=(torch.bfloat16,))

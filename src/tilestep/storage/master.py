@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .format import Array
+from .format import Array, Term, dtype_name, if_rounds_to
 from .masters import master_format
-from .terms import Term, dtype_name, if_rounds_to
 
 
 @master_format(True, key="master_param", dtypes=(torch.bfloat16, torch.float16), begins_as_parameter=True)

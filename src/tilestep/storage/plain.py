@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .format import Array
+from .format import Array, Term, dtype_name
 from .stochastic import element_at_random
-from .terms import Term, dtype_name
 
 
 @dataclass(frozen=True)

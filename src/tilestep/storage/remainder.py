@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .format import Array
+from .format import Array, Term, isnan, minimum, near_bits, where
 from .masters import master_format
-from .terms import Term, isnan, minimum, near_bits, where
 
 
 @master_format("remainder", key="remainder_param", dtypes=(torch.bfloat16,))

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .format import Array, Storage
+from .format import Array, Storage, dtype_name
 from .plain import Plain
-from .terms import dtype_name
 
 STATE_FORMATS: dict[str, Callable[[bool], Storage]] = {}
 """Formats by the names that `state_dtype` can give, for a state that is signed or for one that is never negative; those

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 
 from ..graph import Builder, Value
-from .format import Array, Storage, evaluated
-from .terms import Term, magnitude, maximum, minimum, where
+from .format import Array, Storage, Term, evaluated, magnitude, maximum, minimum, where
 
 RANDOM_BITS = 16
 """Random bits for each number that is kept."""
@@ -90,17 +89,7 @@ def code_at_random(
     codes: tuple[int, int],
     distance: Callable[[Term, Term], Term] = lambda upper, lower: upper - lower,
 ) -> Term:
-    """One of the two codes whose numbers are around a number, by how near it is to them.
-
-    Args:
-        nearest: the code whose number is nearest, or next to that.
-        is_exact: whether that code stands for the number itself.
-        number: in any unit, but no product: compilers would fuse it with the differences.
-        number_of: the number of a code in this unit, no product either.
-        random: 16 bits.
-        codes: the first and the last one.
-        distance: between numbers, where that which is to be right on average is not the number itself.
-    """
+    """One of the two codes whose numbers are around a number, by how near it is to them."""
     near = number_of(nearest).named("near")
     is_above = (near > number).named("is_above")
     other = where(is_above, nearest - 1, nearest + 1).named("other")
@@ -141,24 +130,13 @@ def _hashed(bits: Term, key: Term | None, further: bool = False) -> Term:
 
 
 def stream_keys(low: Term, high: Term, count: Term) -> tuple[Term, Term]:
-    """The keys of a parameter's bits at a step.
-
-    Args:
-        low, high: the halves of its stream, see `stream_of`.
-        count: the step.
-    """
+    """The keys of a parameter's bits at a step."""
     key = _hashed(low + count * _integer(_GOLDEN), None).named("key")
     return key, _hashed(high ^ count, key, further=True)
 
 
 def random_bits(slot: int, key_0: Term, key_1: Term, low: Term, high: Term) -> Term:
-    """16 random bits of an element: of its first draw of 32 bits for slots 0 and 1, of a further one for others.
-
-    Args:
-        slot: which of the numbers kept of an element they are for.
-        key_0, key_1: of `stream_keys`.
-        low, high: the halves of the element's index.
-    """
+    """16 random bits of an element: of its first draw of 32 bits for slots 0 and 1, of a further one for others."""
     key = (high * _integer(_GOLDEN) + key_1).named("key")
     draw = _hashed(low + key, key ^ key_0).named("draw")
     for further in range(slot // 2):
@@ -183,14 +161,7 @@ def bits_graph(slot: int) -> Value:
 
 
 def random_tensor(stream: int, count: int, slot: int, index: torch.Tensor) -> torch.Tensor:
-    """The random bits of elements, int32.
-
-    Args:
-        stream: of `stream_of`.
-        count: the step, from 1.
-        slot: as for `random_bits`.
-        index: int64, each element's in the whole tensor.
-    """
+    """The random bits of elements, int32."""
 
     def word(number: int) -> torch.Tensor:
         return torch.tensor(_integer(number), dtype=torch.int32, device=index.device)

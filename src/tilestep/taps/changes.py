@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ..devices import is_host
-from ..engine import segment_class
-from ..engine.taps import WORD, extent_of
-from ..placements import Origin
-from ..placements.local import is_distributed, local_part, logical_coordinates
+from ..placement import Origin
+from ..placement.local import is_distributed, local_part, logical_coordinates
+from ..runtime import segment_class
+from ..runtime.taps import WORD, extent_of
 from ..tensor_watch import sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]
@@ -107,14 +107,7 @@ class Changes:
         self._cut: dict[torch.device, _Blocks] = {}
 
     def attach(self, tables: Any, rows: Mapping[int, Origin], handles: Sequence[torch.Tensor], names: Names) -> None:
-        """Use the bits of new tables; what was set before is set in them too.
-
-        Args:
-            tables: the plan of steps.
-            rows: for the entries of its engines, by `id`, where they come from.
-            handles: every parameter, as users have it.
-            names: their names.
-        """
+        """Use the bits of new tables; what was set before is set in them too."""
         self._see_writes()
         found: dict[int, _Tracked] = {}
         self._writes, self._words = [], [segment.taps.words for engine in tables.engines for segment in engine.segments]
@@ -411,8 +404,8 @@ class _Run:
     """Parameters whose bits are in one table, cut into blocks of words, and the kernels that read these."""
 
     def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
-        from ..codegen.launch_triton import prepare
-        from ..codegen.triton_changes import WORDS, count_changes, list_changes
+        from ..backends.triton.changes import WORDS, count_changes, list_changes
+        from ..backends.triton.launch import prepare
 
         self.members, self._device = list(members), device
         self._dtype, self._bits = members[0].param.dtype, _table_of(members[0].bits)

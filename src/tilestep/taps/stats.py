@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..codegen.taps import FAR, NEAR, TapColumns, tap_columns
-from ..engine.capturing import is_capturing
-from ..engine.control import INVERSE_SCALE
-from ..placements.local import is_distributed
+from ..backends.taps import FAR, NEAR, TapColumns, tap_columns
+from ..compat import is_capturing
+from ..control_numbers import INVERSE_SCALE
+from ..placement.local import is_distributed
 
 if TYPE_CHECKING:
-    from ..codegen.spec import KernelSpec
-    from ..engine import DeviceEngine
-    from ..engine.segment import Entry, Segment
+    from ..backends.spec import KernelSpec
+    from ..runtime import DeviceEngine
+    from ..runtime.segment import Entry, Segment
 
 
 _COLUMNS = (
@@ -183,16 +183,7 @@ def _share_of_state(entry: Entry, over: Any, sharers: Any) -> float:
 
 
 class Measurer:
-    """Makes the table of all parameters of what segments have put out.
-
-    Args:
-        engines: of a plan.
-        places: of the parameters, for entries by `id`; others are not measured.
-        names: of all parameters.
-        numels: their elements.
-        specs: the kernels of the parameters, those on other ranks included, in an order that all ranks have.
-        sharers: the ranks that hold parts of the same parameters, if there are several.
-    """
+    """Makes the table of all parameters of what segments have put out."""
 
     def __init__(
         self,

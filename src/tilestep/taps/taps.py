@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..codegen.spec import KernelSpec
-from ..codegen.spec import Taps as KernelTaps
-from ..codegen.taps import taps_fit
+from ..backends.spec import KernelSpec
+from ..backends.spec import Taps as KernelTaps
+from ..backends.taps import taps_fit
 from ..devices import is_host
-from ..engine import segment_class
-from ..engine.taps import SegmentTaps
-from ..placements import Origin
+from ..placement import Origin
+from ..runtime import segment_class
+from ..runtime.taps import SegmentTaps
 from .changes import Changes, Names
 from .stats import Measurer, Stats, StepStats
 
 if TYPE_CHECKING:
-    from ..engine import DeviceEngine
+    from ..runtime import DeviceEngine
 
 
 _NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
@@ -92,13 +92,7 @@ class Taps:
         return spec
 
     def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:
-        """Make room in tables that were just made.
-
-        Args:
-            tables: the plan of steps.
-            optimizer: whose plan it is.
-            spec_of: gives the kernels of a parameter, by rule, group and parameter.
-        """
+        """Make room in tables that were just made."""
         engines: Sequence[DeviceEngine] = tables.engines
         owner = optimizer.placement.owner(optimizer)
         names = names_of(owner.param_groups)
@@ -188,13 +182,7 @@ class Taps:
         present: Callable[[], Iterable[tuple[Any, torch.Tensor]]],
         sharers: Any,
     ) -> str | None:
-        """Name of the parameter whose gradient was not finite first: in a measured step, else among those there now.
-
-        Args:
-            groups: of all parameters.
-            present: gives parameters with what there is of their gradients on this rank.
-            sharers: those that have other parts of them, if there are several; they ask too.
-        """
+        """Name of the parameter whose gradient was not finite first: in a measured step, else among those there now."""
         if self.asked is None:
             raise RuntimeError(_NO_STATS.format("first_nonfinite"))
         names, places = names_of(groups)

@@ -6,10 +6,7 @@ that their work carries.
 
 from __future__ import annotations
 
-from .events import read_events
-from .iterations import Iteration, split
-from .lanes import Lanes
-from .report import Report, report_on
-from .session import Profile, collecting, profile
+from .lanes import Iteration, Lanes, read_events, split
+from .session import Profile, Report, collecting, profile, report_on
 
 __all__ = ["Iteration", "Lanes", "Profile", "Report", "collecting", "profile", "read_events", "report_on", "split"]

@@ -1,36 +1,325 @@
-"""What ran when: the events of a trace, sorted into lanes."""
+"""What ran when: the events of a trace, sorted into lanes and iterations."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .events import (
-    Call,
-    Events,
-    Work,
-    is_communication_kernel,
-    is_communication_operator,
-    is_communication_range,
-    is_host_update,
-    is_list_kernel,
-    is_update_kernel,
-    is_update_operator,
-    is_update_range,
-    runs_backward,
+from ..marks import HOST_UPDATE, ITERATION, REPLAY, UPDATE
+
+Interval = tuple[float, float]
+Intervals = list[Interval]
+
+
+def union(*many: Iterable[Interval]) -> Intervals:
+    """All moments of any of these, in order.
+
+    Example:
+        >>> union([(4.0, 5.0), (0.0, 2.0)], [(1.0, 3.0), (5.0, 6.0), (9.0, 9.0)])
+        [(0.0, 3.0), (4.0, 6.0)]
+    """
+    merged: Intervals = []
+    for start, stop in sorted(each for some in many for each in some):
+        if stop <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def minus(base: Intervals, taken: Intervals) -> Intervals:
+    """The moments of one set that are not in another; both as `union` gives them.
+
+    Example:
+        >>> minus([(0.0, 10.0)], [(2.0, 3.0), (9.0, 12.0)])
+        [(0.0, 2.0), (3.0, 9.0)]
+    """
+    left: Intervals = []
+    place = 0
+    for start, stop in base:
+        while place < len(taken) and taken[place][1] <= start:
+            place += 1
+        at = place
+        while start < stop and at < len(taken) and taken[at][0] < stop:
+            if taken[at][0] > start:
+                left.append((start, taken[at][0]))
+            start = max(start, taken[at][1])
+            at += 1
+        if start < stop:
+            left.append((start, stop))
+    return left
+
+
+def overlap(one: Intervals, other: Intervals) -> Intervals:
+    """The moments of both sets.
+
+    Example:
+        >>> overlap([(0.0, 4.0), (6.0, 9.0)], [(3.0, 7.0)])
+        [(3.0, 4.0), (6.0, 7.0)]
+    """
+    return minus(one, minus(one, other))
+
+
+def cut(intervals: Intervals, start: float, stop: float) -> Intervals:
+    """The part between two moments.
+
+    Example:
+        >>> cut([(0.0, 4.0), (6.0, 9.0)], 3.0, 7.0)
+        [(3.0, 4.0), (6.0, 7.0)]
+    """
+    return overlap(intervals, [(start, stop)])
+
+
+def length(intervals: Intervals) -> float:
+    """How long the set is.
+
+    Example:
+        >>> length([(0.0, 4.0), (6.0, 9.0)])
+        7.0
+    """
+    return sum(stop - start for start, stop in intervals)
+
+
+def covers(intervals: Intervals, moment: float) -> bool:
+    """Whether a moment is in the set; ends belong to it.
+
+    Example:
+        >>> [covers([(0.0, 4.0), (6.0, 9.0)], moment) for moment in (4.0, 5.0, 6.0)]
+        [True, False, True]
+    """
+    place = bisect_right(intervals, (moment, float("inf"))) - 1
+    return place >= 0 and moment <= intervals[place][1]
+
+
+_UPDATE_KERNELS = re.compile(
+    # The passes of a rule, the norm, what limits and decides a step, products of matrices, statistics and changes.
+    r"\w+_pass_\d+(_\w+)?|\w+_finish_\d+|norm_tiles|norm_finish|scale_tiles|limit_by_\w+|decide|combine_parts"
+    r"|symmetric_tiles|sum_up_taps|count_changes|list_changes"
 )
-from .intervals import Intervals, covers, cut, minus, overlap, union
+_UPDATE_OPERATORS = re.compile(r"aten::(_foreach_|_amp_|_fused_(adam|adamw|adagrad|sgd)_).*")
+_COMMUNICATION_KERNELS = re.compile(r".*(nccl|symm_mem|multimem).*", re.IGNORECASE)
+_COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional|fsdp)::.*")
+_COMMUNICATION_RANGES = re.compile(r"(gloo|nccl|mpi|ucc):\w+")
+_STEP = re.compile(r"Optimizer\.step#.*")
+_UPDATE_RANGES = re.compile(rf"Optimizer\.(step|zero_grad)#.*|{UPDATE}|{HOST_UPDATE}|{REPLAY}")
+
+
+def is_update_kernel(name: str) -> bool:
+    """Whether a GPU kernel is one of ours, wherever it was launched.
+
+    Example:
+        >>> is_update_kernel("adamw_tile_pass_0"), is_update_kernel("triton_poi_fused_add_0")
+        (True, False)
+    """
+    return _UPDATE_KERNELS.fullmatch(name) is not None
+
+
+def is_list_kernel(name: str) -> bool:
+    """Whether a GPU kernel is torch's for lists of tensors: outside backward its optimizers', clip's or scaler's."""
+    return "multi_tensor_apply_kernel" in name
+
+
+def is_update_operator(name: str) -> bool:
+    """Whether a torch operator is, outside backward, an optimizer's, a clip's or a scaler's."""
+    return _UPDATE_OPERATORS.fullmatch(name) is not None
+
+
+def is_update_range(name: str) -> bool:
+    """Whether what runs in a named range is an optimizer's: torch's or ours."""
+    return _UPDATE_RANGES.fullmatch(name) is not None
+
+
+def is_host_update(name: str) -> bool:
+    """Whether what runs in a named range is an update that the host computes."""
+    return name == HOST_UPDATE
+
+
+def is_communication_kernel(name: str) -> bool:
+    """Whether a GPU kernel sends or receives.
+
+    Example:
+        >>> is_communication_kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+        True
+    """
+    return _COMMUNICATION_KERNELS.fullmatch(name) is not None
+
+
+def is_communication_operator(name: str) -> bool:
+    """Whether a torch operator hands data to other ranks, or packs it for them."""
+    return _COMMUNICATION_OPERATORS.fullmatch(name) is not None
+
+
+def is_communication_range(name: str) -> bool:
+    """Whether a named range is a collective in a backend's own thread."""
+    return _COMMUNICATION_RANGES.fullmatch(name) is not None
+
+
+def runs_backward(name: str) -> bool:
+    """Whether a torch operator is autograd's, running a node of the backward graph."""
+    return name.startswith("autograd::engine::evaluate_function")
+
+
+def is_iteration_mark(name: str) -> bool:
+    """Whether a named range is the user's word that an iteration is over."""
+    return name == ITERATION
+
+
+def is_end_of_iteration(name: str) -> bool:
+    """Whether an iteration is over after a named range, if the user has not said so."""
+    return name == REPLAY or _STEP.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator or a named range on the host."""
+
+    name: str
+    start: float  # microseconds
+    stop: float  # microseconds
+    thread: Any  # of the host
+    is_range: bool  # whether it is a named range, not an operator
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel or a copy on a device."""
+
+    name: str
+    start: float  # microseconds, on the host's clock
+    stop: float  # microseconds
+    is_copy: bool  # whether it copies or fills memory rather than being a kernel
+    launched: tuple[Any, float] | None  # thread and moment of the call that launched it; None if the trace has it not
+
+
+@dataclass(frozen=True)
+class Events:
+    """What a trace has of host and devices, each in order of time."""
+
+    calls: list[Call]
+    works: list[Work]
+
+    @property
+    def start(self) -> float:
+        """The first moment."""
+        return min([call.start for call in self.calls[:1]] + [work.start for work in self.works[:1]], default=0.0)
+
+    @property
+    def stop(self) -> float:
+        """The last moment."""
+        return max([call.stop for call in self.calls] + [work.stop for work in self.works], default=0.0)
+
+
+_CALLS = ("cpu_op", "user_annotation")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_COPIES = ("gpu_memcpy", "gpu_memset")
+
+
+def read_events(trace: Iterable[Mapping[str, Any]]) -> Events:
+    """Take what counts out of the `traceEvents` of a Chrome trace that `torch.profiler` has exported.
+
+    Example:
+        >>> read_events([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 2.0, "tid": 7}]).calls
+        [Call(name='aten::mm', start=1.0, stop=3.0, thread=7, is_range=False)]
+    """
+    timed = [event for event in trace if event.get("ph") == "X"]
+    launches = {
+        event["args"]["correlation"]: (event.get("tid"), float(event["ts"]))
+        for event in timed
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+    calls, works = [], []
+    for event in timed:
+        start = float(event["ts"])
+        stop, category, name = start + float(event["dur"]), event.get("cat"), event["name"]
+        if category in _CALLS:
+            calls.append(Call(name, start, stop, event.get("tid"), category == "user_annotation"))
+        elif category == "kernel" or category in _COPIES:
+            launched = launches.get(event.get("args", {}).get("correlation"))
+            works.append(Work(name, start, stop, category != "kernel", launched))
+    return Events(sorted(calls, key=lambda each: each.start), sorted(works, key=lambda each: each.start))
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One training iteration."""
+
+    start: float  # microseconds
+    stop: float  # microseconds
+    lanes: Lanes  # what ran in it
+
+    @property
+    def milliseconds(self) -> float:
+        """How long it took."""
+        return (self.stop - self.start) / 1e3
+
+    @property
+    def exposed_milliseconds(self) -> float:
+        """How long only the optimizer ran."""
+        return length(self.lanes.exposed) / 1e3
+
+
+def split(events: Events) -> list[Iteration]:
+    """Cut a trace into iterations, each with its lanes.
+
+    On the host an iteration is over when the user says so, else after the last of the optimizers' steps between two
+    backward passes. On a GPU, which runs behind, it is over when the first computation starts that the host launched
+    afterwards: so a schedule that runs updates beside the next forward has them in that iteration.
+    """
+    if not events.calls and not events.works:
+        return []
+    sorting = Sorting(events)
+    lanes = sorting.lanes()
+    ends = _ends(events) or [events.stop]
+    if events.works:
+        ends = _on_device(sorting.computations(), ends, max(work.stop for work in events.works))
+    start = events.works[0].start if events.works else events.start
+    iterations = []
+    for end in ends:
+        if end > start:
+            iterations.append(Iteration(start, end, lanes.between(start, end)))
+        start = max(start, end)
+    return iterations
+
+
+def _ends(events: Events) -> list[float]:
+    marks = [call.stop for call in events.calls if call.is_range and is_iteration_mark(call.name)]
+    if marks:
+        return sorted(marks)
+    ends: list[float] = []
+    ran_backward = True
+    for call in events.calls:
+        if call.is_range and is_end_of_iteration(call.name):
+            if ran_backward or not ends:
+                ends.append(call.stop)
+            else:
+                ends[-1] = max(ends[-1], call.stop)
+            ran_backward = False
+        elif runs_backward(call.name):
+            ran_backward = True
+    if any(runs_backward(call.name) for call in events.calls):
+        return ends
+    # Graphs that hold whole iterations show no backward: then each step is one.
+    return sorted(call.stop for call in events.calls if call.is_range and is_end_of_iteration(call.name))
+
+
+def _on_device(computations: Sequence[tuple[float, float]], ends: Sequence[float], last: float) -> list[float]:
+    """The moments on the device that belong to moments on the host."""
+    moments = [moment for moment, _ in computations]
+    found = []
+    for end in ends:
+        following = computations[bisect_left(moments, end) :]
+        found.append(min((start for _, start in following), default=last))
+    return found
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """When each kind of work ran, in microseconds; on a machine without GPU traces the host's own work.
-
-    Args:
-        update: the optimizer's own: updates, norms, clips, scaler; also what of it the host computes beside a GPU.
-        host: on a GPU, calls of the host of any kind; else what is left of the main thread: Python.
-    """
+    """When each kind of work ran, in microseconds; on a machine without GPU traces the host's own work."""
 
     forward: Intervals = field(default_factory=list)  # computing, outside backward and the optimizer
     backward: Intervals = field(default_factory=list)  # computing, launched by autograd

@@ -1,0 +1,266 @@
+"""Running a segment on the CPU: one ctypes call a pass, threads as torch has them, one after a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import threads
+from ...runtime.segment import Block, Entry, Segment, SliceTables, Window
+from ...threads import thread_count
+from ...tuning import tile_shape
+from ..spec import KernelSpec
+from . import source
+from .compile import load_library, wide_vectors
+from .support import Launch, SliceLaunch, ViewTables
+
+_MOST_COLUMNS = 2048
+_FEWEST_ROWS, _MOST_ROWS = 64, 256
+"""Rows of a block: the sum of a column is taken in the type computed in inside a block, in float64 over blocks."""
+
+_ELEMENTS = 1 << 16
+
+
+def block_of(matrices: int, rows: int, columns: int) -> Block:
+    """The part of a tensor that one thread works on at a time: rows long enough for vectors, sums kept in the cache.
+
+    Example:
+        >>> block_of(1, 4096, 4096), block_of(4096, 3, 3), block_of(1, 4099, 1)
+        ((1, 64, 2048), (4096, 3, 3), (1, 256, 1))
+    """
+    width = max(min(columns, _MOST_COLUMNS), 1)
+    height = max(min(rows, max(_FEWEST_ROWS, _ELEMENTS // width), _MOST_ROWS), 1)
+    whole = height >= rows and width >= columns
+    return (max(min(matrices, _ELEMENTS // (height * width)), 1) if whole else 1), height, width
+
+
+class CpuSlices:
+    """The tables of a segment's slices, kept alive beside the record that points at them."""
+
+    def __init__(self, spec: KernelSpec, shapes: Sequence[Sequence[int]]) -> None:
+        slices, compute = spec.program.slices, np.dtype(np.float64 if spec.compute.itemsize == 8 else np.float32)
+        self.tables = SliceTables(slices, shapes, block_of)
+        self._views = (ViewTables * len(self.tables.views))()
+        for record, tiles in zip(self._views, self.tables.views):
+            record.tiles = len(tiles.tile_tensor)
+            for name in ("tile_tensor", "first_tile", "tile_count", "extents", "blocks", "parts"):
+                array = np.ascontiguousarray(getattr(tiles, name))
+                setattr(tiles, name, array)
+                setattr(record, name, array.ctypes.data)
+        self._slots = [np.zeros(count, dtype=compute) for count in self.tables.slot_counts]
+        self._parts = [np.zeros(count, dtype=compute) for count in self.tables.part_counts(spec.program)]
+        self._addresses = [
+            np.asarray([array.ctypes.data for array in arrays], dtype=np.int64) for arrays in (self._slots, self._parts)
+        ]
+        self._launch = SliceLaunch(
+            ctypes.addressof(self._views),
+            self.tables.starts.ctypes.data,
+            self.tables.spans.ctypes.data,
+            *(addresses.ctypes.data for addresses in self._addresses),
+        )
+        self.argument = ctypes.byref(self._launch)
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """The array of all slices of a slot, in the memory that passes write."""
+        return torch.from_numpy(self._slots[slot])
+
+
+_libraries: dict[int, ctypes.CDLL] = {}
+
+
+def load(spec: KernelSpec) -> ctypes.CDLL:
+    """The kernels of a spec, built or from the cache."""
+    if id(spec) not in _libraries:
+        _libraries[id(spec)] = load_library(spec.name, source.source(spec), _flags(spec))
+        weakref.finalize(spec, _libraries.pop, id(spec), None)
+    return _libraries[id(spec)]
+
+
+def _flags(spec: KernelSpec) -> tuple[str, ...]:
+    # A vector's lanes are parts of a sum: programs with sums keep as many as they have without wider vectors.
+    return () if spec.reduction_count or spec.program.slices.views else wide_vectors()
+
+
+class CpuSegment(Segment):
+    """A segment whose tables are numpy arrays and whose passes are C functions; arguments as for `Segment`."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        entries: Sequence[Entry],
+        groups: Sequence[Mapping[str, Any]],
+        grads: torch.Tensor,
+        control: torch.Tensor,
+    ) -> None:
+        self.tile_size = tile_shape(spec, grads.device).span
+        super().__init__(spec, entries, groups, grads, control)
+        library = load(spec)
+        count = len(self.entries)
+        program = spec.program
+        compute = np.float64 if spec.compute is torch.float64 else np.float32
+        self.step = torch.zeros(count, dtype=torch.float32, device="cpu")
+        self.scalar_states = {
+            name: torch.zeros(count, dtype=spec.scalar_dtype(name), device="cpu")
+            for name in program.graph.scalar_states
+        }
+        self.rows = np.zeros((count, max(len(program.columns), 1)), dtype=compute)
+        self.sums = torch.zeros(count, max(spec.reduction_count, 1), dtype=torch.float64, device="cpu")
+        self.across = torch.zeros(count, max(spec.across_count, 1), dtype=torch.float64, device="cpu")
+        self.totals = torch.zeros(max(spec.across_count, 1), dtype=torch.float64, device="cpu")
+        self.slices = CpuSlices(spec, [entry.param.shape for entry in self.entries]) if program.slices.views else None
+        tiles = max(self.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
+        self.partials = np.zeros((tiles, max(spec.reduction_count, 1)))
+        self.hyper = np.zeros((len(self.group_indices), len(spec.hypers)))
+        self._state_addresses = np.asarray([array.data_ptr() for array in self.scalar_states.values()], dtype=np.int64)
+        self._scalar = [getattr(library, f"scalar_pass_{index}") for index in range(len(program.scalars))]
+        self._launch = Launch()
+        self._argument = ctypes.byref(self._launch)
+        self._tile = [self._functions(library, index) for index in range(len(program.tiles))]
+        self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
+        self.tap_partials = np.zeros((1, 1))
+        self.upload()
+
+    def tap(self, *, stats: bool, changes: bool) -> None:
+        super().tap(stats=stats, changes=changes)
+        assert self.taps is not None
+        if self.taps.by_kernels and stats:
+            library = load(self.spec.measuring)
+            self._measuring = [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
+            self.tap_partials = np.zeros((self.tiles.count, len(self.taps.columns)))
+        self.upload()
+
+    def finish_taps(self) -> None:
+        super().finish_taps()
+        if self.measures:
+            assert self.taps is not None
+            self.taps.put_kept_states(self.grads)
+
+    @property
+    def _passes(self) -> list[list[tuple[Any, tuple[Any, ...]]]]:
+        return self._measuring if self.measures else self._tile
+
+    def _functions(self, library: ctypes.CDLL, index: int) -> list[tuple[Any, tuple[Any, ...]]]:
+        """The functions of a tile pass and of what precedes it, with their arguments."""
+        found: list[tuple[Any, tuple[Any, ...]]] = []
+        for tile in (*self.spec.program.slices_before(index), self.spec.program.tiles[index]):
+            if tile is not None:
+                tables = (self.slices.argument,) if self.slices and tile.view else ()
+                found.append((getattr(library, tile.title), (self._argument, *tables)))
+        return found
+
+    def upload(self) -> None:
+        """Point the launch record at the tables as they are now."""
+        launch = self._launch
+        launch.tensors, launch.tiles, launch.tile_size = len(self.entries), self.tiles.count, self.tiles.size
+        launch.hyper_count = self.hyper.shape[1]
+        arrays = {
+            "tile_tensor": self.tiles.tile_tensor,
+            "first_tile": self.tiles.first_tile,
+            "numel": self.tiles.numel,
+            "columns": self.columns,
+            "sizes": self.sizes,
+            "addresses": self.addresses,
+            "layout_index": self.layout_index,
+            "layouts": self.layouts,
+            "group": self.group_of,
+            "hyper": self.hyper,
+            "rows": self.rows,
+            "partials": self.partials,
+            "scalar_states": self._state_addresses,
+            "streams": self.streams,
+        }
+        for name, array in arrays.items():
+            setattr(launch, name, array.ctypes.data)
+        for name in ("grads", "step", "sums", "across", "totals", "control"):
+            setattr(launch, name, getattr(self, name).data_ptr())
+        if self.taps is not None:
+            launch.tap_partials, launch.tap_totals = self.tap_partials.ctypes.data, self.taps.totals.data_ptr()
+            launch.tap_words, launch.first_word = self.taps.words.data_ptr(), self.taps.first_word.ctypes.data
+        self.set_windows(self.windows)
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Make a launch record for each window."""
+        self.windows = windows
+        self._window_tables = [self._tables_of(window) for window in windows]
+        self._window_launches = [
+            self._launch_of(window, tables) for window, tables in zip(windows, self._window_tables)
+        ]
+
+    def _tables_of(self, window: Window) -> dict[str, np.ndarray]:
+        """The tables of a window's launch, in which its tiles and tensors count from its first ones."""
+        tiles = slice(window.tiles.start, window.tiles.stop)
+        tensors = slice(window.tensors.start, window.tensors.stop)
+        return {
+            "tile_tensor": self.tiles.tile_tensor[tiles] - np.int32(window.tensors.start),
+            "first_tile": self.tiles.first_tile[tensors] - window.tiles.start,
+            "addresses": self.window_addresses(window),
+            "numel": self.tiles.numel[tensors],
+            "columns": self.columns[tensors],
+            "layout_index": self.layout_index[tensors],
+            "rows": self.rows[tensors],
+            "partials": self.partials[tiles],
+            "streams": self.streams[tensors],
+            **({"first_word": self.taps.first_word[tensors]} if self.taps is not None else {}),
+            **({"tap_partials": self.tap_partials[tiles]} if self._measuring else {}),
+        }
+
+    def _launch_of(self, window: Window, tables: Mapping[str, np.ndarray]) -> Launch:
+        launch = Launch.from_buffer_copy(self._launch)
+        launch.tensors, launch.tiles = len(window.tensors), len(window.tiles)
+        for name, array in tables.items():
+            setattr(launch, name, array.ctypes.data)
+        for name in ("grads", "step", "sums"):
+            setattr(launch, name, getattr(self, name)[window.tensors.start :].data_ptr())
+        if self.taps is not None:
+            launch.tap_totals = self.taps.totals[window.tensors.start :].data_ptr()
+        return launch
+
+    def tile_window(self, index: int, position: int) -> None:
+        """Run tile pass `index` over a window's tiles.
+
+        Reductions over a tensor are finished over all of its tiles: the last window that has some of them is right.
+        """
+        launch = self._window_launches[position]
+        launch.threads = thread_count()
+        for function, _ in self._passes[index]:
+            function(ctypes.byref(launch))
+
+    def finish_windows(self, index: int) -> None:
+        """The windows have done it."""
+
+    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
+        """The slot's array, and where each tensor's slices begin."""
+        assert self.slices is not None
+        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
+
+    def row_table(self) -> torch.Tensor:
+        """The row table, in the memory that passes write."""
+        return torch.from_numpy(self.rows)
+
+    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
+        """Write the hyperparameter table."""
+        self.hyper[:] = rows
+
+    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
+        """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
+        self.hyper[row][column] = float(tensor)
+
+    def scalar_pass(self, index: int) -> None:
+        """Run scalar pass `index`."""
+        self._scalar[index](self._argument)
+
+    def scalar_call(self, index: int) -> Callable[[], object]:
+        return partial(self._scalar[index], self._argument)
+
+    def tile_pass(self, index: int) -> None:
+        """Run tile pass `index` and the passes over slices before it, if there are any."""
+        if self._tile[index]:
+            self._launch.threads = 1 if threads.is_forked else torch.get_num_threads()
+        for function, arguments in self._tile[index] if self.taps is None else self._passes[index]:
+            function(*arguments)

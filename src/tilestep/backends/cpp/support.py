@@ -1,0 +1,438 @@
+"""The hand-written part of generated C++: conversions, NaN-keeping functions, the launch record, tables, tiles."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from ..spec import MAX_DIMS
+
+
+class Launch(ctypes.Structure):
+    """The arguments of every generated function, by address; the same fields as `struct Launch` in C++.
+
+    tensors, tiles, tile_size, threads: counts. tile_tensor[tiles]: the tensor of each tile. first_tile[tensors]: its
+    first tile. numel[tensors]: elements, as tiles count them. columns[tensors]: elements of a row of blocks.
+    sizes[tensors][]: rows, columns, then those the rule asks for. grads[tensors]: gradient addresses, 0 for a tensor
+    without one.
+    addresses[arrays][tensors]: addresses of the other arrays. layout_index[tensors]: -1, or the row of `layouts`.
+    layouts[][1 + MAX_DIMS * (2 + arrays)]: dims, sizes, strides of the gradient, strides of each array; where numbers
+    are rounded at random, those of the whole tensor too, and streams[tensors][2] has a key and the first element's
+    index there.
+    control: norm, skip, inverse loss scale, unscale gradients (see runtime/control.py). group[tensors],
+    hyper[groups][hyper_count]. step[tensors].
+    rows[tensors][columns]. partials[tiles][reductions], sums[tensors][reductions]. across[tensors][slots],
+    totals[slots]. scalar_states[states]: address of one array [tensors] each.
+    tap_partials[tiles][columns], tap_totals[tensors][columns]: statistics. tap_words: a bit for each changed weight, of
+    which first_word[tensors] says where a tensor's begin.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tensors", "tiles", "tile_size", "threads", "hyper_count")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "tile_tensor",
+                "first_tile",
+                "numel",
+                "columns",
+                "sizes",
+                "grads",
+                "addresses",
+                "layout_index",
+                "layouts",
+                "control",
+                "group",
+                "hyper",
+                "step",
+                "rows",
+                "partials",
+                "sums",
+                "across",
+                "totals",
+                "scalar_states",
+                "tap_partials",
+                "tap_totals",
+                "tap_words",
+                "first_word",
+                "streams",
+            )
+        ),
+    )
+
+
+def _vector_functions(of_one: Sequence[str], of_two: Sequence[str]) -> str:
+    """Prototypes that tell the compiler which functions glibc's libmvec has for whole vectors."""
+    lines = []
+    for scalar, suffix in (("float", "f"), ("double", "")):
+        for name in (*of_one, *of_two):
+            arguments = ", ".join([scalar] * (1 + (name in of_two)))
+            lines += ["#pragma omp declare simd notinbranch", f"{scalar} {name}{suffix}({arguments}) noexcept;"]
+    return "\n".join(lines)
+
+
+_SINCE_2_35 = (
+    *("exp2", "expm1", "log2", "log1p", "log10", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *("asinh", "acosh", "atanh", "erf", "erfc"),
+)
+
+PRELUDE = f"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#define MAX_DIMS {MAX_DIMS}
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+extern "C" {{
+{_vector_functions(("exp", "log", "sin", "cos"), ("pow",))}
+#if __GLIBC_PREREQ(2, 35)
+{_vector_functions(_SINCE_2_35, ("atan2",))}
+#endif
+}}
+#endif
+
+namespace {{
+
+struct Launch {{
+  int64_t tensors, tiles, tile_size, threads, hyper_count;
+  const int32_t* tile_tensor;
+  const int64_t* first_tile;
+  const int64_t* numel;
+  const int64_t* columns;
+  const int64_t* sizes;
+  const int64_t* grads;
+  const int64_t* addresses;
+  const int64_t* layout_index;
+  const int64_t* layouts;
+  const double* control;
+  const int32_t* group;
+  const double* hyper;
+  float* step;
+  void* rows;
+  double* partials;
+  double* sums;
+  double* across;
+  const double* totals;
+  const int64_t* scalar_states;
+  double* tap_partials;
+  double* tap_totals;
+  uint32_t* tap_words;
+  const int64_t* first_word;
+  const int64_t* streams;
+}};
+
+enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3, CLIP = 7 }};
+
+struct bfloat16 {{ uint16_t bits; }};
+struct float16 {{ uint16_t bits; }};
+
+inline float read(const float& element) {{ return element; }}
+inline double read(const double& element) {{ return element; }}
+inline float read(const int8_t& element) {{ return element; }}
+inline float read(const uint8_t& element) {{ return element; }}
+inline float read(const bfloat16& element) {{
+  const uint32_t bits = static_cast<uint32_t>(element.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}}
+inline float read(const float16& element) {{
+  const uint32_t wide = static_cast<uint32_t>(element.bits) << 16;
+  const uint32_t sign = wide & 0x80000000u;
+  const uint32_t shifted = wide + wide;
+  const uint32_t normal_bits = (shifted >> 4) + (0xE0u << 23);
+  const uint32_t small_bits = (shifted >> 17) | (126u << 23);
+  float normal, small;
+  std::memcpy(&normal, &normal_bits, 4);
+  std::memcpy(&small, &small_bits, 4);
+  normal *= 0x1.0p-112f;
+  small -= 0.5f;
+  const float magnitude = shifted < (1u << 27) ? small : normal;
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, 4);
+  bits |= sign;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}}
+
+inline void write(float& element, float value) {{ element = value; }}
+inline void write(double& element, double value) {{ element = value; }}
+inline void write(bfloat16& element, float value) {{
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  element.bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded);
+}}
+inline void write(float16& element, float value) {{
+  uint32_t wide;
+  std::memcpy(&wide, &value, 4);
+  const uint32_t sign = wide & 0x80000000u;
+  const uint32_t magnitude_bits = wide & 0x7FFFFFFFu;
+  float magnitude;
+  std::memcpy(&magnitude, &magnitude_bits, 4);
+  const float scaled = (magnitude * 0x1.0p+112f) * 0x1.0p-110f;
+  uint32_t bias = (wide + wide) & 0xFF000000u;
+  bias = bias < 0x71000000u ? 0x71000000u : bias;
+  const uint32_t base_bits = (bias >> 1) + 0x07800000u;
+  float base;
+  std::memcpy(&base, &base_bits, 4);
+  base += scaled;
+  uint32_t bits;
+  std::memcpy(&bits, &base, 4);
+  const uint32_t finite = ((bits >> 13) & 0x00007C00u) + (bits & 0x00000FFFu);
+  const uint32_t result = magnitude_bits > 0x7F800000u ? 0x7E00u : finite;
+  element.bits = static_cast<uint16_t>((sign >> 16) | result);
+}}
+
+// What storage formats are written with.
+inline bfloat16 to_bfloat16(float value) {{
+  bfloat16 element;
+  write(element, value);
+  return element;
+}}
+inline float16 to_float16(float value) {{
+  float16 element;
+  write(element, value);
+  return element;
+}}
+inline int32_t bits_of(float value) {{
+  int32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}}
+inline int32_t bits_of(const bfloat16& element) {{ return static_cast<int16_t>(element.bits); }}
+inline int32_t bits_of(const float16& element) {{ return static_cast<int16_t>(element.bits); }}
+inline int32_t bits_of(const int16_t& element) {{ return element; }}
+inline int32_t bits_of(const int8_t& element) {{ return element; }}
+inline int32_t bits_of(const uint8_t& element) {{ return element; }}
+inline int64_t bits_of(double value) {{
+  int64_t bits;
+  std::memcpy(&bits, &value, 8);
+  return bits;
+}}
+inline float float_of(int32_t bits) {{
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}}
+
+// Both values are there already: as bits, because the vectorizer gives up on some nests of branches.
+template <class T, class Bits> inline T select_bits(bool condition, T if_true, T if_false) {{
+  Bits chosen, other;
+  std::memcpy(&chosen, &if_true, sizeof(T));
+  std::memcpy(&other, &if_false, sizeof(T));
+  const Bits mask = Bits(0) - static_cast<Bits>(condition);
+  chosen = (chosen & mask) | (other & ~mask);
+  std::memcpy(&if_true, &chosen, sizeof(T));
+  return if_true;
+}}
+inline float select(bool condition, float if_true, float if_false) {{
+  return select_bits<float, uint32_t>(condition, if_true, if_false);
+}}
+inline int32_t select(bool condition, int32_t if_true, int32_t if_false) {{
+  return select_bits<int32_t, uint32_t>(condition, if_true, if_false);
+}}
+inline double select(bool condition, double if_true, double if_false) {{
+  return select_bits<double, uint64_t>(condition, if_true, if_false);
+}}
+template <class T> inline T maximum(T left, T right) {{ return select((left > right) | (left != left), left, right); }}
+template <class T> inline T minimum(T left, T right) {{ return select((left < right) | (left != left), left, right); }}
+#pragma omp declare reduction(maximum_of_all : float, double : omp_out = maximum(omp_out, omp_in)) \\
+  initializer(omp_priv = -INFINITY)
+#pragma omp declare reduction(minimum_of_all : float, double : omp_out = minimum(omp_out, omp_in)) \\
+  initializer(omp_priv = INFINITY)
+// By choice, as what remains of a loop after its vectors would branch for a difference, and fuse products otherwise.
+template <class T> inline T sign_of(T value) {{ return select(value > 0, T(1), select(value < 0, T(-1), T(0))); }}
+// Not std::lgamma, which writes the sign to a variable that all threads share.
+#ifdef __GLIBC__
+inline float log_gamma(float value) {{ int sign; return lgammaf_r(value, &sign); }}
+inline double log_gamma(double value) {{ int sign; return lgamma_r(value, &sign); }}
+#else
+template <class T> inline T log_gamma(T value) {{ return std::lgamma(value); }}
+#endif
+template <class T> inline T remainder_of(T left, T right) {{
+  const T rest = std::fmod(left, right);
+  return (rest != 0 && ((rest < 0) != (right < 0))) ? rest + right : rest;
+}}
+
+// 32 truth values as the bits of a word.
+inline uint32_t packed(const uint8_t* flags) {{
+  uint32_t bits = 0;
+  for (int part = 0; part < 4; ++part) {{
+    uint64_t eight = 0;
+    for (int flag = 0; flag < 8; ++flag) eight |= static_cast<uint64_t>(flags[8 * part + flag]) << (8 * flag);
+    bits |= static_cast<uint32_t>((eight * 0x0102040810204080ull) >> 56) << (8 * part);
+  }}
+  return bits;
+}}
+
+// Where element `index` (in the order of the array named by `own`) of a strided tensor lies in every array.
+inline void locate(const int64_t* layout, int64_t index, int64_t arrays, int64_t* offsets) {{
+  const int64_t dims = layout[0];
+  const int64_t* sizes = layout + 1;
+  for (int64_t array = 0; array < arrays; ++array) offsets[array] = 0;
+  for (int64_t dim = dims - 1; dim >= 0; --dim) {{
+    const int64_t coordinate = index % sizes[dim];
+    index /= sizes[dim];
+    for (int64_t array = 0; array < arrays; ++array)
+      offsets[array] += coordinate * sizes[MAX_DIMS * (1 + array) + dim];
+  }}
+}}
+
+// As `locate` for one array.
+inline int64_t offset_of(const int64_t* layout, int64_t index, int64_t array) {{
+  const int64_t* sizes = layout + 1;
+  int64_t offset = 0;
+  for (int64_t dim = layout[0] - 1; dim >= 0; --dim) {{
+    offset += index % sizes[dim] * sizes[MAX_DIMS * (1 + array) + dim];
+    index /= sizes[dim];
+  }}
+  return offset;
+}}
+
+}}  // namespace
+"""
+
+
+class ViewTables(ctypes.Structure):
+    """How the tensors are cut up along rows and columns in one view; the same fields as `struct View` in C++.
+
+    tiles: how many. tile_tensor[tiles]. first_tile[tensors], tile_count[tensors]. extents[tensors][3]: matrices, rows,
+    columns. blocks[tensors][3]: how many of each are in a tile. parts[tensors][2]: where the tensor's parts of row
+    reductions and of column reductions begin.
+    """
+
+    _fields_ = (
+        ("tiles", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tile_tensor", "first_tile", "tile_count", "extents", "blocks", "parts")
+        ),
+    )
+
+
+class SliceLaunch(ctypes.Structure):
+    """The second argument of functions that work on slices; the same fields as `struct Slices` in C++.
+
+    views[]. starts[kinds][tensors + 1]: where a tensor's slices begin in an array that holds those of all tensors.
+    spans[pairs][tensors][2]: in an array of slices that are finer, elements in a coarser slice with what lies between
+    them, and their distance. slots[], parts[]: addresses of the arrays that passes hand on, and of what tiles leave.
+    """
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("views", "starts", "spans", "slots", "parts"))
+
+
+SLICES_PRELUDE = """
+#include <algorithm>
+
+namespace {
+
+struct View {
+  int64_t tiles;
+  const int32_t* tile_tensor;
+  const int64_t* first_tile;
+  const int64_t* tile_count;
+  const int64_t* extents;
+  const int64_t* blocks;
+  const int64_t* parts;
+};
+
+struct Slices {
+  const View* views;
+  const int64_t* starts;
+  const int64_t* spans;
+  const int64_t* slots;
+  const int64_t* parts;
+};
+
+// Which matrices, rows and columns a tile covers, and where it lies among the tiles of its tensor.
+struct Cut {
+  int64_t rows, columns, row_tiles, column_tiles, row_tile, column_tile;
+  int64_t matrix_begin, matrix_end, row_begin, row_end, column_begin, column_end;
+};
+
+inline Cut cut_of(const View& view, int64_t t, int64_t tile) {
+  const int64_t* extents = view.extents + t * 3;
+  const int64_t* blocks = view.blocks + t * 3;
+  Cut cut;
+  cut.rows = extents[1];
+  cut.columns = extents[2];
+  cut.row_tiles = (cut.rows + blocks[1] - 1) / blocks[1];
+  cut.column_tiles = (cut.columns + blocks[2] - 1) / blocks[2];
+  // An empty tensor has no tiles, and may have slices: the columns of no rows.
+  const int64_t across = std::max<int64_t>(cut.column_tiles, 1), down = std::max<int64_t>(cut.row_tiles, 1);
+  cut.column_tile = tile % across;
+  cut.row_tile = tile / across % down;
+  cut.matrix_begin = tile / (across * down) * blocks[0];
+  cut.matrix_end = std::min(cut.matrix_begin + blocks[0], extents[0]);
+  cut.row_begin = cut.row_tile * blocks[1];
+  cut.row_end = std::min(cut.row_begin + blocks[1], cut.rows);
+  cut.column_begin = cut.column_tile * blocks[2];
+  cut.column_end = std::min(cut.column_begin + blocks[2], cut.columns);
+  return cut;
+}
+
+struct Add {
+  static constexpr double neutral = 0;
+  static double combine(double total, double part) { return total + part; }
+};
+struct Larger {
+  static constexpr double neutral = -INFINITY;
+  static double combine(double total, double part) { return maximum(total, part); }
+};
+struct Smaller {
+  static constexpr double neutral = INFINITY;
+  static double combine(double total, double part) { return minimum(total, part); }
+};
+
+// Combines what tiles have left of slices `begin` to `end` of one tensor, in tile order: part k of slice
+// o * inner + x lies at (o * count + k) * inner + x.
+template <class T, class Operation>
+inline void combine_range(const T* parts, T* out, int64_t count, int64_t inner, int64_t begin, int64_t end) {
+  constexpr int64_t longest = 1024;
+  double totals[longest];
+  for (int64_t slice = begin; slice < end;) {
+    const int64_t offset = slice % inner;
+    const int64_t run = std::min(std::min(end - slice, inner - offset), longest);
+    const T* first = parts + slice / inner * count * inner + offset;
+    for (int64_t x = 0; x < run; ++x) totals[x] = Operation::neutral;
+    for (int64_t k = 0; k < count; ++k)
+      for (int64_t x = 0; x < run; ++x) totals[x] = Operation::combine(totals[x], first[k * inner + x]);
+    for (int64_t x = 0; x < run; ++x) out[slice + x] = static_cast<T>(totals[x]);
+    slice += run;
+  }
+}
+
+// The results of a reduction to slices, from the parts that the tiles of a view have left.
+template <class T, class Operation>
+inline void combine_parts(const Launch* launch, const Slices* slices, int64_t view_index, int64_t kind, int64_t slot,
+                          bool along_rows) {
+  constexpr int64_t step = 4096;
+  const View& view = slices->views[view_index];
+  const int64_t* starts = slices->starts + kind * (launch->tensors + 1);
+  const T* parts = reinterpret_cast<const T*>(slices->parts[slot]);
+  T* out = reinterpret_cast<T*>(slices->slots[slot]);
+  const int64_t total = starts[launch->tensors];
+#pragma omp parallel for schedule(static) num_threads(launch->threads)
+  for (int64_t begin = 0; begin < total; begin += step) {
+    const int64_t end = std::min(begin + step, total);
+    int64_t t = std::upper_bound(starts, starts + launch->tensors + 1, begin) - starts - 1;
+    for (int64_t at = begin; at < end; ++t) {
+      const int64_t stop = std::min(end, starts[t + 1]);
+      if (launch->grads[t] != 0 && stop > at) {
+        const Cut cut = cut_of(view, t, 0);
+        const T* own = parts + view.parts[t * 2 + (along_rows ? 0 : 1)];
+        combine_range<T, Operation>(own, out + starts[t], along_rows ? cut.column_tiles : cut.row_tiles,
+                                    along_rows ? 1 : cut.columns, at - starts[t], stop - starts[t]);
+      }
+      at = stop;
+    }
+  }
+}
+
+}  // namespace
+"""

@@ -1,0 +1,156 @@
+"""Running a segment as eager PyTorch: the rule itself, tensor by tensor, where nothing can be built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..control_numbers import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
+from ..errors import BuildError
+from ..graph import REDUCTIONS, Value, ancestors, size_from_end
+from ..linalg import MATRIX_OPERATIONS
+from ..runtime.segment import Entry, Segment, strides_of
+from ..storage import random_tensor, stored_in, values_of
+from .spec import KernelSpec
+
+
+class EagerSegment(Segment):
+    """A segment that evaluates its graph with torch operations; arguments as for `Segment`."""
+
+    tile_size = 1 << 20
+    batches_matrices = False
+    reads_gradients = True
+    has_taps = False
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        entries: Sequence[Entry],
+        groups: Sequence[Mapping[str, Any]],
+        grads: torch.Tensor,
+        control: torch.Tensor,
+    ) -> None:
+        super().__init__(spec, entries, groups, grads, control)
+        if spec.across_count:
+            raise BuildError(
+                f"rule {spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: it "
+                "needs a C++ compiler, or Triton for CUDA"
+            )
+        count = len(self.entries)
+        self.step = torch.zeros(count, dtype=torch.float32, device=self.device)
+        names = spec.program.graph.scalar_states
+        self.scalar_states = {
+            name: torch.zeros(count, dtype=spec.scalar_dtype(name), device=self.device) for name in names
+        }
+        self.hyper: list[list[float]] = []
+        self.gradients: list[torch.Tensor | None] = []
+
+    def upload(self) -> None:
+        """Nothing is kept beside the tensors themselves."""
+
+    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
+        """Remember the hyperparameter table."""
+        self.hyper = [list(row) for row in rows]
+
+    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
+        """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
+        self.hyper[row][column] = float(tensor)
+
+    def scalar_pass(self, index: int) -> None:
+        """Run everything at the last scalar pass; earlier ones have nothing to do."""
+        if index < len(self.spec.program.scalars) - 1 or float(self.control[SKIP]):
+            return
+        for position, gradient in enumerate(self.gradients):
+            if gradient is not None:
+                self._update(position, gradient)
+
+    def tile_pass(self, index: int) -> None:
+        """The scalar pass has done it."""
+
+    def _update(self, position: int, gradient: torch.Tensor) -> None:
+        entry, graph, compute = self.entries[position], self.spec.program.graph, self.spec.compute
+        self.step[position] += 1
+        if not gradient.numel():
+            return
+        loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
+        for name, storage in self.spec.storages.items():
+            if name != "grad" and name not in self.spec.program.library.scratch:
+                # Copies: a rule may move one buffer's old value to another after the first has been overwritten.
+                loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape, entry.columns or None)
+        loads.update(entry.matrices)
+        loads.update({name: self.scalar_states[name][position].double() for name in graph.scalar_states})
+        known = self._evaluated(graph.outputs.values(), loads, position)
+        for name, output in graph.outputs.items():
+            value = known[id(output)]
+            if name in graph.scalar_states:
+                self.scalar_states[name][position] = value
+            elif name in graph.matrix_states:
+                entry.matrices[name].copy_(value)
+            else:
+                columns, random = entry.columns or None, self._random(position, name)
+                stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, columns, random)
+        if float(self.control[UNSCALE]):
+            gradient.mul_(float(self.control[INVERSE_SCALE]))
+
+    def _random(self, position: int, name: str) -> torch.Tensor | None:
+        """The bits by which a buffer is rounded at random; None for one that is not."""
+        if name not in self.spec.draws:
+            return None
+        entry = self.entries[position]
+        index = torch.full(entry.param.shape, entry.origin, dtype=torch.int64, device=entry.param.device)
+        for dim, stride in enumerate(strides_of(entry)):
+            along = torch.arange(entry.param.shape[dim], device=entry.param.device) * stride
+            index += along.view(-1, *[1] * (entry.param.dim() - dim - 1))
+        stream = int(self.streams[position, 0])
+        return random_tensor(stream, int(self.step[position]), self.spec.draws[name], index)
+
+    def _evaluated(self, roots: Iterable[Value], loads: Mapping[str, torch.Tensor], position: int) -> dict[int, Any]:
+        known: dict[int, Any] = {}
+        for value in ancestors(roots):
+            args = [known[id(arg)] for arg in value.args]
+            known[id(value)] = self._apply(value, args, loads, position)
+        return known
+
+    def _apply(self, value: Value, args: list[Any], loads: Mapping[str, torch.Tensor], position: int) -> Any:
+        name = value.operation
+        if name == "constant":
+            return torch.tensor(value.attribute, dtype=torch.bool if value.is_bool else torch.float64, device="cpu")
+        if name == "load":
+            return loads[value.attribute]
+        if name == "hyper":
+            return torch.tensor(self._number(value.attribute, position), dtype=torch.float64, device="cpu")
+        if name in REDUCTIONS:
+            reduce: Any = {"reduce_sum": torch.sum, "reduce_amax": torch.amax, "reduce_amin": torch.amin}[name]
+            return reduce(args[0]) if value.over is None else reduce(args[0], dim=[*range(*value.over)], keepdim=True)
+        if name in MATRIX_OPERATIONS:
+            return self._matrix(value, args)
+        if name == "number":
+            return args[0].to(self.spec.compute)
+        return getattr(torch, name if hasattr(torch, name) else f"logical_{name}")(*args)
+
+    def _matrix(self, value: Value, args: list[Any]) -> torch.Tensor:
+        operation = MATRIX_OPERATIONS[value.operation]
+        dtype = operation.dtype or self.spec.compute
+        operands = [matrix.to(dtype).unsqueeze(0) for matrix in args[: operation.operands]]
+        numbers = [float(number) for number in args[operation.operands :]]
+        return operation.run(operands, numbers, None)[0].to(self.spec.compute)
+
+    def _number(self, name: str, position: int) -> float:
+        if name == "step":
+            return float(self.step[position])
+        if name == "machine_epsilon":
+            return self.spec.machine_epsilon
+        if name == "numel" or size_from_end(name):
+            return float(self.sizes[position, self.spec.sizes.index(size_from_end(name))])
+        row = self.hyper[self.group_of[position]]
+        if name != "gradient_scale":
+            return row[self.spec.hypers.index(name)]
+        limit = row[self.spec.hypers.index("max_grad_norm")]
+        inverse = float(self.control[INVERSE_SCALE])
+        limit = min(-limit, float(self.control[CLIP])) if limit < 0 else limit
+        if limit == float("inf"):
+            return inverse
+        coefficient = limit / (float(self.control[NORM]) + 1e-6)
+        return inverse * (1.0 if coefficient > 1 else coefficient)

@@ -1,0 +1,127 @@
+"""Which backend runs segments and decides steps on which device: the only place that knows them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import BuildError
+from ..runtime.control import StepInputs, decide_on_host
+from ..runtime.limits import StepLimit
+from ..runtime.segment import Segment
+from .cpp.compile import warn_of_failure
+from .spec import KernelSpec
+from .triton import launch
+
+_interpreting = False
+
+
+def interpret_on_cpu() -> None:
+    """Let the rest of this process run the GPU's code on CPU tensors; Triton must be in its interpreter."""
+    global _interpreting
+    if not launch.available():
+        raise BuildError("Triton is not installed")
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        raise BuildError("Triton is not in its interpreter: set TRITON_INTERPRET=1 before it is imported")
+    _interpreting = True
+
+
+def is_interpreting() -> bool:
+    """Whether the GPU's code runs on CPU tensors."""
+    return _interpreting
+
+
+def _triton() -> type[Segment]:
+    from .triton.run import CudaSegment
+
+    return CudaSegment
+
+
+def _cpp() -> type[Segment]:
+    from .cpp.run import CpuSegment
+
+    return CpuSegment
+
+
+def _eager() -> type[Segment]:
+    from .eager import EagerSegment
+
+    return EagerSegment
+
+
+BACKENDS: dict[str, Callable[[], type[Segment]]] = {"cuda": _triton, "cpu": _cpp}
+"""The segment class for a type of device; eager PyTorch runs on all others."""
+
+
+def segment_class(device: torch.device) -> type[Segment]:
+    """The segment class for tensors on a device; the eager one where nothing can be built for it."""
+    if _interpreting:
+        return _triton()
+    backend = BACKENDS.get(device.type, _eager)
+    return _eager() if backend is _triton and not launch.available() else backend()
+
+
+def build_segment(device: torch.device, *args: object) -> Segment:
+    """A segment on a device; on the CPU one of eager PyTorch if its kernel can neither be built nor loaded."""
+    chosen = segment_class(device)
+    try:
+        return chosen(*args)  # type: ignore[arg-type]
+    except BuildError as error:
+        if device.type != "cpu" or _interpreting:
+            raise
+        from .eager import EagerSegment
+
+        warn_of_failure(error)
+        return EagerSegment(*args)  # type: ignore[arg-type]
+
+
+def load_ahead(spec: KernelSpec, device: torch.device) -> None:
+    """Build or load what the first step on a CPU would wait for; a GPU's kernels are built beside each other later."""
+    if segment_class(device).__name__ == "CpuSegment":
+        from .cpp.run import load
+
+        with suppress(BuildError):
+            load(spec)
+
+
+def deciding_function(control: torch.Tensor, known: dict[Any, Any]) -> Callable[[torch.Tensor, StepInputs], None]:
+    """What writes the control numbers of steps, float64[8], where they live; `known` keeps its kernels."""
+    if not control.is_cuda:
+        return decide_on_host
+    from .triton.run import decide_on_device
+
+    return partial(decide_on_device, known=known)
+
+
+def apply_limit(
+    control: torch.Tensor,
+    limit: StepLimit,
+    memory: torch.Tensor,
+    loss: torch.Tensor | None,
+    known: dict[Any, Any],
+    *,
+    build_only: bool = False,
+) -> None:
+    """Let a limit with a memory decide a step where its control numbers live."""
+    if control.is_cuda:
+        from .triton.run import limit_on_device
+
+        limit_on_device(control, limit, memory, loss, known, build_only=build_only)
+        return
+    decided, remembered = control.tolist(), memory.tolist()
+    limit.on_host(decided, remembered, None if loss is None else float(loss))
+    control.copy_(torch.tensor(decided, dtype=torch.float64, device="cpu"))
+    memory.copy_(torch.tensor(remembered, dtype=torch.float64, device="cpu"))
+
+
+def build_decider(control: torch.Tensor, decision: StepInputs, known: dict[Any, Any]) -> None:
+    """Build the kernel that decides such steps on a GPU without launching it; arguments as for `decide`."""
+    from .triton.run import decide_on_device
+
+    decide_on_device(control, decision, known, build_only=True)

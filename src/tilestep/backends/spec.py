@@ -1,0 +1,210 @@
+"""What a kernel is built from: a program, a storage per buffer, a compute type; what its passes read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from .._version import __version__
+from ..graph import Program, TilePass, Value, size_from_end
+from ..storage import Array, Storage, codec_of, dtype_name, read_arrays
+
+MAX_DIMS = 32
+"""Dimensions a strided tensor may have after adjacent ones are merged."""
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What kernels put out: statistics of each tensor, bits of changed weights, both or neither."""
+
+    stats: bool = False
+    changes: bool = False
+
+    def __str__(self) -> str:
+        return " and ".join(name for name in ("stats", "changes") if getattr(self, name)) or "none"
+
+
+@dataclass
+class KernelSpec:
+    """A program with its storages."""
+
+    program: Program  # the rule's passes
+    storages: dict[str, Storage]  # storage format of each element buffer, by name, gradient included
+    compute: torch.dtype  # float32, or float64 for float64 parameters
+    hypers: tuple[str, ...]  # names of the columns of the hyperparameter table
+    taps: Taps = field(default_factory=Taps)  # what kernels put out beside the update
+
+    @cached_property
+    def measuring(self) -> KernelSpec:
+        """The same with statistics: another set of tile passes over the same tables."""
+        return replace(self, taps=replace(self.taps, stats=True))
+
+    @cached_property
+    def arrays(self) -> list[Array]:
+        """Every array a tile touches except the gradient, in address-table order."""
+        return [array for name, storage in self.storages.items() if name != "grad" for array in storage.arrays(name)]
+
+    @cached_property
+    def draws(self) -> dict[str, int]:
+        """Buffers that are rounded at random, and which of an element's random bits each takes."""
+        return {name: slot for slot, name in enumerate(n for n, s in self.storages.items() if codec_of(s).is_random)}
+
+    def draws_in(self, tile: TilePass) -> bool:
+        """Whether a pass rounds at random."""
+        return not self.draws.keys().isdisjoint(tile.stores)
+
+    @property
+    def grad(self) -> Array:
+        """The gradient's array."""
+        return self.storages["grad"].arrays("grad")[0]
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        """Whether some buffer is kept in blocks: tiles are of whole blocks then."""
+        return any(codec_of(storage).has_blocks for storage in self.storages.values())
+
+    @property
+    def name(self) -> str:
+        """The rule's name as an identifier."""
+        return "".join(letter if letter.isalnum() else "_" for letter in self.program.graph.title).lower()
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Which of a parameter's sizes the scalar pass knows, counted from the last as 1; 0 stands for their product.
+
+        They are those of the whole parameter, of which the tiles may hold a part.
+        """
+        hypers = self.program.graph.hypers()
+        asked = {size_from_end(name) for name in hypers} - {0, 1, 2}
+        return (2, 1, *sorted(asked), *((0,) if "numel" in hypers else ()))
+
+    def scalar_dtype(self, name: str) -> torch.dtype:
+        """What a state of one number a tensor is kept in: what is computed in, unless the rule says otherwise."""
+        return self.program.graph.state_dtypes.get(name, self.compute)
+
+    @property
+    def machine_epsilon(self) -> float:
+        """That of the type the parameter is kept in."""
+        return torch.finfo(self.storages["param"].precision).eps
+
+    @property
+    def reduction_count(self) -> int:
+        """Reductions over one tensor, in all passes."""
+        return len(self.program.reductions)
+
+    @property
+    def across_count(self) -> int:
+        """Reductions over all tensors, in all passes."""
+        return len(self.program.across)
+
+    def header(self, mark: str, backend: str) -> str:
+        """Comment lines that say rule, storage and version."""
+        storage = ", ".join(f"{name} {storage}" for name, storage in self.storages.items())
+        lines = [
+            f"tilestep {__version__}: rule {self.program.graph.title}, {backend} backend",
+            f"storage: {storage}; computed in {dtype_name(self.compute)}",
+        ]
+        for index, tile in enumerate(self.program.tiles):
+            for here in self.program.slices_before(index):
+                lines.append(f"{here.title}: {_described(here)}")
+            if tile is not None:
+                lines.append(f"pass {index}: {_described(tile)}")
+        if self.taps != Taps():
+            lines.append(f"taps: {self.taps}")
+        return "\n".join(f"{mark} {line}" for line in lines)
+
+
+def _described(tile: TilePass) -> str:
+    return f"reads {', '.join(tile.reads())}; writes {', '.join(tile.stores) or '-'}"
+
+
+_WORDS = {"sub": "minus", "add": "plus", "div": "over", "mul": "times"}
+_LONGEST = 40
+
+
+def describe(value: Value) -> str:
+    """A name from what the value is made of: `1 - lr * weight_decay` is one_minus_lr_times_weight_decay."""
+    if value.operation == "constant":
+        return "one" if value.attribute == 1.0 else "constant"
+    if value.name:
+        return value.name
+    parts = [describe(arg) for arg in value.args if arg.operation != "constant" or arg.attribute == 1.0]
+    joined = f"_{_WORDS.get(value.operation, value.operation)}_".join(parts)
+    return joined if 0 < len(joined) <= _LONGEST else value.operation
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The arrays one tile pass touches."""
+
+    reads: tuple[Array, ...]
+    writes: tuple[Array, ...]
+    small_reads: tuple[Array, ...] = ()
+    small_writes: tuple[Array, ...] = ()
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes read for each element of a parameter."""
+        return _bytes(self.reads)
+
+    @property
+    def bytes_written(self) -> float:
+        """Bytes written for each element of a parameter."""
+        return _bytes(self.writes)
+
+
+def _bytes(arrays: Sequence[Array]) -> float:
+    """Bytes for each element of a parameter, a whole number where no array has an entry for several elements."""
+    total = float(sum(array.dtype.itemsize / array.elements for array in arrays))
+    return int(total) if total.is_integer() else total
+
+
+def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
+    """What tile pass `index` moves; nothing where there is none.
+
+    Gradients that carry a loss scale are also written back by one pass; that is not counted.
+
+    Args:
+        spec: what the kernels are built from.
+        index: the pass.
+
+    Example:
+        >>> import torch
+        >>> from tilestep.storage import Plain
+        >>> from tilestep.runtime import graph_for, kernel_spec
+        >>> from tilestep.rules import registry
+        >>> graph = graph_for(registry["Lion"], registry["Lion"].hyperparameters, dims=1)
+        >>> storages = {name: Plain(torch.bfloat16) for name in ("param", "grad", "exp_avg")}
+        >>> traffic = pass_traffic(kernel_spec(graph, storages, torch.float32, "cpu"), 0)
+        >>> traffic.bytes_read, traffic.bytes_written
+        (6, 4)
+    """
+    tile = spec.program.tiles[index]
+    return tile_traffic(spec, [*spec.program.slices_before(index), *([] if tile is None else [tile])])
+
+
+def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
+    """What passes over elements or slices move together."""
+    small = spec.program.graph.slice_states
+    reads = [name for here in passes for name in here.reads()]
+    writes = [name for here in passes for name in here.stores]
+
+    def arrays(names: Sequence[str], of: Callable[[Storage, str], Sequence[Array]], narrow: bool) -> tuple[Array, ...]:
+        chosen = [name for name in names if (name in small) is narrow]
+        return tuple(dict.fromkeys(array for name in chosen for array in of(spec.storages[name], name)))
+
+    def written(storage: Storage, name: str) -> Sequence[Array]:
+        return storage.arrays(name)
+
+    return Traffic(
+        *(arrays(*which, narrow) for narrow in (False, True) for which in ((reads, read_arrays), (writes, written)))
+    )
+
+
+def total_traffic(spec: KernelSpec) -> tuple[float, float]:
+    """Bytes read and bytes written for each element of a parameter, in all tile passes."""
+    passes = [pass_traffic(spec, index) for index in range(len(spec.program.tiles))]
+    return sum(each.bytes_read for each in passes), sum(each.bytes_written for each in passes)

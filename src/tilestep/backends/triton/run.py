@@ -1,0 +1,488 @@
+"""Running a segment on a GPU: tables in device memory, one Triton launch a pass, nothing read back."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compat import is_capturing
+from ...runtime.capturing import WARM_UP, require
+from ...runtime.control import StepInputs
+from ...runtime.gradients import copy_to
+from ...runtime.limits import StepLimit
+from ...runtime.segment import Entry, Segment, Tiles, Window, cut_tiles
+from ...runtime.taps import chunks_of
+from ...tuning import tile_shape
+from ..spec import KernelSpec
+from ..taps import taps_of
+from . import source as triton_backend
+from .launch import EXACT, Launch, Launcher, build_together, load_module, prepare
+from .slices import CudaSlices
+
+
+def window_tables(
+    segment: Segment, window: Window, tables: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """What launches over a window's tiles read and write."""
+    begin, first = window.tiles.start, window.tensors.start
+    tiles, tensors = slice(begin, window.tiles.stop), slice(first, window.tensors.stop)
+    owner = segment.tiles.tile_tensor[tiles]
+    listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
+    found = dict(tables)
+    for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
+        found[name] = tables[name][tensors]
+    found["partials"] = tables["partials"][begin * segment.spec.reduction_count :]
+    if segment.taps is not None:
+        found["first_word"] = tables["first_word"][tensors]
+        if segment.taps.stats and segment.taps.by_kernels:
+            found["tap_partials"] = tables["tap_partials"][begin * len(segment.taps.columns) :]
+
+    def own(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(segment.device)
+
+    found["tile_tensor"] = own(owner - np.int32(first))
+    found["first_tile"] = own(segment.tiles.first_tile[tensors] - begin)
+    found["addresses"] = own(segment.window_addresses(window).T)
+    if len(listed):
+        found["tile_list"] = own(listed)
+    return found, len(listed)
+
+
+_SCALAR_BLOCK = 128
+_FINISH_BLOCK = 1024
+_TAP_RUN = 256
+"""Tiles whose statistics one program combines."""
+_MOST_SPANS, _ENOUGH_PROGRAMS = 8, 8192
+"""Spans that a program walks which measures, and how many programs there are for each of them: what it has accumulated
+is reduced once."""
+_MEASURING = {"maxnreg": 80}
+"""Registers of a thread that measures: 24 warps run on a multiprocessor of a GPU. Left alone, the compiler takes up to
+140, though it needs none of them in the loop over whole tiles."""
+_REGISTERS = 64
+"""Of a thread where tiles are of blocks: half of all warps are in flight then, which wait for memory in turns."""
+_FEW_ARRAYS = 6
+"""Of a parameter, its master and two states in blocks: as many fit in these registers."""
+_DECIDE_BLOCK = 8192
+_DECIDE_FLAGS = (
+    "HAS_NORM",
+    "HAS_PARTIALS",
+    "HAS_SCALE",
+    "HAS_FOUND",
+    "SKIP_NONFINITE",
+    "CHECK_OVERFLOW",
+    "HAS_OVERFLOW_OUT",
+)
+
+_modules: dict[int, ModuleType] = {}
+
+
+def _module(spec: KernelSpec) -> ModuleType:
+    if id(spec) not in _modules:
+        _modules[id(spec)] = load_module(spec.name, triton_backend.source(spec))
+        weakref.finalize(spec, _modules.pop, id(spec), None)
+    return _modules[id(spec)]
+
+
+class CudaSegment(Segment):
+    """A segment whose tables are device tensors and whose passes are Triton kernels; arguments as for `Segment`."""
+
+    can_be_captured = True
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        entries: Sequence[Entry],
+        groups: Sequence[Mapping[str, Any]],
+        grads: torch.Tensor,
+        control: torch.Tensor,
+    ) -> None:
+        self.shape = tile_shape(spec, grads.device)
+        self.tile_size = self.shape.span
+        super().__init__(spec, entries, groups, grads, control)
+        program, count, device = spec.program, len(self.entries), self.device
+        compute = spec.compute
+
+        table = self._table
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.step = numbers(count, dtype=torch.float32)
+        self.scalar_states = {
+            name: numbers(count, dtype=spec.scalar_dtype(name)) for name in program.graph.scalar_states
+        }
+        self.hyper = numbers(len(self.group_indices), len(spec.hypers))
+        self.sums = numbers(count, max(spec.reduction_count, 1))
+        self.across = numbers(count, max(spec.across_count, 1))
+        self.totals = numbers(max(spec.across_count, 1))
+        shapes = [entry.param.shape for entry in self.entries]
+        self.slices = CudaSlices(spec, shapes, device) if program.slices.views else None
+        most_tiles = self.slices.most_tiles if self.slices else 0
+        self._tables = {
+            "grads": grads,
+            "tile_tensor": table(self.tiles.tile_tensor),
+            "first_tile": table(self.tiles.first_tile),
+            "numel": table(self.tiles.numel),
+            "columns": table(self.columns),
+            "sizes": table(self.sizes),
+            "counts": table(np.asarray([count], dtype=np.int64)),
+            "group": table(self.group_of),
+            "addresses": table(self.addresses.T),
+            "layout_index": table(self.layout_index),
+            "layouts": table(self.layouts),
+            "streams": table(self.streams),
+            "tile_list": table(np.zeros(1, dtype=np.int32)),
+            "rows": numbers(count, max(len(program.columns), 1), dtype=compute),
+            "partials": numbers(max(self.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
+            "control": control,
+            "hyper": self.hyper,
+            "step": self.step,
+            "sums": self.sums,
+            "across": self.across,
+            "totals": self.totals,
+            **{f"{name}_state": array for name, array in self.scalar_states.items()},
+        }
+        self._tables.update(tap_words=numbers(1), first_word=numbers(1), tap_partials=numbers(1))
+        self._finish_taps: list[tuple[Launcher, list[torch.Tensor]]] = []
+        self._cuts: dict[int, tuple[Tiles, dict[str, torch.Tensor], list[tuple[Launcher, list[torch.Tensor]]]]] = {}
+        self._list_strided_tiles()
+
+    def tap(self, *, stats: bool, changes: bool) -> None:
+        super().tap(stats=stats, changes=changes)
+        taps = self.taps
+        assert taps is not None
+        self._tables["tap_words"] = taps.words
+        self._tables["first_word"] = torch.from_numpy(taps.first_word[:-1].copy()).to(self.device)
+        self._cuts.clear()
+        self._launches()
+
+    def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
+        """The tables, tiles and strided tiles of passes that measure; what combines their partials is made with them.
+
+        Sums that the update itself needs, and windows, keep the tiles of the other passes.
+        """
+        assert self.taps is not None
+        spans = min(max(self.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
+        spans = 1 if self.spec.reduction_count or self.windows else spans
+        if spans not in self._cuts:
+            cut = cut_tiles(self.tiles.numel.tolist(), self.tiles.size * spans)
+            size = max(cut.count, 1) * len(self.taps.columns)
+            tables = {
+                "tap_partials": torch.zeros(size, dtype=self.spec.compute, device=self.device),
+                "tile_tensor": self._table(cut.tile_tensor),
+                "first_tile": self._table(cut.first_tile),
+            }
+            self._cuts[spans] = (cut, tables, self._tap_sums(cut, tables["tap_partials"]))
+        cut, tables, self._finish_taps = self._cuts[spans]
+        self._tables["tap_partials"] = tables["tap_partials"]
+        listed = self._strided(cut)
+        return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
+
+    def _table(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return tensor if tensor.numel() else tensor.new_zeros(1)
+
+    def _tap_sums(self, cut: Tiles, partials: torch.Tensor) -> list[tuple[Launcher, list[torch.Tensor]]]:
+        """What combines the statistics of tiles: of neighbours first, as a tensor may have a million; then of those."""
+        from .support import sum_up_taps
+
+        assert self.taps is not None
+        width, table = len(self.taps.columns), self._table
+        runs, tensors = chunks_of(np.diff(np.append(cut.first_tile, cut.count)), _TAP_RUN)
+        columns = range(width)
+        extremes = torch.tensor([float(self.taps.columns.is_extreme(slot)) for slot in columns], device=self.device)
+        between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=self.device)
+        constants = {"COLUMNS": width, "WIDTH": 1 << max(width - 1, 1).bit_length(), "BLOCK": 32}
+        return [
+            (
+                prepare(sum_up_taps, bounds.shape[1], self.device, constants, num_warps=4, **EXACT),
+                [source, table(bounds[0]), table(bounds[1]), extremes, results],
+            )
+            for bounds, source, results in (
+                (runs, partials, between),
+                (tensors, between, self.taps.totals),
+            )
+        ]
+
+    def _launches(self) -> None:
+        module, program = _module(self.spec), self.spec.program
+        states = [f"{name}_state" for name in program.graph.scalar_states]
+        grid = -(-len(self.entries) // _SCALAR_BLOCK)
+        scalar_arguments = self._arguments([*triton_backend.POINTERS["scalar"], *states])
+        self._scalar = [
+            (self._prepare(module, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
+            for index in range(len(program.scalars))
+        ]
+        ways = {False: (module, self._tables, self.tiles, self._strided_tiles)}
+        if self.taps is not None and self.taps.stats and self.taps.by_kernels:
+            ways[True] = (_module(self.spec.measuring), *self._cut_measured())
+        self._tile = {
+            (unscale, measures): [self._tile_launches(index, unscale, *way) for index in range(len(program.tiles))]
+            for unscale in (False, True)
+            for measures, way in ways.items()
+        }
+
+    def _tile_launches(
+        self,
+        index: int,
+        unscale: bool,
+        module: ModuleType,
+        tables: Mapping[str, torch.Tensor],
+        tiles: Tiles,
+        strided_tiles: int,
+    ) -> list[tuple[Launcher, list[torch.Tensor]]]:
+        tile = self.spec.program.tiles[index]
+        launches = []
+        for here in (*self.spec.program.slices_before(index), tile):
+            if self.slices and here is not None and here.view is not None:
+                launches += self.slices.launches(module, here, self._tables, unscale, self.layout_index >= 0)
+        if tile is None or tile.view is not None:
+            return launches
+        launches += self._element_launches(module, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
+        if tile.reductions:
+            size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
+            finish = self._prepare(module, f"finish_{index}", len(self.entries), size)
+            launches.append((finish, self._arguments(triton_backend.POINTERS["finish"])))
+        return launches
+
+    def _element_launches(
+        self,
+        module: ModuleType,
+        index: int,
+        unscale: bool,
+        tables: Mapping[str, torch.Tensor],
+        tiles: int,
+        strided_tiles: int,
+        span: int,
+    ) -> list[tuple[Launcher, list[torch.Tensor]]]:
+        """A tile pass over elements: over all tiles that these tables have, then over those walked by coordinates."""
+        if not tiles:
+            return []
+        size = {"TILE": self.shape.tile, "SPAN": span, "UNSCALE": unscale}
+        taps = self._tap_pointers(module, index)
+        pointers = triton_backend.tile_pointers(self.spec, taps)
+        plain = self._prepare(module, f"tile_pass_{index}", tiles, size)
+        launches = [(plain, [tables[name] for name in pointers])]
+        if strided_tiles:
+            strided = self._prepare(module, f"tile_pass_{index}_strided", strided_tiles, size)
+            names = triton_backend.tile_pointers(self.spec, taps, strided=True)
+            launches.append((strided, [tables[name] for name in names]))
+        return launches
+
+    def _tap_pointers(self, module: ModuleType, index: int) -> list[str]:
+        """The pointer parameters of what a tile pass puts out beside the update."""
+        tile = self.spec.program.tiles[index]
+        spec = self.spec if module is _module(self.spec) else self.spec.measuring
+        taps = taps_of(spec, tile) if tile is not None else None
+        if taps is None:
+            return []
+        pointers = triton_backend.POINTERS
+        return (pointers["stats"] if taps.stats else []) + (pointers["changes"] if taps.changes else [])
+
+    def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
+        kernel = getattr(module, f"{self.spec.name}_{name}")
+        warps = self.shape.warps if name.startswith("tile_pass") else 4
+        measures = module is not _module(self.spec) and self.spec.compute is torch.float32
+        options = {**(_MEASURING if measures else self._registers(name)), **EXACT}
+        return prepare(kernel, grid, self.device, constants, num_warps=warps, **options)
+
+    def _registers(self, name: str) -> dict[str, int]:
+        """How many registers a thread of a kernel may have."""
+        is_small = self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS and not self.spec.draws
+        is_tiles = name.startswith("tile_pass") and not name.endswith("_strided")
+        return {"maxnreg": _REGISTERS} if is_small and is_tiles and self.spec.compute is torch.float32 else {}
+
+    def _arguments(self, names: Sequence[str]) -> list[torch.Tensor]:
+        return [self._tables[name] for name in names]
+
+    def upload(self) -> None:
+        """Bring changed addresses and layouts to the device."""
+        copy_to(self._tables["addresses"], np.ascontiguousarray(self.addresses.T))
+        copy_to(self._tables["layout_index"], self.layout_index)
+        copy_to(self._tables["streams"], self.streams)
+        if self.layouts.shape != tuple(self._tables["layouts"].shape):
+            self._tables["layouts"] = torch.zeros(self.layouts.shape, dtype=torch.int64, device=self.device)
+        copy_to(self._tables["layouts"], self.layouts)
+        self._list_strided_tiles()
+
+    def _strided(self, cut: Tiles) -> np.ndarray:
+        """int32, the tiles that are walked by coordinates."""
+        return np.nonzero((self.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
+
+    def _list_strided_tiles(self) -> None:
+        listed = self._strided(self.tiles)
+        self._strided_tiles = len(listed)
+        if len(listed):
+            self._tables["tile_list"] = self._table(listed)
+        self.set_windows(self.windows)
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Make the tables of each window; its launches are prepared at their first use."""
+        self.windows = windows
+        self._launches()
+        self._window_tables = [window_tables(self, window, self._tables) for window in windows]
+        self._window_launches: dict[tuple[int, int, bool, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
+
+    def tile_window(self, index: int, position: int) -> None:
+        """Launch tile pass `index` over a window's tiles."""
+        key = (index, position, self.unscales, self.measures)
+        if key not in self._window_launches:
+            tables, strided = self._window_tables[position]
+            tiles = len(self.windows[position].tiles)
+            module = _module(self.spec.measuring if self.measures else self.spec)
+            self._window_launches[key] = self._element_launches(
+                module, index, self.unscales, tables, tiles, strided, self.shape.span
+            )
+        for launcher, arguments in self._window_launches[key]:
+            launcher(*arguments)
+
+    def finish_windows(self, index: int) -> None:
+        """Launch what adds up the tiles of all windows, for each tensor."""
+        tile = self.spec.program.tiles[index]
+        if tile is not None and tile.reductions:
+            launcher, arguments = self._tile[self.unscales, self.measures][index][-1]
+            launcher(*arguments)
+
+    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
+        """The slot's array, and where each tensor's slices begin."""
+        assert self.slices is not None
+        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
+
+    def row_table(self) -> torch.Tensor:
+        """The row table."""
+        return self._tables["rows"]
+
+    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
+        """Bring the hyperparameter table to the device."""
+        copy_to(self.hyper, np.asarray(rows, dtype=np.float64))
+
+    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
+        """Copy a hyperparameter that lives on a device into the table, on the device."""
+        self.hyper[row, column].copy_(tensor.detach(), non_blocking=True)
+
+    def take_gradients_from(self, grads: torch.Tensor) -> None:
+        """Let launches read the gradients' addresses from another table."""
+        before, self._tables["grads"] = self._tables["grads"], grads
+        for _, arguments in itertools.chain(self._step_launches(False), self._step_launches(True)):
+            arguments[:] = [grads if argument is before else argument for argument in arguments]
+
+    def build(self) -> None:
+        """Build every kernel that a step like the last one launches."""
+        launches = self.launches(self.unscales)
+        build_together(launches, self.device)
+        for launcher, arguments in launches:
+            launcher.build(*arguments)
+        if self.matrices is not None:
+            # Matrix libraries set themselves up at their first call; a capture is too late for that.
+            self.matrices.build()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether every kernel is built that a step launches which unscales as `unscales` says."""
+        kernels = all(launcher.is_built for launcher, _ in self._step_launches(self.unscales))
+        return kernels and (self.matrices is None or self.matrices.is_built)
+
+    def launches(self, unscales: bool) -> list[Launch]:
+        """What a step launches that Triton builds."""
+        return [*self._step_launches(unscales), *(self.matrices.launches() if self.matrices is not None else [])]
+
+    def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
+        yield from self._scalar
+        for (unscale, _), passes in self._tile.items():
+            if unscale is unscales:
+                yield from itertools.chain.from_iterable(passes)
+        yield from self._finish_taps
+
+    def scalar_pass(self, index: int) -> None:
+        """Launch scalar pass `index`."""
+        launcher, arguments = self._scalar[index]
+        launcher(*arguments)
+
+    def tile_pass(self, index: int) -> None:
+        """Launch tile pass `index`, if there is one, and what finishes its reductions."""
+        for launcher, arguments in self._tile[self.unscales, self.measures][index]:
+            launcher(*arguments)
+
+    def finish_taps(self) -> None:
+        super().finish_taps()
+        if self.measures:
+            assert self.taps is not None
+            for launcher, arguments in self._finish_taps:
+                launcher(*arguments)
+            self.taps.put_kept_states(self._tables["grads"])
+
+
+Deciders = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]
+"""Launchers of decisions that are made from the same kinds of numbers, with the limits they compare with, and what
+stands for a number that is not there."""
+
+
+def decide_on_device(
+    control: torch.Tensor, decision: StepInputs, known: Deciders | None = None, *, build_only: bool = False
+) -> None:
+    """Write the control numbers of a GPU step with one small launch; `decide_on_host` in Triton."""
+    launcher, arguments = decision_launch(control, decision, {} if known is None else known)
+    (launcher.build if build_only else launcher)(*arguments)
+
+
+def decision_launch(control: torch.Tensor, decision: StepInputs, known: Deciders) -> Launch:
+    """The launch of `decide_on_device`; arguments as there."""
+    limits = (decision.skip_above, decision.mean_factor, decision.mean_decay, decision.mean_warmup)
+    flags = (
+        decision.has_norm,
+        decision.partials is not None,
+        decision.grad_scale is not None,
+        decision.found_inf is not None,
+        decision.skip_nonfinite,
+        decision.check_overflow,
+        decision.overflow is not None,
+    )
+    key = (limits, flags)
+    if key not in known:
+        from .support import decide
+
+        require(not is_capturing(), f"no step was decided from a scaler and limits like these before; {WARM_UP}")
+
+        table = torch.tensor([*limits, 1.0], dtype=torch.float64, device=control.device)
+        constants = {**dict(zip(_DECIDE_FLAGS, flags, strict=True)), "BLOCK": _DECIDE_BLOCK}
+        launcher = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1)
+        known[key] = launcher, table, table.view(torch.float32)
+    launcher, table, absent = known[key]
+    arguments = (
+        control,
+        *(decision.partials or (control if decision.power_sum is None else decision.power_sum, table)),
+        absent if decision.grad_scale is None else decision.grad_scale,
+        absent if decision.found_inf is None else decision.found_inf,
+        table,
+        absent if decision.overflow is None else decision.overflow,
+    )
+    return launcher, arguments
+
+
+def limit_on_device(
+    control: torch.Tensor,
+    limit: StepLimit,
+    memory: torch.Tensor,
+    loss: torch.Tensor | None,
+    known: Deciders,
+    *,
+    build_only: bool = False,
+) -> None:
+    """Let a limit decide a step of a GPU with one small launch; arguments as for `backends.apply_limit`."""
+    key = (limit, loss is not None)
+    if key not in known:
+        from . import support
+
+        require(not is_capturing(), f"no step was decided with a limit like this before; {WARM_UP}")
+        table = torch.tensor(limit.numbers(), dtype=torch.float64, device=control.device)
+        constants = {"HAS_LOSS": loss is not None, **limit.constants()}
+        launcher = prepare(getattr(support, limit.kernel), 1, control.device, constants, num_warps=1)
+        known[key] = launcher, table, table
+    launcher, table, absent = known[key]
+    (launcher.build if build_only else launcher)(control, memory, table, absent if loss is None else loss)

@@ -1,0 +1,257 @@
+"""Launches of the passes that work on rows and columns on a GPU: tables, and the arrays passes hand on."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from ...graph import TilePass
+from ...runtime.segment import Block, SliceTables, ViewTiles
+from ..spec import KernelSpec, tile_traffic
+from .launch import EXACT, Launcher, prepare
+from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
+
+Launch = tuple[Launcher, list[torch.Tensor]]
+
+_PROGRAMS = 4096
+"""Programs that a large segment is cut into at least: 32 for each processor of the largest GPUs."""
+
+_FEWEST_ELEMENTS, _MOST_ELEMENTS = 4096, 32768
+"""Bounds on the elements of a tile that a program walks sub-block by sub-block. The fewer tiles, the fewer table loads
+and parts of columns; the bits of a reduction depend on the tiles, so a segment's own sizes alone decide."""
+
+_WHOLE_ELEMENTS = 1024
+"""Elements of a tile that is held at once: small matrices, or a few rows."""
+
+_HELD_BYTES, _FEWEST_HELD, _MOST_HELD = 4096, 512, 2048
+"""Bytes that the sub-blocks of all arrays read by a pass hold together, where tiles have more rows, and bounds on their
+elements."""
+
+_STAGES = 3
+"""Sub-blocks of a tile that are computed or being read; those behind the first wait in shared memory."""
+
+_FEW_BYTES = 2
+"""A pass that reads no more than this of an element computes about as long as it reads: the three instructions an
+element that copies through shared memory take would show."""
+
+_REGISTERS = 64
+"""Registers of a thread where float32 is computed in: as many as leave half of a processor's threads in flight. Left to
+itself the assembler takes twice that for the loop over unaligned rows, and the aligned ones pay for it. Tiles held
+whole have all that they read under way at once; they may have twice as many."""
+
+_ELEMENTS_A_WARP, _MOST_WARPS = 128, 4
+_WIDEST, _WIDE = 128, 1024
+"""Columns of a tile at most, and where a last tile of half of them is no great part of a row any more."""
+
+_LONGEST = 1024
+"""Columns of the tiles of one long row."""
+
+_SPANNED = 2**31
+"""Elements that lie from the first of a tile to its last at most: kernels count them in 32 bits."""
+
+_SIDES = (1, 4, 16, 64)
+_FINISH_BLOCK = 1024
+_COMBINED_SLICES, _COMBINED_PARTS = 128, 8
+
+
+def elements_of(total: int) -> int:
+    """Elements of a tile that a program walks.
+
+    Args:
+        total: elements of all tensors together.
+
+    Example:
+        >>> elements_of(10_000), elements_of(50_000_000), elements_of(1_000_000_000)
+        (4096, 8192, 32768)
+    """
+    return min(max(_power_below(total // _PROGRAMS), _FEWEST_ELEMENTS), _MOST_ELEMENTS)
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not larger; 1 for less than that."""
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
+def block_of(elements: int) -> Callable[[int, int, int], Block]:
+    """A function from matrices, rows and columns of a tensor to the block of its tiles.
+
+    Sides are powers of two from a short list: each block that occurs is built and launched once.
+
+    Args:
+        elements: the elements of a tile that a program walks; tiles of a few rows or small matrices are held whole.
+
+    Example:
+        >>> choose = block_of(32768)
+        >>> choose(1, 4096, 4096), choose(1, 4096, 320), choose(1, 4096, 10), choose(64, 3, 3), choose(1, 1, 4096)
+        ((1, 256, 128), (1, 512, 64), (1, 2048, 16), (64, 4, 4), (1, 1, 1024))
+    """
+
+    def side(size: int, most: int) -> int:
+        return min(next((each for each in _SIDES if size <= each), most), most)
+
+    def choose(matrices: int, rows: int, columns: int) -> Block:
+        if matrices * rows == 1 and columns > _LONGEST:
+            return 1, 1, _LONGEST
+        width = side(columns, _WIDEST if columns % _WIDEST != _WIDEST // 2 or columns > _WIDE else _WIDEST // 2)
+        held = _WHOLE_ELEMENTS // width
+        if rows > held:
+            return 1, _power_below(min(elements // width, _SPANNED // max(columns, 1))), width
+        height = min(side(rows, held), _power_below(_SPANNED // max(columns, 1)))
+        return side(matrices, held // height if matrices * rows * columns < _SPANNED else 1), height, width
+
+    # Many tensors have few shapes.
+    return functools.cache(choose)
+
+
+def held_rows(block: Block, bytes_read: float) -> int:
+    """Rows of a tile that are held at once: enough bytes in flight, few enough registers.
+
+    Args:
+        block: the tile's sides.
+        bytes_read: what a pass reads for each element.
+
+    Example:
+        >>> held_rows((1, 256, 128), 2), held_rows((1, 256, 128), 4), held_rows((64, 4, 4), 4)
+        (16, 8, 4)
+    """
+    matrices, rows, columns = block
+    elements = min(max(_power_below(int(_HELD_BYTES // max(bytes_read, 1))), _FEWEST_HELD), _MOST_HELD)
+    return rows if matrices > 1 else min(rows, max(elements // columns, 1))
+
+
+def build_options(
+    spec: KernelSpec, tile: TilePass, block: Block, unscale: bool
+) -> tuple[dict[str, int], dict[str, int | bool]]:
+    """The constants that a pass is built with for tiles of a block, and the compiler's options."""
+    bytes_read = tile_traffic(spec, [tile]).bytes_read
+    held = held_rows(block, bytes_read)
+    walks = held < block[1]
+    constants = {
+        **dict(zip(("MATRICES", "ROWS", "COLUMNS"), block)),
+        "HELD": held,
+        "STAGES": _STAGES if walks and bytes_read > _FEW_BYTES else 1,
+        "UNSCALE": unscale,
+    }
+    warps = min(max(block[0] * held * block[2] // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
+    registers = {"maxnreg": _REGISTERS if walks else 2 * _REGISTERS} if spec.compute is torch.float32 else {}
+    return constants, {"num_warps": warps, **registers, **EXACT}
+
+
+class CudaSlices:
+    """Tables of a segment's slices on its device, and what the passes leave for each other."""
+
+    def __init__(self, spec: KernelSpec, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        slices = spec.program.slices
+        total = sum(math.prod(shape) for shape in shapes)
+        self.tables = tables = SliceTables(slices, shapes, block_of(elements_of(total)))
+        self.most_tiles = tables.most_tiles
+        self._arrays = {
+            "starts": self._table(tables.starts[:, :-1].T),
+            "spans": self._table(tables.spans.reshape(len(slices.spans), len(shapes), 2).swapaxes(0, 1)),
+        }
+        for slot, (count, parts) in enumerate(zip(tables.slot_counts, tables.part_counts(spec.program))):
+            self._arrays[f"slot_{slot}"] = torch.zeros(max(count, 1), dtype=spec.compute, device=device)
+            if parts:
+                self._arrays[f"parts_{slot}"] = torch.zeros(parts, dtype=spec.compute, device=device)
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._combines: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """The array of all slices of a slot."""
+        return self._arrays[f"slot_{slot}"]
+
+    def _table(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return tensor if tensor.numel() else tensor.new_zeros(1)
+
+    def _tiles(self, tile: TilePass) -> tuple[ViewTiles, dict[str, torch.Tensor]]:
+        assert tile.view is not None
+        index = self.spec.program.slices.views.index(tile.view)
+        tiles = self.tables.views[index]
+        if index not in self._views:
+            names = ("tile_tensor", "first_tile", "tile_count", "extents")
+            found = {name: self._table(getattr(tiles, name)) for name in names}
+            found["part_starts"] = self._table(tiles.parts)
+            found.update({f"base_{first}": self._table(np.array([first])) for _, first, _ in tiles.ranges})
+            self._views[index] = found
+        return tiles, self._views[index]
+
+    def launches(
+        self, module: ModuleType, tile: TilePass, tables: Mapping[str, torch.Tensor], unscale: bool, strided: np.ndarray
+    ) -> list[Launch]:
+        """The launches of a pass: one for each block that its tiles have, then what finishes its reductions."""
+        tiles, own = self._tiles(tile)
+        name = f"{self.spec.name}_{tile.title}"
+        known = {**tables, **self._arrays, **own}
+        launches: list[Launch] = []
+        for block, first, count in tiles.ranges:
+            constants, options = build_options(self.spec, tile, block, unscale)
+            here = {
+                "tile_tensor": own["tile_tensor"][first : first + count],
+                "tile_base": own[f"base_{first}"],
+            }
+            pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, tile)]
+            kernel = prepare(getattr(module, name), count, self.device, constants, **options)
+            launches.append((kernel, [{**known, **here}[pointer] for pointer in pointers]))
+            listed = first + np.flatnonzero(strided[tiles.tile_tensor[first : first + count]])
+            if tile.over is None and len(listed):
+                here = {"tile_list": self._table(listed), "tile_base": here["tile_base"]}
+                pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, tile)]
+                strided_kernel = getattr(module, f"{name}_strided")
+                options.pop("maxnreg", None)
+                kernel = prepare(strided_kernel, len(listed), self.device, constants, **options)
+                launches.append((kernel, [{**known, **here}[pointer] for pointer in pointers]))
+        return launches + self._finishing(module, tile, known)
+
+    def _finishing(self, module: ModuleType, tile: TilePass, known: Mapping[str, torch.Tensor]) -> list[Launch]:
+        # Imported here because it needs Triton.
+        from .slices_support import COMBINE_POINTERS, combine_parts
+
+        launches = []
+        for slot, reduction in tile.parts:
+            assert tile.view is not None and reduction.over is not None
+            along_rows = tile.view.place(reduction.over) == "row"
+            found = self._combined(tile, slot, along_rows)
+            count = len(found["tile_tensor"]) if self.tables.slot_counts[slot] else 0
+            here = {**known, **found, "parts": known[f"parts_{slot}"], "out": known[f"slot_{slot}"]}
+            constants = {
+                "OPERATION": reduction.operation,
+                "SLICES": _COMBINED_SLICES,
+                "PARTS": _COMBINED_PARTS,
+            }
+            combine = prepare(combine_parts, count, self.device, constants)
+            launches.append((combine, [here[pointer] for pointer in COMBINE_POINTERS]))
+        if tile.reductions:
+            kernel = getattr(module, f"{self.spec.name}_{tile.title}_finish")
+            finish = prepare(kernel, len(known["first_tile"]), self.device, {"BLOCK": _FINISH_BLOCK})
+            launches.append((finish, [known[pointer] for pointer in FINISH_POINTERS]))
+        return launches
+
+    def _combined(self, tile: TilePass, slot: int, along_rows: bool) -> dict[str, torch.Tensor]:
+        """The tables of `combine_parts` for the parts of one slot."""
+        assert tile.view is not None
+        slices = self.spec.program.slices
+        view, kind = slices.views.index(tile.view), slices.kinds.index(slices.overs[slot])
+        key = (view, kind, int(along_rows))
+        if key not in self._combines:
+            tables = self.tables
+            tiles, starts = tables.views[view], tables.starts[kind]
+            counts = np.diff(starts)
+            grid = -(-tiles.extents // tiles.blocks)
+            part_counts = grid[:, 2] if along_rows else grid[:, 1]
+            inner = np.maximum(counts if along_rows else tiles.extents[:, 2], 1)
+            places = np.stack([counts, part_counts, inner, tiles.parts[:, int(not along_rows)], starts[:-1]], axis=1)
+            programs = -(-counts // _COMBINED_SLICES)
+            owners = np.repeat(np.arange(len(counts), dtype=np.int32), programs)
+            self._combines[key] = {
+                "tile_tensor": self._table(owners),
+                "first_tile": self._table(np.cumsum(programs) - programs),
+                "places": self._table(places),
+            }
+        return self._combines[key]

@@ -1,0 +1,1018 @@
+"""The Triton backend: a program as one Python module; scalar, tile, row and column passes as kernels."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+
+from ...graph import ScalarPass, TilePass, Value, scalar_needs, size_from_end
+from ...storage import BLOCK, Array, codec_of, dtype_name
+from ..spec import MAX_DIMS, KernelSpec, describe
+from ..taps import FAR, NEAR, PassTaps, taps_of
+from .text import (
+    HELPERS,
+    POINTERS,
+    REDUCTIONS,
+    TileBody,
+    TritonNames,
+    decorator,
+    format_functions,
+    is_16_bits,
+    narrowed,
+    pointer_to,
+    random_functions,
+    random_pointers,
+    tile_pointers,
+    writer_of,
+)
+
+
+def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list[str]:
+    """The kernel of a scalar pass."""
+    states = [f"{name}_state" for name in spec.program.graph.scalar_states]
+    pointers = [*POINTERS["scalar"], *states]
+    columns = max(len(spec.program.columns), 1)
+    needed = scalar_needs(scalar_pass)
+    writer = writer_of("float64", "    ", TritonNames(pointers))
+    for value in needed:
+        found = _scalar_source(spec, value)
+        if found:
+            writer.name(value, found)
+    writer.write(needed)
+    lines = decorator(pointers)
+    lines.append(f"def {spec.name}_scalar_pass_{index}({', '.join(pointers)}, BLOCK: tl.constexpr):")
+    lines += [
+        "    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
+        "    inside = t < tl.load(counts)",
+        "    active = inside & (tl.load(grads + t, mask=inside, other=0) != 0)",
+        "    skip = tl.load(control + 1) != 0.0",
+        "    next_step = tl.load(step + t, mask=active, other=0.0).to(tl.float64) + tl.where(skip, 0.0, 1.0)",
+        f"    base = hyper + tl.load(group + t, mask=active, other=0) * {len(spec.hypers)}",
+        *writer.lines,
+    ]
+    wide = "tl.zeros((BLOCK,), tl.float64)"
+    for column, value in scalar_pass.rows:
+        rounded = f"({writer[value]} + {wide}).to(tl.{dtype_name(spec.compute)})"
+        lines.append(f"    tl.store(rows + t * {columns} + {column}, {rounded}, mask=active)")
+    for slot, value in scalar_pass.across:
+        place = f"across + t * {spec.across_count} + {slot}"
+        neutral = "0.0" if value.operation == "across_sum" else "float('-inf')"
+        lines.append(
+            f"    tl.store({place}, tl.where(active, {writer[value.args[0]]} + {wide}, {neutral}), mask=inside)"
+        )
+    if scalar_pass.is_last:
+        for name, value in scalar_pass.stores.items():
+            stored = f"({writer[value]} + {wide}).to(tl.{dtype_name(spec.scalar_dtype(name))})"
+            lines.append(f"    tl.store({name}_state + t, {stored}, mask=active & (skip == 0))")
+        lines.append("    tl.store(step + t, next_step.to(tl.float32), mask=active)")
+    return lines
+
+
+def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
+    """Where a scalar pass finds a value it does not compute."""
+
+    def hyper(name: str) -> str:
+        return f"tl.load(base + {spec.hypers.index(name)}, mask=active, other=0.0)"
+
+    if id(value) in spec.program.reductions:
+        place = f"sums + t * {spec.reduction_count} + {spec.program.reductions[id(value)]}"
+        return f"tl.load({place}, mask=active, other=0.0)"
+    if id(value) in spec.program.across:
+        return f"tl.load(totals + {spec.program.across[id(value)]})"
+    if value.operation == "load":
+        return f"tl.load({value.attribute}_state + t, mask=active, other=0.0).to(tl.float64)"
+    if value.operation != "hyper":
+        return None
+    if value.attribute == "step":
+        return "next_step"
+    if value.attribute == "machine_epsilon":
+        return f"tl.full((BLOCK,), {spec.machine_epsilon!r}, tl.float64)"
+    if value.attribute == "numel" or size_from_end(value.attribute):
+        place = f"sizes + t * {len(spec.sizes)} + {spec.sizes.index(size_from_end(value.attribute))}"
+        return f"tl.load({place}, mask=active, other=1).to(tl.float64)"
+    if value.attribute == "gradient_scale":
+        numbers = ", ".join(f"tl.load(control + {place})" for place in (0, 2, 7))
+        return f"gradient_scale_of({numbers}, {hyper('max_grad_norm')})"
+    return hyper(value.attribute)
+
+
+_TOGETHER = 4
+"""Neighbours that are combined before they are accumulated: a thread has at least as many, and keeps one number for
+them. With a number for each element, a kernel's registers leave room for few programs."""
+
+_NEAR_HOLDS = 2.0**126
+"""Up to which sum a program's squares of small magnitudes are those of all of its elements."""
+
+
+class TapText:
+    """Writes the statements of a pass's taps around its math, which also gives `tap_moves`: what is added."""
+
+    def __init__(self, math: TileMath, taps: PassTaps) -> None:
+        self._math, self._taps, self.stats = math, taps, taps.stats
+        self._spec = taps.spec
+        if taps.moves is not None:
+            math.writer.write(taps.move_values)
+            math.results["tap_moves"] = math.writer[taps.moves]
+
+    @property
+    def pointers(self) -> list[str]:
+        """Its pointer parameters."""
+        return (POINTERS["stats"] if self.stats else []) + (POINTERS["changes"] if self._taps.changes else [])
+
+    def prologue(self) -> list[str]:
+        """Loads from the tables."""
+        return ["    tap_first = tl.load(first_word + t)"] if self._taps.changes else []
+
+    def accumulators(self, indent: str) -> list[str]:
+        """What sums, counts and extremes begin with, and whether a step is kept."""
+        if not self.stats:
+            return []
+        kinds = {slot: "int32" if self._counts(slot) else self._math.type for slot in self._taps.slots}
+        made = [f"{indent}tap_{slot} = tl.zeros((TILE // {_TOGETHER},), tl.{kind})" for slot, kind in kinds.items()]
+        return [*made, f"{indent}tap_keep = (tl.zeros((TILE,), tl.float64) + skip) == 0.0"]
+
+    def _counts(self, slot: int) -> bool:
+        return self._taps.columns.names[slot] in ("grad_zeros", "lost")
+
+    def _known(self, buffer: str) -> str | None:
+        return next((name for name, own in self._math.inputs if own == buffer), None)
+
+    def before(self, body: TileBody, *, strided: bool) -> None:
+        """Load what the pass itself does not, and remember what the parameter's arrays had.
+
+        What is walked without a mask is of a step that is kept: the others are walked with one.
+        """
+        taps, lines, indent = self._taps, body.lines, body.indent
+        body.in_pairs = True
+        if self.stats:
+            body.store_mask = "tap_keep & mask" if body.mask else ""
+            wanted = [*(["grad"] if taps.grad else []), *taps.buffers]
+            lines += [f"{indent}tap_old_{name} = {self._known(name) or body.load(name)}" for name in wanted]
+        arrays = self._spec.storages["param"].arrays("param")
+        lines += [f"{indent}tap_was_{place} = {body.loaded(arrays[place])}" for place in taps.compared]
+        if taps.changes and not strided:
+            # With an address and a byte for each element, of which the first of eight counts: the layout of a tensor of
+            # bytes is another, and its numbers would be moved between threads with two barriers.
+            bytes_ = "tap_words.to(tl.pointer_type(tl.uint8), bitcast=True) + tap_first * 4 + start // 8"
+            lines += [
+                f"{indent}tap_place = tl.multiple_of(tl.max_contiguous({bytes_} + lane // 8, 8), 8)",
+                f"{indent}tap_there = (lane % 8 == 0)" + (" & mask" if body.mask else ""),
+                f"{indent}tap_had = tl.load(tap_place, mask=tap_there, other=0).to(tl.int32)",
+            ]
+
+    def after(self, body: TileBody, *, strided: bool) -> None:
+        """Accumulate, and mark changed weights."""
+        taps, lines, indent = self._taps, body.lines, body.indent
+        inside = body.store_mask
+        for place in taps.compared:
+            lines.append(f"{indent}tap_other_{place} = {self._compared(place)}")
+        if self.stats:
+            lines += [indent + line for line in self._sums(inside, body.mask)]
+        if taps.changes:
+            flag = f"tap_other_0 & {inside}" if inside else "tap_other_0"
+            lines.append(f"{indent}tap_flag = {flag}")
+            lines += [indent + line for line in (self._scattered() if strided else self._packed())]
+
+    def _compared(self, place: int) -> str:
+        storage = self._spec.storages["param"]
+        array = storage.arrays("param")[place]
+        now = self._kept("param") if codec_of(storage).is_element else f"{array.name}_element"
+        return f"differs({now}, tap_was_{place})"
+
+    def _kept(self, name: str) -> str:
+        """The expression of what is stored of a buffer that is one array."""
+        if name in self._spec.draws:
+            return f"{name}_element"
+        return narrowed(f"new_{name}", self._spec.storages[name].arrays(name)[0], self._math.type, in_pairs=True)
+
+    def _sums(self, inside: str, mask: str) -> list[str]:
+        taps, kind = self._taps, f"tl.{self._math.type}"
+        lines: list[str] = []
+
+        def accumulate(how: str, column: str, term: str) -> None:
+            slot = taps.columns.slot(column)
+            lines.append(f"tap_{slot} = {how}(tap_{slot}, {term})")
+
+        def where_kept(value: str, otherwise: str) -> str:
+            return f"tl.where({inside}, {value}, {otherwise})" if inside else value
+
+        def after(name: str) -> None:
+            is_element = codec_of(self._spec.storages[name]).is_element
+            kept = f"{self._kept(name)}.to({kind})" if is_element else f"new_{name}"
+            lines.append(f"tap_now_{name} = {where_kept(kept, f'tap_old_{name}')}")
+
+        if taps.grad:
+            accumulate("add_squares", "grad_squares", "tap_old_grad")
+            accumulate("add_largest", "grad_max", "tap_old_grad")
+            zero = "tap_old_grad == 0.0"
+            accumulate("add_count", "grad_zeros", f"{mask} & ({zero})" if mask else zero)
+        if "param" in taps.buffers:
+            after("param")
+            accumulate("add_squares", "param_squares", "tap_now_param")
+            accumulate("add_largest", "param_max", "tap_now_param")
+            lines.append(f"tap_update = {where_kept('new_param - tap_old_param', '0.0')}")
+            accumulate("add_squares", "update_squares", "tap_update")
+            accumulate("add_largest", "update_max", "tap_update")
+            moved = "tap_update != 0.0" if taps.moves is None else "tap_moves | (tap_update != 0.0)"
+            same = [f"(tap_other_{place} == 0)" for place in taps.compared]
+            accumulate("add_count", "lost", " & ".join([*([f"({inside})"] if inside else []), f"({moved})", *same]))
+        for name in taps.states:
+            after(name)
+            for column, scale in (("near", NEAR), ("far", FAR)):
+                accumulate("add_squares", f"{name}_{column}", f"tap_now_{name} * {scale!r}")
+            accumulate("add_largest", f"{name}_max", f"tap_now_{name}")
+        return lines
+
+    @staticmethod
+    def _packed() -> list[str]:
+        """8 neighbours, which one or two threads have, are a byte; one whose bits are set is not written."""
+        return [
+            "tap_set = tl.reshape(tl.where(tap_flag, 1 << lane % 8, 0), (TILE // 8, 8))",
+            "tap_set = tl.broadcast_to(tl.sum(tap_set, 1, keep_dims=True), (TILE // 8, 8))",
+            "tap_bits = tl.reshape(tap_set, (TILE,)) | tap_had",
+            "tl.store(tap_place, tap_bits.to(tl.uint8), mask=tap_there & (tap_bits != tap_had))",
+        ]
+
+    @staticmethod
+    def _scattered() -> list[str]:
+        """Neighbours lie apart: bits count along the parameter's memory, as in the other kernel."""
+        place = "tap_words + tap_first + (at_1 >> 5)"
+        bit = "1 << (at_1 & 31).to(tl.int32)"
+        return [f'tl.atomic_or({place}, {bit}, mask=tap_flag, sem="relaxed")']
+
+    def partials(self, indent: str) -> list[str]:
+        """Leave what the program has accumulated."""
+        if not self.stats:
+            return []
+        columns, totals = self._taps.columns, {}
+        for slot in self._taps.slots:
+            combine = "maximum" if columns.is_extreme(slot) else "add"
+            totals[slot] = f"tl.reduce(tap_{slot}, 0, {combine}).to(tl.{self._math.type})"
+        lines = [f"tap_row = tap_partials + tile.to(tl.int64) * {len(columns)}"]
+        for name in self._taps.states:
+            # Squares of large magnitudes stand for all where those of small ones are too large for the type.
+            near, far = columns.slot(f"{name}_near"), columns.slot(f"{name}_far")
+            lines += [f"tap_{slot} = {totals[slot]}" for slot in (near, far)]
+            lines.append(f"tap_holds = (tap_{near} < {_NEAR_HOLDS!r}) | (tap_{near} != tap_{near})")
+            totals[near], totals[far] = (
+                f"tl.where(tap_holds, {each})" for each in (f"tap_{near}, 0.0", f"0.0, tap_{far}")
+            )
+        lines += [f"tl.store(tap_row + {slot}, {total})" for slot, total in totals.items()]
+        return [indent + line for line in lines]
+
+
+class TileMath:
+    """One tile pass: its math as a function, and what it takes and gives."""
+
+    def __init__(self, spec: KernelSpec, tile: TilePass, name: str) -> None:
+        self.spec, self.tile, self.name = spec, tile, f"{spec.name}_{name}"
+        self.unscales = spec.program.unscales(tile)
+        self.type = dtype_name(spec.compute)
+        self.draws = spec.draws_in(tile)
+        self.arrays: list[Array] = [spec.grad, *spec.arrays]
+        around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address", "element")]
+        self.names = TritonNames([self.name, *around, *(f"new_{name}" for name in tile.stores)])
+        self.writer = writer_of(self.type, "    ", self.names, is_16_bits(spec, tile), spec.has_blocks)
+        self.inputs: list[tuple[str, str]] = []
+        self.element_inputs: set[int] = set()
+        self.slices: list[tuple[str, Value]] = []
+        self.scalars: list[tuple[str, int]] = []
+        kept_elsewhere = {id(value) for value in tile.slices()}
+        for value in tile.values():
+            buffer = tile.loads.get(id(value))
+            if buffer is None and value.operation == "load" and not tile.leaves(value):
+                buffer = value.attribute
+            if buffer is not None:
+                self.inputs.append((self._argument(value, buffer), buffer))
+                self.element_inputs.add(id(value))
+            elif id(value) in kept_elsewhere:
+                self.slices.append((self._argument(value, value.name or describe(value)), value))
+            elif tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:
+                self.scalars.append((self._argument(value, value.name or describe(value)), self._column(value)))
+        self.writer.write(tile.values())
+        self.results = {f"new_{name}": self.writer[value] for name, value in tile.stores.items()}
+        self.results.update({f"kept_{slot}": self.writer[value] for slot, value in tile.kept})
+        self.results.update({f"term_{slot}": self.writer[value.args[0]] for slot, value in tile.reductions})
+        self.results.update({f"share_{slot}": self.writer[value.args[0]] for slot, value in tile.parts})
+
+    def _column(self, value: Value) -> int:
+        return self.spec.program.columns[id(value)]
+
+    def _argument(self, value: Value, wanted: str) -> str:
+        name = self.names.fresh(wanted)
+        self.writer.bind(value, f"({name} != 0)" if value.is_bool else name)
+        return name
+
+    @property
+    def arguments(self) -> str:
+        """The function's arguments in order."""
+        return ", ".join(name for name, _ in (*self.inputs, *self.slices, *self.scalars))
+
+    def math(self) -> list[str]:
+        """The function."""
+        returned = ", ".join(self.results.values()) + ("," if len(self.results) == 1 else "")
+        return ["@triton.jit", f"def {self.name}({self.arguments}):", *self.writer.lines, f"    return {returned}"]
+
+    def call(self, indent: str) -> str:
+        """The statement that calls it."""
+        unpack = ", ".join(self.results) + ("," if len(self.results) == 1 else "")
+        return f"{indent}{unpack} = {self.name}({self.arguments})"
+
+    def load_inputs(self, body: TileBody) -> None:
+        """Write the loads of the buffers it takes."""
+        for name, buffer in self.inputs:
+            body.lines.append(f"{body.indent}{name} = {body.load(buffer)}")
+
+    def store_results(self, body: TileBody) -> None:
+        """Write the stores of the buffers it gives, and of gradients without their loss scale."""
+        for name in self.tile.stores:
+            body.store(name, f"new_{name}")
+        if self.unscales:
+            raw = next((name for name, buffer in self.inputs if buffer == "grad"), None) or body.load("grad")
+            body.lines.append(f"{body.indent}if UNSCALE:")
+            body.indent += "    "
+            body.store("grad", f"{raw} * inverse_scale")
+            body.indent = body.indent[:-4]
+
+    def used(self) -> list[tuple[int, Array]]:
+        """Position and array of everything this pass touches."""
+        buffers = [*self.tile.reads(), *self.tile.stores]
+        touched = {array.name for name in buffers for array in self.spec.storages[name].arrays(name)}
+        if self.unscales:
+            touched.add(self.spec.grad.name)
+        return [(position, array) for position, array in enumerate(self.arrays) if array.name in touched]
+
+    def element_index(self, indent: str, place: str) -> list[str]:
+        """The line that says where elements at a place of the tensor are in the whole, if that is asked for."""
+        return [f"{indent}element_index = origin + ({place})"] if self.draws else []
+
+    @property
+    def walked(self) -> list[tuple[int, Array | None]]:
+        """As `used`, with the place of the whole tensor's strides among the arrays' if that is asked for."""
+        return [*self.used(), *([(len(self.arrays), None)] if self.draws else [])]
+
+    @property
+    def layout_width(self) -> int:
+        """Entries of a row of the layout table."""
+        return 1 + MAX_DIMS * (1 + len(self.arrays) + bool(self.spec.draws))
+
+    def table_loads(self) -> list[str]:
+        """Loads of the numbers of the tensor and of its addresses."""
+        lines = [f"    row = rows + t * {max(len(self.spec.program.columns), 1)}"]
+        lines += [f"    {name} = tl.load(row + {column})" for name, column in self.scalars]
+        if self.unscales:
+            lines.append(f"    inverse_scale = tl.load(control + 2).to(tl.{self.type})")
+        if self.draws:
+            # The last scalar pass has counted the step.
+            later = int(self.tile.stage < len(self.spec.program.scalars) - 1)
+            lines += [
+                "    stream = tl.load(streams + t * 2)",
+                "    origin = tl.load(streams + t * 2 + 1)",
+                f"    steps_taken = tl.load(step + t).to(tl.int32) + {later}",
+                "    key_0, key_1 = stream_keys(stream.to(tl.int32), (stream >> 32).to(tl.int32), steps_taken)",
+            ]
+        for position, array in self.used():
+            if position:
+                address = f"tl.load(addresses + t * {len(self.arrays) - 1} + {position - 1})"
+                lines.append(f"    {array.name}_address = {address}")
+        return lines
+
+
+def finish_kernel(
+    spec: KernelSpec, tile: TilePass, title: str, pointers: list[str], constants: str, stop: str
+) -> list[str]:
+    """The kernel that combines what tiles have left of each tensor, in tile order."""
+    count = spec.reduction_count
+    lines = decorator(pointers)
+    lines.append(f"def {spec.name}_{title}({', '.join(pointers)}, {constants}):")
+    lines += [
+        "    t = tl.program_id(0).to(tl.int64)",
+        "    if tl.load(grads + t) == 0:",
+        "        return",
+        "    first = tl.load(first_tile + t)",
+        f"    stop = {stop}",
+        "    lane = tl.arange(0, BLOCK)",
+    ]
+    for slot, reduction in tile.reductions:
+        neutral, combine = REDUCTIONS[reduction.operation]
+        lines += [
+            f"    total_{slot} = tl.full((BLOCK,), {neutral}, tl.float64)",
+            "    start = first",
+            "    while start < stop:",
+            "        place = start + lane",
+            f"        part = tl.load(partials + place * {count} + {slot}, mask=place < stop, other={neutral})",
+            f"        total_{slot} = {combine}(total_{slot}, part)",
+            "        start += BLOCK",
+            f"    tl.store(sums + t * {count} + {slot}, tl.reduce(total_{slot}, 0, {combine}))",
+        ]
+    return lines
+
+
+SLICE_POINTERS = [
+    "grads",
+    "addresses",
+    "tile_base",
+    "tile_tensor",
+    "first_tile",
+    "extents",
+    "part_starts",
+    "starts",
+    "spans",
+    "rows",
+    "control",
+    "layout_index",
+    "partials",
+]
+"""Pointer parameters of a pass over slices, before those of `slice_pointers`."""
+
+STRIDED_POINTERS = ["layouts", "tile_list"]
+
+FINISH_POINTERS = ["partials", "sums", "grads", "first_tile", "tile_count"]
+
+_NAMES = ("MATRICES", "ROWS", "COLUMNS", "HELD", "STAGES", "UNSCALE")
+_SLICE_CONSTANTS = ", ".join(f"{name}: tl.constexpr" for name in _NAMES)
+"""The sides of a tile, how many of its rows are held at once, how many such sub-blocks are computed or on their way,
+whether gradients lose their loss scale."""
+
+_SHAPE = "(MATRICES, HELD, COLUMNS)"
+
+_COLUMNS_INSIDE = "(matrix < matrices_left) & (column < columns_left)"
+
+
+def slice_pointers(spec: KernelSpec, tile: TilePass) -> list[str]:
+    """The arrays of slots and parts that a pass takes, as names of pointer parameters: `slot_<n>`, `parts_<n>`."""
+    slots = spec.program.slices.slots
+    read = [slots[id(value)] for value in tile.slices()]
+    return [
+        *random_pointers(spec),
+        *(f"slot_{slot}" for slot in dict.fromkeys([*read, *(slot for slot, _ in tile.kept)])),
+        *(f"parts_{slot}" for slot, _ in tile.parts),
+    ]
+
+
+def slice_kernels(spec: KernelSpec, tile: TilePass) -> list[list[str]]:
+    """The functions of a pass that reads, makes or is over slices."""
+    kernel = _SliceKernel(spec, tile)
+    parts = [kernel.math(), kernel.kernel()]
+    if tile.over is None:
+        parts.append(kernel.strided_kernel())
+    if tile.reductions:
+        stop = "first + tl.load(tile_count + t)"
+        title = f"{tile.title}_finish"
+        parts.append(finish_kernel(spec, tile, title, FINISH_POINTERS, "BLOCK: tl.constexpr", stop))
+    return parts
+
+
+class _SliceKernel(TileMath):
+    """The kernels that load and store around the math of one pass."""
+
+    def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
+        super().__init__(spec, tile, f"{tile.title}_math")
+        assert tile.view is not None
+        self.view, self.all_slices = tile.view, spec.program.slices
+        self.row_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "row"]
+        self.column_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "column"]
+        self.whole_tile = self._whole_tile()
+
+    def _kind(self, slot: int) -> int:
+        return self.all_slices.kinds.index(self.all_slices.overs[slot])
+
+    def _slot(self, value: Value) -> int:
+        return self.all_slices.slots[id(value)]
+
+    def _place(self, value: Value) -> str:
+        assert value.over is not None
+        return self.view.place(value.over)
+
+    def _whole_tile(self) -> set[int]:
+        """The values with an element for each of the tile, by identity; others are the same along some side."""
+        found = set(self.element_inputs)
+        found.update(id(value) for _, value in self.slices if self._place(value) in ("own", "other"))
+        for value in self.tile.values():
+            if not self.tile.leaves(value) and any(id(arg) in found for arg in value.args):
+                found.add(id(value))
+        return found
+
+    def _prologue(self) -> list[str]:
+        """Every table load, and which matrices, rows and columns the tile covers.
+
+        Where a tile lies in its tensor needs 64 bits; what it spans is known to fit 32, as are the numbers of tiles:
+        these take half the registers and are divided faster.
+        """
+        slots = [*(self._slot(value) for _, value in self.slices), *(slot for slot, _ in self.tile.kept)]
+        kinds = sorted({self._kind(slot) for slot in slots})
+        lines = [
+            "    skip = tl.load(control + 1)",
+            "    grad_address = tl.load(grads + t)",
+            "    layout_row = tl.load(layout_index + t)",
+            "    matrices = tl.load(extents + t * 3)",
+            "    height = tl.load(extents + t * 3 + 1)",
+            "    width = tl.load(extents + t * 3 + 2)",
+            "    local = (tile - tl.load(first_tile + t)).to(tl.int32)",
+            *self.table_loads(),
+        ]
+        count = len(self.all_slices.kinds)
+        lines += [f"    start_{kind} = tl.load(starts + t * {count} + {kind})" for kind in kinds]
+        for _, value in self.slices:
+            if self._place(value) == "other":
+                slot, spans = self._slot(value), self.all_slices.spans
+                pair = spans.index((self.tile.over, self.all_slices.overs[slot]))
+                lines.append(f"    span_{slot} = tl.load(spans + (t * {len(spans)} + {pair}) * 2)")
+                lines.append(f"    inner_{slot} = tl.load(spans + (t * {len(spans)} + {pair}) * 2 + 1)")
+        if self.row_parts:
+            lines.append("    row_parts = tl.load(part_starts + t * 2)")
+        if self.column_parts:
+            lines.append("    column_parts = tl.load(part_starts + t * 2 + 1)")
+        return [
+            *lines,
+            "    column_tiles = ((width + COLUMNS - 1) // COLUMNS).to(tl.int32)",
+            "    row_tiles = ((height + ROWS - 1) // ROWS).to(tl.int32)",
+            "    rest = local // column_tiles",
+            "    column_tile = (local % column_tiles).to(tl.int64)",
+            "    row_tile = (rest % row_tiles).to(tl.int64)",
+            "    matrix_tile = (rest // row_tiles).to(tl.int64)",
+            "    first_matrix = matrix_tile * MATRICES",
+            "    first_column = column_tile * COLUMNS",
+            "    first_line = first_matrix * height + row_tile * ROWS",
+            "    corner = first_line * width + first_column",
+            "    matrices_left = tl.minimum(matrices - first_matrix, MATRICES).to(tl.int32)",
+            "    rows_left = tl.minimum(height - row_tile * ROWS, ROWS).to(tl.int32)",
+            "    columns_left = tl.minimum(width - first_column, COLUMNS).to(tl.int32)",
+            "    pitch = width.to(tl.int32)",
+            "    matrix = tl.arange(0, MATRICES)[:, None, None]",
+            "    across = tl.arange(0, HELD)[None, :, None]",
+            "    column = tl.arange(0, COLUMNS)[None, None, :]",
+            "    line = matrix * height.to(tl.int32) + across",
+        ]
+
+    def kernel(self) -> list[str]:
+        """The kernel over tensors that lie row by row: a loop over full rows that are aligned, one for all others."""
+        pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, self.tile)]
+        together = " | ".join(f"{array.name}_address" for _, array in self.used()) or "0"
+        unit = self._unit()
+        lines = decorator(pointers)
+        lines.append(f"def {self.spec.name}_{self.tile.title}({', '.join(pointers)}, {_SLICE_CONSTANTS}):")
+        lines += ["    tile = tl.load(tile_base) + tl.program_id(0)"]
+        lines += ["    t = tl.load(tile_tensor + tl.program_id(0)).to(tl.int64)", *self._prologue()]
+        plain = " & (layout_row < 0)" if self.tile.over is None else ""
+        lines += [
+            f"    if (skip == 0.0) & (grad_address != 0){plain}:",
+            *self._before_loops("        "),
+            "        aligned = (matrices_left == MATRICES) & (columns_left == COLUMNS)",
+            f"        aligned = aligned & (width % {unit} == 0) & ((({together}) & 15) == 0)",
+            # Not multiple_of(width): that promise would hold in the masked loop too, which then reads past rows.
+            f"        even_pitch = pitch // {unit} * {unit}",
+            "        even_place = line * even_pitch + column",
+            f"        even_corner = first_line * (width // {unit} * {unit}) + first_column",
+            "        whole = tl.where(aligned, rows_left // HELD * HELD, 0)",
+            "        for start in tl.range(0, loop_bound(whole), HELD, num_stages=STAGES):",
+            "            place = start * even_pitch + even_place",
+        ]
+        for _, array in self.used():
+            corner = f"tl.multiple_of({pointer_to(array)}, 16) + even_corner"
+            lines.append(f"            {array.name}_array = {corner} + place")
+        lines += self.element_index("            ", "even_corner + place")
+        lines += self._work("            ", masked=False)
+        lines += [
+            "        odd_place = line * pitch + column",
+            "        for start in tl.range(loop_bound(whole), loop_bound(rows_left), HELD):",
+        ]
+        lines += self._masks("            ")
+        lines += [f"            {array.name}_array = {pointer_to(array)} + corner + place" for _, array in self.used()]
+        lines += self.element_index("            ", "corner + place")
+        lines += self._work("            ", masked=True)
+        return lines + self._after_loops("        ")
+
+    def _unit(self) -> int:
+        """Elements of the narrowest array in 16 bytes."""
+        return 16 // min((array.dtype.itemsize for _, array in self.used()), default=4)
+
+    def _masks(self, indent: str) -> list[str]:
+        return [
+            f"{indent}place = start * pitch + odd_place",
+            f"{indent}inside = (matrix < matrices_left) & (across < rows_left - start)",
+            f"{indent}mask = inside & (column < columns_left)",
+        ]
+
+    def strided_kernel(self) -> list[str]:
+        """The kernel over tensors that must be walked by coordinates."""
+        pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, self.tile)]
+        lines = decorator(pointers)
+        lines.append(f"def {self.spec.name}_{self.tile.title}_strided({', '.join(pointers)}, {_SLICE_CONSTANTS}):")
+        lines += [
+            "    tile = tl.load(tile_list + tl.program_id(0))",
+            "    t = tl.load(tile_tensor + tile).to(tl.int64)",
+        ]
+        lines += [*self._prologue(), "    if (skip == 0.0) & (grad_address != 0):", *self._before_loops("        ")]
+        lines += [
+            "        odd_place = line * pitch + column",
+            "        for start in tl.range(0, loop_bound(rows_left), HELD):",
+        ]
+        lines += [*self._masks("            "), *self._located("            ")]
+        lines += self._work("            ", masked=True)
+        return lines + self._after_loops("        ")
+
+    def _located(self, indent: str) -> list[str]:
+        lines = [f"layout = layouts + layout_row * {self.layout_width}", "index = corner + place"]
+        lines += [f"at_{position} = index * 0" for position, _ in self.walked]
+        lines += [
+            "dims = tl.load(layout)",
+            "for back in tl.range(0, loop_bound(dims)):",
+            "    dim = dims - 1 - back",
+            "    size = tl.maximum(tl.load(layout + 1 + dim), 1)",
+            "    coordinate = index % size",
+            "    index = index // size",
+        ]
+        for position, _ in self.walked:
+            stride = f"tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
+            lines.append(f"    at_{position} += coordinate * {stride}")
+        for position, array in self.used():
+            lines.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
+        lines += self.element_index("", f"at_{len(self.arrays)}")
+        return [indent + line for line in lines]
+
+    def _before_loops(self, indent: str) -> list[str]:
+        """Loads that all rows of the tile share, and what columns and the whole tile are accumulated in."""
+        lines = [
+            f"{indent}{name} = {self._load_slice(value, masked=True)}"
+            for name, value in self.slices
+            if self._place(value) in ("column", "matrix")
+        ]
+        for name, reduction in self._accumulated():
+            neutral = REDUCTIONS[reduction.operation][0]
+            lines.append(f"{indent}all_{name} = tl.full({_SHAPE}, {neutral}, tl.{self.type})")
+        return lines
+
+    def _accumulated(self) -> list[tuple[str, Value]]:
+        """Names of what is reduced over the whole tile or its columns, with the reduction."""
+        return [
+            *((f"share_{slot}", reduction) for slot, reduction in self.column_parts),
+            *((f"term_{slot}", reduction) for slot, reduction in self.tile.reductions),
+        ]
+
+    def _work(self, indent: str, *, masked: bool) -> list[str]:
+        lines: list[str] = []
+        body = TileBody(self.spec, lines, indent, lambda name: f"{name}_array", "mask" if masked else "")
+        self.load_inputs(body)
+        for name, value in self.slices:
+            if self._place(value) not in ("column", "matrix"):
+                lines.append(f"{indent}{name} = {self._load_slice(value, masked)}")
+        lines.append(self.call(indent))
+        self.store_results(body)
+        for slot, _ in self.tile.kept:
+            pointer = f"slot_{slot} + start_{self._kind(slot)} + corner + place"
+            masked_by = ", mask=mask" if masked else ""
+            lines.append(f"{indent}tl.store({pointer}, kept_{slot}.to(tl.{self.type}){masked_by})")
+        for slot, reduction in self.row_parts:
+            part = _reduced(reduction, self._term(f"share_{slot}", reduction, masked), 2)
+            masked_by = ", mask=inside" if masked else ""
+            pointer = f"parts_{slot} + row_parts + column_tile * (matrices * height) + first_line + (line + start)"
+            lines.append(f"{indent}tl.store({pointer}, {part}{masked_by})")
+        for name, reduction in self._accumulated():
+            neutral, combine = REDUCTIONS[reduction.operation]
+            term = f"tl.where(mask, {name}, {neutral})" if masked else name
+            lines.append(f"{indent}all_{name} = {combine}(all_{name}, {term})")
+        return lines
+
+    def _load_slice(self, value: Value, masked: bool) -> str:
+        slot = self._slot(value)
+        pointer, mask = {
+            "own": ("corner + place", "mask"),
+            "row": ("first_line + (line + start)", "inside"),
+            "column": ("(first_matrix * width + first_column) + (matrix * pitch + column)", _COLUMNS_INSIDE),
+            "matrix": ("first_matrix + matrix", "matrix < matrices_left"),
+            "other": (
+                f"((corner + place) // span_{slot} * inner_{slot} + (corner + place) % inner_{slot})",
+                "mask",
+            ),
+        }[self._place(value)]
+        masked_by = f", mask={mask}, other=0.0" if masked else ""
+        return f"tl.load(slot_{slot} + start_{self._kind(slot)} + {pointer}{masked_by})"
+
+    def _term(self, name: str, reduction: Value, masked: bool) -> str:
+        """What is reduced, of the sub-block's whole shape."""
+        if masked:
+            return f"tl.where(mask, {name}, {REDUCTIONS[reduction.operation][0]})"
+        return name if id(reduction.args[0]) in self.whole_tile else f"({name} + tl.zeros({_SHAPE}, tl.{self.type}))"
+
+    def _after_loops(self, indent: str) -> list[str]:
+        """Leave what was accumulated."""
+        lines = []
+        for slot, reduction in self.column_parts:
+            line = "((first_matrix + matrix) * row_tiles + row_tile)"
+            place = f"parts_{slot} + column_parts + {line} * width + first_column + column"
+            part = _reduced(reduction, f"all_share_{slot}", 1)
+            lines.append(f"{indent}tl.store({place}, {part}, mask={_COLUMNS_INSIDE})")
+        for slot, reduction in self.tile.reductions:
+            total = _reduced(reduction, f"all_term_{slot}", None)
+            place = f"partials + tile * {self.spec.reduction_count} + {slot}"
+            lines.append(f"{indent}tl.store({place}, {total}.to(tl.float64))")
+        return lines
+
+
+def _reduced(reduction: Value, term: str, axis: int | None) -> str:
+    kept = ", keep_dims=True" if axis is not None else ""
+    if reduction.operation == "reduce_sum":
+        return f"tl.sum({term}, {axis}{kept})"
+    return f"tl.reduce({term}, {axis}, {REDUCTIONS[reduction.operation][1]}{kept})"
+
+
+_LONGEST_LINE = 120
+_NO_BREAK = "\0=\0"
+
+_CONSTANTS = "TILE: tl.constexpr, SPAN: tl.constexpr, UNSCALE: tl.constexpr"
+"""Constants of a tile pass: elements held at once, elements of a program, whether gradients lose their scale."""
+
+
+_PARTS = (("part", "TILE"), ("rest", BLOCK))
+"""What a reduction has of whole tiles and of what is walked with a mask where tiles are of blocks, and of how many."""
+
+
+class _Kernel(TileMath):
+    """The kernels that load and store around the math of one tile pass."""
+
+    def __init__(self, spec: KernelSpec, index: int, tile: TilePass) -> None:
+        super().__init__(spec, tile, f"math_{index}")
+        self.index = index
+        taps = taps_of(spec, tile)
+        self.taps = TapText(self, taps) if taps is not None else None
+
+    @property
+    def title(self) -> str:
+        return f"{self.spec.name}_tile_pass_{self.index}"
+
+    @property
+    def _shape(self) -> str:
+        """The shape of the elements that are held at once: a row for each block."""
+        return f"(TILE // {BLOCK}, {BLOCK})" if self.spec.has_blocks else "(TILE,)"
+
+    @property
+    def _rest(self) -> str:
+        """The shape of what is held at once with a mask, one block: its indices take registers."""
+        return f"(1, {BLOCK})"
+
+    def _lanes(self) -> list[str]:
+        if not self.spec.has_blocks:
+            return ["    lane = tl.arange(0, TILE)"]
+        return [
+            f"    block_lane = tl.arange(0, TILE // {BLOCK})[:, None]",
+            f"    pair_lane = tl.arange(0, {BLOCK // 2})[None, :]",
+            f"    lane = tl.arange(0, {BLOCK})[None, :]",
+        ]
+
+    def _whole_pointers(self, indent: str) -> list[str]:
+        """Pointers to the elements of a tile without an end in it."""
+        lines = []
+        widest = max(array.dtype.itemsize for _, array in self.used() if array.elements == 1)
+        for _, array in self.used():
+            # Of blocks a thread has as many neighbours of each array: numbers would change threads otherwise.
+            aligned = 16 * array.dtype.itemsize // widest if self.spec.has_blocks else 16
+            base, start = f"tl.multiple_of({pointer_to(array)}, {aligned})", "tl.multiple_of(start, TILE)"
+            place = f"{base} + {start} + lane"
+            if self.spec.has_blocks:
+                place = f"{base} + ({start} + block_lane * {BLOCK} + lane)"
+            if array.elements == BLOCK:
+                place = f"{pointer_to(array)} + (start // {BLOCK} + block_lane)"
+            if array.elements == 2:
+                base = f"tl.multiple_of({pointer_to(array)}, {aligned // 2})"
+                place = f"{base} + ({start} // 2 + block_lane * {BLOCK // 2} + pair_lane)"
+            lines.append(f"{indent}{array.name}_array = {place}")
+        place = f"start + block_lane * {BLOCK} + lane" if self.spec.has_blocks else "start + lane"
+        return lines + self.element_index(indent, place)
+
+    def _masks(self, indent: str) -> list[str]:
+        """Which elements of a tile there are, and their indices; of blocks, each row of the tensor begins one."""
+        if not self.spec.has_blocks:
+            return [f"{indent}mask = lane < stop - start", f"{indent}index = start + lane"]
+        lines = [
+            f"block = start // {BLOCK} + tl.arange(0, 1)[:, None]",
+            f"block_mask = block * {BLOCK} < stop",
+            # In 32 bits, whose division is a few instructions: blocks of a tensor are fewer.
+            "first_line = (block.to(tl.int32) // per_row.to(tl.int32)).to(tl.int64)",
+            f"first_column = (block - first_line * per_row) * {BLOCK}",
+            "line_column = first_column + lane",
+            "mask = block_mask & (line_column < columns_of_row)",
+            "index = first_line * columns_of_row + line_column",
+        ]
+        if any(array.elements == 2 for array in self.arrays):
+            lines += [
+                "packed_columns = (columns_of_row + 1) // 2",
+                "pair_mask = block_mask & (first_column // 2 + pair_lane < packed_columns)",
+            ]
+        return [f"{indent}{line}" for line in lines]
+
+    def _block_pointers(self, indent: str) -> list[str]:
+        """Pointers to what a tile has of arrays with an entry for several elements."""
+        lines = []
+        for _, array in self.used():
+            if array.elements == BLOCK:
+                lines.append(f"{indent}{array.name}_array = {pointer_to(array)} + block")
+            elif array.elements == 2:
+                first = f"{pointer_to(array)} + (first_line * packed_columns + first_column // 2)"
+                lines.append(f"{indent}{array.name}_array = {first} + pair_lane")
+        return lines
+
+    def _call(self, indent: str, offset: Callable[[str], str], mask: str, *, strided: bool = False) -> list[str]:
+        lines: list[str] = []
+        body = TileBody(self.spec, lines, indent, offset, mask)
+        self.load_inputs(body)
+        if self.taps is not None:
+            self.taps.before(body, strided=strided)
+        lines.append(self.call(indent))
+        self.store_results(body)
+        if self.taps is not None:
+            self.taps.after(body, strided=strided)
+        for slot, reduction in self.tile.reductions:
+            neutral, combine = REDUCTIONS[reduction.operation]
+            term = f"tl.where({mask}, term_{slot}, {neutral})" if mask else f"term_{slot}"
+            part = f"rest_{slot}" if mask and self.spec.has_blocks else f"part_{slot}"
+            lines.append(f"{indent}{part} = {combine}({part}, {term})")
+        return lines
+
+    def _accumulators(self, indent: str) -> list[str]:
+        """What reductions begin with; with blocks apart for what is walked with a mask."""
+        shapes = {"part": self._shape, **({"rest": self._rest} if self.spec.has_blocks else {})}
+        parts = [
+            f"{indent}{name}_{slot} = tl.full({shape}, {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
+            for slot, reduction in self.tile.reductions
+            for name, shape in shapes.items()
+        ]
+        return [*(self.taps.accumulators(indent) if self.taps is not None else ()), *parts]
+
+    def _partials(self, indent: str) -> list[str]:
+        lines = self.taps.partials(indent) if self.taps is not None else []
+        for slot, reduction in self.tile.reductions:
+            combine = REDUCTIONS[reduction.operation][1]
+            total = f"tl.reduce(part_{slot}, 0, {combine})"
+            if self.spec.has_blocks:
+                both = [f"tl.reduce(tl.reshape({name}_{slot}, ({size},)), 0, {combine})" for name, size in _PARTS]
+                total = f"{combine}({both[0]}, {both[1]})"
+            total = f"{total}.to(tl.float64)"
+            lines.append(f"{indent}tl.store(partials + tile * {self.spec.reduction_count} + {slot}, {total})")
+        return lines
+
+    @property
+    def tap_pointers(self) -> list[str]:
+        """The pointer parameters of what the kernels put out beside the update."""
+        return self.taps.pointers if self.taps is not None else []
+
+    @property
+    def _runs(self) -> str:
+        """Whether a program has something to do: where it measures, in a skipped step too."""
+        measures = self.taps is not None and self.taps.stats
+        return "(grad_address != 0)" if measures else "(skip == 0.0) & (grad_address != 0)"
+
+    def _prologue(self, tile: str) -> list[str]:
+        """Every table load before the first branch: they overlap, where a return between them would serialize them."""
+        return [
+            f"    tile = {tile}",
+            "    t = tl.load(tile_tensor + tile).to(tl.int64)",
+            "    skip = tl.load(control + 1)",
+            "    grad_address = tl.load(grads + t)",
+            "    layout_row = tl.load(layout_index + t)",
+            "    begin = (tile - tl.load(first_tile + t)) * SPAN",
+            "    stop = tl.minimum(begin + SPAN, tl.load(numel + t))",
+            *(["    columns_of_row = tl.load(columns + t)"] if self.spec.has_blocks else []),
+            *self.table_loads(),
+            *(self.taps.prologue() if self.taps is not None else ()),
+        ]
+
+    def _rows(self) -> list[str]:
+        if not self.spec.has_blocks:
+            return []
+        return [f"        per_row = tl.maximum((columns_of_row + {BLOCK - 1}) // {BLOCK}, 1)"]
+
+    def kernel(self) -> list[str]:
+        """The kernel over all tensors that are walked in memory order.
+
+        A program walks SPAN elements of one tensor in tiles: the chain of table loads is paid once a span, and the loop
+        keeps registers, and with them the number of programs in flight, as for one tile.
+        """
+        pointers = tile_pointers(self.spec, self.tap_pointers)
+        lines = decorator(pointers)
+        lines.append(f"def {self.title}({', '.join(pointers)}, {_CONSTANTS}):")
+        lines += self._prologue("tl.program_id(0)")
+        alike = [array for _, array in self.used() if array.elements != BLOCK]
+        together = " | ".join(f"{array.name}_address" for array in alike) or "grad_address"
+        # Rows that end inside of a block are walked with a mask.
+        is_even = ["        aligned = aligned & (columns_of_row >= tl.load(numel + t))"] if self.spec.has_blocks else []
+        lines += [
+            *self._lanes(),
+            f"    if {self._runs} & (layout_row < 0):",
+            f"        aligned = (({together}) & 15) == 0",
+            *is_even,
+            *(["        aligned = aligned & (skip == 0.0)"] if self.taps is not None and self.taps.stats else []),
+            *self._rows(),
+            *self._accumulators("        "),
+            "        start = begin",
+            "        whole = tl.where(aligned, stop - TILE + 1, begin)",
+            "        while start < whole:",
+            *self._whole_pointers("            "),
+        ]
+        lines += self._call("            ", lambda name: f"{name}_array", "")
+        lines += ["            start += TILE", "        while start < stop:"]
+        if self.spec.has_blocks:
+            lines += self._masks("            ")
+            plain = [array for _, array in self.used() if array.elements == 1]
+            lines += [f"            {array.name}_array = {pointer_to(array)} + index" for array in plain]
+            lines += [*self._block_pointers("            "), *self.element_index("            ", "index")]
+        else:
+            lines.append("            mask = lane < stop - start")
+            lines += self.element_index("            ", "start + lane")
+            lines += [
+                f"            {array.name}_array = {pointer_to(array)} + start + lane" for _, array in self.used()
+            ]
+        lines += self._call("            ", lambda name: f"{name}_array", "mask")
+        return [*lines, f"            start += {self._masked}", *self._partials("        ")]
+
+    @property
+    def _masked(self) -> str:
+        """Elements that are held at once where they are walked with a mask."""
+        return str(BLOCK) if self.spec.has_blocks else "TILE"
+
+    def strided_kernel(self) -> list[str]:
+        """The kernel over the tiles of tensors that must be walked by coordinates."""
+        pointers = tile_pointers(self.spec, self.tap_pointers, strided=True)
+        lines = decorator(pointers)
+        lines.append(f"def {self.title}_strided({', '.join(pointers)}, {_CONSTANTS}):")
+        lines += self._prologue("tl.load(tile_list + tl.program_id(0))")
+        lines += [
+            *self._lanes(),
+            f"    if {self._runs}:",
+            f"        layout = layouts + layout_row * {self.layout_width}",
+            *self._rows(),
+            *self._accumulators("        "),
+            "        start = begin",
+            "        while start < stop:",
+        ]
+        used = [(position, array) for position, array in self.walked if array is None or array.elements == 1]
+        inside = [
+            *self._masks(""),
+            *(f"at_{position} = index * 0" for position, _ in used),
+            "dims = tl.load(layout)",
+            "for back in tl.range(0, loop_bound(dims)):",
+            "    dim = dims - 1 - back",
+            "    size = tl.maximum(tl.load(layout + 1 + dim), 1)",
+            "    coordinate = index % size",
+            "    index = index // size",
+        ]
+        for position, _ in used:
+            stride = f"tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
+            inside.append(f"    at_{position} += coordinate * {stride}")
+        for position, array in used:
+            if array is not None:
+                inside.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
+        inside += [*self._block_pointers(""), *self.element_index("", f"at_{len(self.arrays)}")]
+        lines += [f"            {line}" for line in inside]
+        lines += self._call("            ", lambda name: f"{name}_array", "mask", strided=True)
+        return [*lines, f"            start += {self._masked}", *self._partials("        ")]
+
+    def finish(self) -> list[str]:
+        """The kernel that adds up the tile partials of each tensor, in tile order."""
+        stop = "first + (tl.load(numel + t) + SPAN - 1) // SPAN"
+        constants = "SPAN: tl.constexpr, BLOCK: tl.constexpr"
+        return finish_kernel(self.spec, self.tile, f"finish_{self.index}", POINTERS["finish"], constants, stop)
+
+
+def source(spec: KernelSpec) -> str:
+    """The whole module of a spec."""
+    quick = all(is_16_bits(spec, tile) for tile in spec.program.tiles if tile is not None)
+    parts = format_functions(spec.storages.values(), quick)
+    parts += random_functions(spec.draws.values()) if spec.draws else []
+    for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
+        parts.append(scalar_kernel(spec, index, scalar_pass))
+        for here in (*spec.program.slices_before(index), tile):
+            if here is not None and here.view is not None:
+                parts += slice_kernels(spec, here)
+        if tile is not None and tile.view is None:
+            kernel = _Kernel(spec, index, tile)
+            parts += [kernel.math(), kernel.kernel(), kernel.strided_kernel()]
+            if tile.reductions:
+                parts.append(kernel.finish())
+    body = "\n\n\n".join("\n".join(part) for part in parts) + "\n"
+    helpers = ", ".join(name for name in HELPERS if re.search(rf"\b{name}\b", body))
+    imports = "import triton\nimport triton.language as tl"
+    if helpers:
+        imports += f"\n\nfrom tilestep.backends.triton.support import {helpers}"
+    lines = f"{spec.header('#', 'Triton')}\n{imports}\n\n\n{body}".split("\n")
+    return "\n".join(part for line in lines for part in _folded(line))
+
+
+def _folded(line: str) -> list[str]:
+    """A long call, definition or import in lines of at most 120 columns, each inside its parentheses."""
+    starts = ("def ", "@triton.jit", "from ")
+    if len(line) <= _LONGEST_LINE or not (line.startswith(starts) or "_math_" in line):
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    if line.startswith("from ") and "(" not in line:
+        line = line.replace(" import ", " import (", 1) + ")"
+    results, equals, call = line.partition(" = ")
+    if equals and len(results) + call.find(",") > _LONGEST_LINE - 3:
+        # Too many results for the line that the call's parentheses begin in: they get their own.
+        begin = len(results) - len(results.lstrip())
+        line = f"{results[:begin]}({results[begin:]}){_NO_BREAK}{call}"
+    lines = textwrap.wrap(
+        line, _LONGEST_LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, tabsize=4
+    )
+    return [part.replace(_NO_BREAK, " = ") for part in lines]

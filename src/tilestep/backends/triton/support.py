@@ -1,0 +1,810 @@
+"""Functions that every generated Triton module calls: precise, NaN-keeping, and working in the interpreter too."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.target_info import cuda_capability_geq
+
+try:
+    from triton.language.extra import libdevice
+except ImportError:  # a Triton that moved it
+    from triton.language.extra.cuda import libdevice
+
+from ...compat.triton import by_numpy
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+"""Triton's interpreter has no device library: numpy's functions and the simple formulas below stand in for it."""
+
+
+@triton.jit
+def maximum(left, right):
+    """The larger value, NaN if either is."""
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(left, right):
+    """The smaller value, NaN if either is."""
+    return tl.minimum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def larger(left, right):
+    """The larger of two numbers, NaN if either is; as a reduction's combination."""
+    return tl.where((left > right) | (left != left), left, right)
+
+
+@triton.jit
+def smaller(left, right):
+    """The smaller of two numbers, NaN if either is; as a reduction's combination."""
+    return tl.where((left < right) | (left != left), left, right)
+
+
+@triton.jit
+def add(left, right):
+    """The sum; as a reduction's combination."""
+    return left + right
+
+
+@triton.jit
+def both(left, right):
+    """Whether two truths hold; the interpreter spreads one of a tensor as a float."""
+    if INTERPRETED:
+        return tl.where(left, right, 0) != 0
+    else:
+        return left & right
+
+
+@triton.jit
+def either(left, right):
+    """Whether one of two truths holds."""
+    if INTERPRETED:
+        return tl.where(left, 1, right) != 0
+    else:
+        return left | right
+
+
+@triton.jit
+def loop_bound(number):
+    """A bound of a `tl.range`: the interpreter's scalars are arrays of one element, which numpy 2.4 refuses as one."""
+    if INTERPRETED:
+        return number.handle.data.item()
+    else:
+        return number
+
+
+@triton.jit
+def alike(left, right):
+    """Both as tensors of one shape and type; either may be a plain number."""
+    zero = tl.zeros_like(left + right)
+    return tl.where(zero == 0, left, zero), tl.where(zero == 0, right, zero)
+
+
+@triton.jit
+def divide(left, right):
+    """IEEE division; plain `/` in float32 is two units in the last place off."""
+    if INTERPRETED or (left + right).dtype == tl.float64:
+        return left / right
+    else:
+        return tl.math.div_rn(left, right)
+
+
+@triton.jit
+def square_root(value):
+    """IEEE square root."""
+    if INTERPRETED or value.dtype == tl.float64:
+        return tl.sqrt(value)
+    else:
+        return tl.math.sqrt_rn(value)
+
+
+@triton.jit
+def reciprocal_root(value):
+    """One over the square root, by the hardware's own instruction: two units in the last place off, as in torch."""
+    if INTERPRETED:
+        return 1 / tl.sqrt(value)
+    else:
+        return libdevice.rsqrt(value)
+
+
+_QUOTIENT = tl.constexpr(
+    "{ .reg .f32 inverse, guess, minus, rest; rcp.approx.ftz.f32 inverse, $2; mul.rn.f32 guess, $1, inverse;"
+    " neg.f32 minus, guess; fma.rn.f32 rest, minus, $2, $1; fma.rn.f32 $0, rest, inverse, guess; }"
+)
+_ROOT = tl.constexpr(
+    "{ .reg .f32 inverse, half, guess, minus, rest; rsqrt.approx.ftz.f32 inverse, $1; mul.rn.f32 guess, $1, inverse;"
+    " mul.rn.f32 half, inverse, 0f3F000000; neg.f32 minus, guess; fma.rn.f32 rest, minus, guess, $1;"
+    " fma.rn.f32 $0, rest, half, guess; }"
+)
+_QUICK_QUOTIENT = tl.constexpr("{ .reg .f32 inverse; rcp.approx.ftz.f32 inverse, $2; mul.rn.f32 $0, $1, inverse; }")
+_BFLOAT16_PAIR = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+
+
+@triton.jit
+def absolute(value):
+    """A number without its sign, as part of the operation that takes it: an integer operation otherwise."""
+    if INTERPRETED:
+        return tl.abs(value)
+    else:
+        return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def quotient(left, right):
+    """A quotient of numbers far from the ends of float32: IEEE division without its checks, and a rounding of 2^-45."""
+    if INTERPRETED:
+        return left / right
+    else:
+        return tl.inline_asm_elementwise(_QUOTIENT, "=f,f,f", [left, right], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def quick_quotient(left, right):
+    """The same, two units in the last place off."""
+    if INTERPRETED or (left + right).dtype == tl.float64:
+        return left / right
+    else:
+        return tl.inline_asm_elementwise(
+            _QUICK_QUOTIENT, "=f,f,f", [left, right], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def root(value):
+    """The square root of a number far from the ends of float32: IEEE's without its checks."""
+    if INTERPRETED:
+        return tl.sqrt(value)
+    else:
+        return tl.inline_asm_elementwise(_ROOT, "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def block_max(value):
+    """The largest of integers without a sign in each row."""
+    return tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True)
+
+
+_PACK_BYTES = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
+    " prmt.b32 $0, low, high, 0x5410; }"
+)
+
+
+@triton.jit
+def byte_of(bits, dtype: tl.constexpr):
+    """The lowest bytes of integers, four at a time."""
+    if INTERPRETED:
+        return bits.to(dtype)
+    else:
+        return tl.inline_asm_elementwise(_PACK_BYTES, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4).to(
+            dtype, bitcast=True
+        )
+
+
+def _spread_bytes(taken: str, away: str) -> tl.constexpr:
+    """Four bytes as the last bits of 2^23, less that."""
+    registers = ("one", "two", "three", "four")
+    spread = " ".join(f"prmt.b32 {name}, bytes, high, 0x744{place};" for place, name in enumerate(registers))
+    numbers = " ".join(f"add.f32 ${place}, {name}, {away};" for place, name in enumerate(registers))
+    declared = ".reg .b32 bytes, high; .reg .b32 " + ", ".join(registers)
+    return tl.constexpr(f"{{ {declared}; {taken} mov.b32 high, 0x4B000000; {spread} {numbers} }}")
+
+
+_SIGNED_BYTES = _spread_bytes("xor.b32 bytes, $4, 0x80808080;", "0fCB000080")
+_BYTES = _spread_bytes("mov.b32 bytes, $4;", "0fCB000000")
+
+
+@triton.jit
+def byte_number(value):
+    """Bytes as float32, four at a time."""
+    if value.dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            _SIGNED_BYTES, "=f,=f,=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(_BYTES, "=f,=f,=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=4)
+
+
+@triton.jit
+def sign(value):
+    """-1, 0 or 1; 0 for NaN, as in torch."""
+    return (value > 0).to(value.dtype) - (value < 0).to(value.dtype)
+
+
+@triton.jit
+def exponential(value):
+    """e to a power."""
+    if INTERPRETED:
+        return tl.exp(value)
+    else:
+        return libdevice.exp(value)
+
+
+@triton.jit
+def exponential2(value):
+    """2 to a power."""
+    if INTERPRETED:
+        return tl.exp2(value)
+    else:
+        return libdevice.exp2(value)
+
+
+@triton.jit
+def exponential_minus1(value):
+    """e to a power, less one."""
+    if INTERPRETED:
+        return by_numpy("expm1", value)
+    else:
+        return libdevice.expm1(value)
+
+
+@triton.jit
+def logarithm(value):
+    """The natural logarithm."""
+    if INTERPRETED:
+        return tl.log(value)
+    else:
+        return libdevice.log(value)
+
+
+@triton.jit
+def logarithm2(value):
+    """The logarithm to base 2."""
+    if INTERPRETED:
+        return tl.log2(value)
+    else:
+        return libdevice.log2(value)
+
+
+@triton.jit
+def logarithm_plus1(value):
+    """The natural logarithm of one more than the value."""
+    if INTERPRETED:
+        return by_numpy("log1p", value)
+    else:
+        return libdevice.log1p(value)
+
+
+@triton.jit
+def logarithm10(value):
+    """The logarithm to base 10."""
+    if INTERPRETED:
+        return by_numpy("log10", value)
+    else:
+        return libdevice.log10(value)
+
+
+@triton.jit
+def sine(value):
+    """The sine."""
+    if INTERPRETED:
+        return tl.sin(value)
+    else:
+        return libdevice.sin(value)
+
+
+@triton.jit
+def cosine(value):
+    """The cosine."""
+    if INTERPRETED:
+        return tl.cos(value)
+    else:
+        return libdevice.cos(value)
+
+
+@triton.jit
+def tangent(value):
+    """The tangent."""
+    if INTERPRETED:
+        return by_numpy("tan", value)
+    else:
+        return libdevice.tan(value)
+
+
+@triton.jit
+def arc_sine(value):
+    """The angle of a sine."""
+    if INTERPRETED:
+        return by_numpy("arcsin", value)
+    else:
+        return libdevice.asin(value)
+
+
+@triton.jit
+def arc_cosine(value):
+    """The angle of a cosine."""
+    if INTERPRETED:
+        return by_numpy("arccos", value)
+    else:
+        return libdevice.acos(value)
+
+
+@triton.jit
+def arc_tangent(value):
+    """The angle of a tangent."""
+    if INTERPRETED:
+        return by_numpy("arctan", value)
+    else:
+        return libdevice.atan(value)
+
+
+@triton.jit
+def hyperbolic_sine(value):
+    """The hyperbolic sine."""
+    if INTERPRETED:
+        return by_numpy("sinh", value)
+    else:
+        return libdevice.sinh(value)
+
+
+@triton.jit
+def hyperbolic_cosine(value):
+    """The hyperbolic cosine."""
+    if INTERPRETED:
+        return by_numpy("cosh", value)
+    else:
+        return libdevice.cosh(value)
+
+
+@triton.jit
+def hyperbolic_tangent(value):
+    """The hyperbolic tangent."""
+    if INTERPRETED:
+        return by_numpy("tanh", value)
+    else:
+        return libdevice.tanh(value)
+
+
+@triton.jit
+def area_sine(value):
+    """The inverse of the hyperbolic sine."""
+    if INTERPRETED:
+        return by_numpy("arcsinh", value)
+    else:
+        return libdevice.asinh(value)
+
+
+@triton.jit
+def area_cosine(value):
+    """The inverse of the hyperbolic cosine."""
+    if INTERPRETED:
+        return by_numpy("arccosh", value)
+    else:
+        return libdevice.acosh(value)
+
+
+@triton.jit
+def area_tangent(value):
+    """The inverse of the hyperbolic tangent."""
+    if INTERPRETED:
+        return by_numpy("arctanh", value)
+    else:
+        return libdevice.atanh(value)
+
+
+@triton.jit
+def error_complement(value):
+    """One less the error function."""
+    if INTERPRETED:
+        return by_numpy("erfc", value)
+    else:
+        return libdevice.erfc(value)
+
+
+@triton.jit
+def log_gamma(value):
+    """The logarithm of the gamma function's magnitude."""
+    if INTERPRETED:
+        return by_numpy("lgamma", value)
+    else:
+        return libdevice.lgamma(value)
+
+
+@triton.jit
+def truncate(value):
+    """Rounded toward zero."""
+    if INTERPRETED:
+        return tl.where(value < 0, tl.ceil(value), tl.floor(value))
+    else:
+        return libdevice.trunc(value)
+
+
+@triton.jit
+def nearest(value):
+    """Rounded to the nearest whole number, ties to even."""
+    if INTERPRETED:
+        low = tl.floor(value)
+        odd = low - 2 * tl.floor(low / 2)
+        up = (value - low > 0.5) | ((value - low == 0.5) & (odd == 1))
+        return tl.where(up, low + 1, low)
+    else:
+        return libdevice.nearbyint(value)
+
+
+@triton.jit
+def power(base, exponent):
+    """One value to the power of another."""
+    base, exponent = alike(base, exponent)
+    if INTERPRETED:
+        return by_numpy("power", base, exponent)
+    else:
+        return libdevice.pow(base, exponent)
+
+
+@triton.jit
+def truncated_remainder(left, right):
+    """The remainder with the sign of the dividend."""
+    left, right = alike(left, right)
+    if INTERPRETED:
+        return by_numpy("fmod", left, right)
+    else:
+        return libdevice.fmod(left, right)
+
+
+@triton.jit
+def floored_remainder(left, right):
+    """The remainder with the sign of the divisor."""
+    rest = truncated_remainder(left, right)
+    return tl.where((rest != 0) & ((rest < 0) != (right < 0)), rest + right, rest)
+
+
+@triton.jit
+def arc_tangent2(left, right):
+    """The angle of a point."""
+    left, right = alike(left, right)
+    if INTERPRETED:
+        return by_numpy("arctan2", left, right)
+    else:
+        return libdevice.atan2(left, right)
+
+
+@triton.jit
+def with_sign(magnitude, sign_of):
+    """A magnitude with another value's sign."""
+    magnitude, sign_of = alike(magnitude, sign_of)
+    if INTERPRETED:
+        return by_numpy("copysign", magnitude, sign_of)
+    else:
+        return libdevice.copysign(magnitude, sign_of)
+
+
+@triton.jit
+def is_infinite(value):
+    """Whether a value is an infinity."""
+    return tl.abs(value) == float("inf")
+
+
+@triton.jit
+def bits_of(value):
+    """The bits of numbers or elements as 32-bit integers; narrow ones have their sign extended."""
+    if value.dtype == tl.float32:
+        return value.to(tl.int32, bitcast=True)
+    elif value.dtype.is_floating():
+        return value.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        return value.to(tl.int32)
+
+
+@triton.jit
+def differs(left, right):
+    """Whether elements of one type have other bits."""
+    if left.dtype == tl.float64:
+        return left.to(tl.int64, bitcast=True) != right.to(tl.int64, bitcast=True)
+    elif left.dtype == tl.bfloat16:
+        # As the numbers that most of them are made for anyway.
+        return bits_of(to_float32(left)) != bits_of(to_float32(right))
+    else:
+        return bits_of(left) != bits_of(right)
+
+
+@triton.jit
+def neighbours(values):
+    """Every first, second, third and fourth of four."""
+    pairs = tl.reshape(values, (values.shape[0] // 4, 2, 2))
+    even, odd = tl.split(pairs)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def add_squares(totals, values):
+    """totals[n // 4] with the squares of four neighbours of values[n] each added."""
+    first, second, third, fourth = neighbours(values)
+    totals = tl.fma(second, second, tl.fma(first, first, totals))
+    return tl.fma(fourth, fourth, tl.fma(third, third, totals))
+
+
+@triton.jit
+def add_largest(totals, values):
+    """totals[n // 4], or where it is larger the largest magnitude of four neighbours of values[n]."""
+    first, second, third, fourth = neighbours(tl.abs(values))
+    return maximum(maximum(maximum(first, second), maximum(third, fourth)), totals)
+
+
+@triton.jit
+def add_count(totals, flags):
+    """totals[n // 4] with how many flags of four neighbours are set added."""
+    return totals + tl.sum(tl.reshape(flags.to(tl.int32), (flags.shape[0] // 4, 4)), 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tap_partials", "starts", "stops", "extremes", "results"])
+def sum_up_taps(
+    tap_partials, starts, stops, extremes, results, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows of a table combined by runs of neighbours, in a fixed order: added, or the larger in columns of extremes.
+
+    tap_partials[rows][COLUMNS]; starts, stops [runs]; extremes[COLUMNS], 1 for those; results[runs][COLUMNS] in
+    float64.
+    """
+    run = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + run)
+    stop = tl.load(stops + run)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = column < COLUMNS
+    line = tl.arange(0, BLOCK)[:, None]
+    added = tl.zeros((BLOCK, WIDTH), tl.float64)
+    largest = tl.zeros((BLOCK, WIDTH), tl.float64)
+    row = start
+    while row < stop:
+        part = tl.load(tap_partials + (row + line) * COLUMNS + column, mask=(row + line < stop) & inside, other=0.0)
+        part = part.to(tl.float64)
+        added += part
+        largest = larger(largest, part)
+        row += BLOCK
+    is_extreme = tl.load(extremes + tl.arange(0, WIDTH), mask=tl.arange(0, WIDTH) < COLUMNS, other=0.0) != 0.0
+    result = tl.where(is_extreme, tl.reduce(largest, 0, larger), tl.sum(added, 0))
+    tl.store(results + run * COLUMNS + tl.arange(0, WIDTH), result, mask=tl.arange(0, WIDTH) < COLUMNS)
+
+
+@triton.jit
+def to_float32(value):
+    """Elements as float32; by integers in the interpreter, whose conversion of bfloat16 loses denormals."""
+    if INTERPRETED and value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif not INTERPRETED and (value.dtype == tl.int8 or value.dtype == tl.uint8):
+        return byte_number(value)
+    elif not INTERPRETED and value.dtype == tl.bfloat16 and value.numel % 128 == 0:
+        return tl.inline_asm_elementwise(_BFLOAT16_PAIR, "=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
+def to_bfloat16(value):
+    """The bfloat16 nearest to a float32; by integers in the interpreter, whose conversion truncates."""
+    if INTERPRETED:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(tl.bfloat16)
+
+
+@triton.jit
+def to_bfloat16_pairs(value):
+    """The same, two by one instruction: what is both stored and looked at is otherwise made one by one, slowly."""
+    if INTERPRETED or not cuda_capability_geq(8, 0):
+        return to_bfloat16(value)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [value], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def packed_pairs(codes):
+    """Integers of four bits, a row for each block, with their neighbours' in bytes."""
+    left, right = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+    return (left | (right << 4)).to(tl.uint8)
+
+
+@triton.jit
+def nibbles(pairs):
+    """The integers that `packed_pairs` has packed."""
+    bits = pairs.to(tl.int32)
+    joined = tl.join(bits & 15, (bits >> 4) & 15)
+    return tl.reshape(joined, (pairs.shape[0], pairs.shape[1] * 2))
+
+
+@triton.jit
+def gradient_scale_of(norm, inverse_scale, clip, max_grad_norm):
+    """What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm.
+
+    A negative max_grad_norm asks for the adaptive limit `clip` beside its own size.
+    """
+    adaptive = tl.where(-max_grad_norm < clip, -max_grad_norm, clip)
+    max_grad_norm = tl.where(max_grad_norm < 0, adaptive, max_grad_norm)
+    coefficient = max_grad_norm / (norm + 1e-6)
+    coefficient = tl.where(coefficient > 1, coefficient * 0 + 1, coefficient)
+    return tl.where(max_grad_norm == float("inf"), inverse_scale, inverse_scale * coefficient)
+
+
+@triton.jit
+def sum_of_partials(partials, partial_count, BLOCK: tl.constexpr):
+    """The sum of a norm's tiles in a fixed order; finite tiles never sum up to infinity."""
+    count = tl.load(partial_count)
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    largest = tl.zeros((BLOCK,), tl.float64)
+    begin = count * 0
+    while begin < count:
+        left = tl.load(partials + begin + lane, mask=begin + lane < count, other=0.0)
+        right = tl.load(partials + begin + BLOCK + lane, mask=begin + BLOCK + lane < count, other=0.0)
+        total += left
+        total += right
+        largest = larger(larger(largest, left), right)
+        begin += 2 * BLOCK
+    result = tl.sum(total)
+    # The largest finite float64, or infinity where a tile was.
+    bound = larger(tl.max(largest), tl.full((), 1.7976931348623157e308, tl.float64))
+    return tl.where(result == float("inf"), smaller(result, bound), result)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "control",
+        "power_sum",
+        "partial_count",
+        "grad_scale",
+        "found_inf",
+        "limits",
+        "overflow_out",
+    ]
+)
+def decide(
+    control,
+    power_sum,
+    partial_count,
+    grad_scale,
+    found_inf,
+    limits,
+    overflow_out,
+    HAS_NORM: tl.constexpr,
+    HAS_PARTIALS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_FOUND: tl.constexpr,
+    SKIP_NONFINITE: tl.constexpr,
+    CHECK_OVERFLOW: tl.constexpr,
+    HAS_OVERFLOW_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The control numbers of a step, by the formulas of runtime/control.py.
+
+    limits: skip_above, mean factor, decay, warmup, one.
+    """
+    infinity = float("inf")
+    one = tl.load(limits + 4)
+    inverse = one
+    wrong = one < 0.0
+    if HAS_SCALE:
+        scale = tl.load(grad_scale).to(tl.float64)
+        inverse = one / scale
+        wrong = (scale > 0.0) & (scale < infinity)
+        wrong = wrong == 0
+    overflow = one < 0.0
+    if HAS_FOUND:
+        overflow = tl.load(found_inf) != 0.0
+    norm = one * 0.0
+    finite = one > 0.0
+    if HAS_NORM:
+        if HAS_PARTIALS:  # noqa: SIM108  (Triton chooses at compile time only in a statement)
+            total = sum_of_partials(power_sum, partial_count, BLOCK)
+        else:
+            total = tl.load(power_sum)
+        finite = total < infinity
+        # The largest sum stands for a larger one, of finite gradients.
+        norm = tl.where(total >= 1.7976931348623157e308, infinity, tl.sqrt(total) * inverse)
+        if CHECK_OVERFLOW:
+            overflow = overflow | (finite == 0)
+    mean = tl.load(control + 5)
+    count = tl.load(control + 6)
+    known = (count >= tl.load(limits + 3)) & (mean > 0.0)
+    limit = tl.load(limits + 0)
+    limit = tl.where(known, tl.minimum(limit, tl.load(limits + 1) * mean), limit)
+    skip = overflow | wrong | (norm > limit)
+    if SKIP_NONFINITE:
+        skip = skip | (finite == 0)
+    tl.store(control + 0, norm)
+    tl.store(control + 1, tl.where(skip, one, one * 0.0))
+    tl.store(control + 2, inverse)
+    tl.store(control + 3, one if HAS_SCALE else one * 0.0)
+    tl.store(control + 4, tl.load(control + 4) + tl.where(skip, one, one * 0.0))
+    if HAS_NORM:
+        enters = finite & (norm < infinity) & (overflow == 0) & (wrong == 0)
+        weight = tl.maximum(one - tl.load(limits + 2), one / (count + one))
+        moved = mean + weight * (tl.minimum(norm, limit) - mean)
+        tl.store(control + 5, tl.where(enters, moved, mean))
+        tl.store(control + 6, tl.where(enters, count + one, count))
+    if HAS_OVERFLOW_OUT:
+        tl.store(overflow_out, tl.where(overflow, 1.0, 0.0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["control", "memory", "numbers", "loss"])
+def limit_by_z_score(control, memory, numbers, loss, HAS_LOSS: tl.constexpr, OPTION: tl.constexpr):
+    """`ZClip.on_host` of runtime/limits.py.
+
+    memory: mean, variance, count. numbers: z, decay, warmup, factor, eps, one. OPTION: adaptive, mean, percentile.
+    """
+    infinity = float("inf")
+    largest_z, decay, warmup = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    one = tl.load(numbers + 5)
+    norm, mean, variance, count = tl.load(control), tl.load(memory), tl.load(memory + 1), tl.load(memory + 2)
+    enters = (tl.load(control + 1) == 0.0) & (norm < infinity)
+    warming = count < warmup
+    first_mean = mean + (norm - mean) / (count + one)
+    first_variance = variance + (norm - mean) * (norm - first_mean)
+    first_variance = tl.where(count + one == warmup, first_variance / warmup, first_variance)
+    deviation = tl.sqrt(variance)
+    z = (norm - mean) / (deviation + tl.load(numbers + 4))
+    outlier = z > largest_z
+    if OPTION == 0:
+        clip = (mean + largest_z * deviation / (z / largest_z)) * tl.load(numbers + 3)
+    elif OPTION == 1:
+        clip = mean
+    else:
+        clip = mean + largest_z * deviation
+        outlier = norm > clip
+    outlier = outlier & enters & (warming == 0)
+    taken = tl.where(outlier, clip, norm)
+    next_mean = decay * mean + (one - decay) * taken
+    next_variance = decay * variance + (one - decay) * (taken - next_mean) * (taken - next_mean)
+    beyond = (norm == infinity) & (tl.load(control + 1) == 0.0) & (warming == 0)
+    tl.store(control + 7, tl.where(outlier, clip, tl.where(beyond, mean, infinity)))
+    tl.store(memory, tl.where(enters, tl.where(warming, first_mean, next_mean), mean))
+    tl.store(memory + 1, tl.where(enters, tl.where(warming, first_variance, next_variance), variance))
+    tl.store(memory + 2, tl.where(enters & warming, count + one, count))
+
+
+@triton.jit
+def enter_window(memory, value, factor, seen, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BOTH_SIDES: tl.constexpr):
+    """`Sigma._enter` of runtime/limits.py: a count, then a window of the last values."""
+    at = tl.arange(0, BLOCK)
+    count = tl.load(memory)
+    inside = (at < count) & (at < WINDOW)
+    before = tl.load(memory + 1 + at, mask=inside, other=0.0)
+    known = tl.sum(inside.to(tl.float64))
+    one = count * 0.0 + 1
+    several = tl.where(known > 1, known, one + one)
+    mean = tl.sum(before) / several
+    away = tl.where(inside, before - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(away * away) / (several - one))
+    distance = value - mean
+    if BOTH_SIDES:
+        distance = tl.abs(distance)
+    finite = tl.abs(value) < float("inf")
+    outlier = finite & (count + one >= seen) & (known > 1) & (distance > factor * deviation)
+    tl.debug_barrier()
+    # The count is a whole number of float64 far below 2^53.
+    place = (count.to(tl.int64) % WINDOW) + 1
+    tl.store(memory + place, tl.where(finite, value, tl.load(memory + place)))
+    tl.store(memory, tl.where(finite, count + one, count))
+    return outlier
+
+
+@triton.jit(do_not_specialize_on_alignment=["control", "memory", "numbers", "loss"])
+def limit_by_window(
+    control,
+    memory,
+    numbers,
+    loss,
+    HAS_LOSS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOTH_SIDES: tl.constexpr,
+):
+    """`Sigma.on_host` of runtime/limits.py. numbers: factor, steps seen, one."""
+    factor, seen, one = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    norm = tl.load(control)
+    outlier = enter_window(memory, norm, factor, seen, WINDOW, BLOCK, BOTH_SIDES) | (norm == float("inf"))
+    if HAS_LOSS:
+        own = tl.load(loss).to(tl.float64)
+        outlier = outlier | enter_window(memory + 1 + WINDOW, own, factor, seen, WINDOW, BLOCK, BOTH_SIDES)
+    skips = outlier & (tl.load(control + 1) == 0.0)
+    tl.store(control + 4, tl.load(control + 4) + tl.where(skips, one, one * 0.0))
+    tl.store(control + 1, tl.where(skips, one, tl.load(control + 1)))

@@ -1,0 +1,483 @@
+"""How Triton says things: names that are free, operations, numbers, loads and stores of a tile, storage formats."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ...graph import SCALAR_LEVELS, TilePass, Value, ancestors
+from ...storage import BLOCK, Array, Storage, bits_graph, codec_of, dtype_name, is_coarse, keys_graph, read_arrays
+from ..emit import Names, Writer
+from ..spec import KernelSpec
+
+SPELLING = {
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "mul": "({0} * {1})",
+    "div": "divide({0}, {1})",
+    "pow": "power({0}, {1})",
+    "remainder": "floored_remainder({0}, {1})",
+    "fmod": "truncated_remainder({0}, {1})",
+    "atan2": "arc_tangent2({0}, {1})",
+    "copysign": "with_sign({0}, {1})",
+    "maximum": "maximum({0}, {1})",
+    "minimum": "minimum({0}, {1})",
+    "neg": "(-{0})",
+    "abs": "tl.abs({0})",
+    "sqrt": "square_root({0})",
+    "rsqrt": "reciprocal_root({0})",
+    "exp": "exponential({0})",
+    "exp2": "exponential2({0})",
+    "expm1": "exponential_minus1({0})",
+    "log": "logarithm({0})",
+    "log2": "logarithm2({0})",
+    "log1p": "logarithm_plus1({0})",
+    "log10": "logarithm10({0})",
+    "sin": "sine({0})",
+    "cos": "cosine({0})",
+    "tan": "tangent({0})",
+    "asin": "arc_sine({0})",
+    "acos": "arc_cosine({0})",
+    "atan": "arc_tangent({0})",
+    "sinh": "hyperbolic_sine({0})",
+    "cosh": "hyperbolic_cosine({0})",
+    "tanh": "hyperbolic_tangent({0})",
+    "asinh": "area_sine({0})",
+    "acosh": "area_cosine({0})",
+    "atanh": "area_tangent({0})",
+    "erf": "tl.erf({0})",
+    "erfc": "error_complement({0})",
+    "lgamma": "log_gamma({0})",
+    "sign": "sign({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "round": "nearest({0})",
+    "trunc": "truncate({0})",
+    "number": "{0}.to(tl.float32)",
+    "where": "tl.where({0}, {1}, {2})",
+    "lt": "({0} < {1})",
+    "le": "({0} <= {1})",
+    "gt": "({0} > {1})",
+    "ge": "({0} >= {1})",
+    "eq": "({0} == {1})",
+    "ne": "({0} != {1})",
+    "and": "both({0}, {1})",
+    "or": "either({0}, {1})",
+    "not": "({0} == 0)",
+    "isnan": "({0} != {0})",
+    "isinf": "is_infinite({0})",
+    "widen": "to_float32({0})",
+    "narrow to float32": "{0}",
+    "narrow to bfloat16": "to_bfloat16({0})",
+    "narrow to float16": "{0}.to(tl.float16)",
+    "bits": "bits_of({0})",
+    "of_bits to ": "{0}.to(tl.float32, bitcast=True)",
+    "of_bits to bfloat16": "{0}.to(tl.int16).to(tl.bfloat16, bitcast=True)",
+    "of_bits to float16": "{0}.to(tl.int16).to(tl.float16, bitcast=True)",
+    "of_bits to int16": "{0}.to(tl.int16)",
+    "of_bits to int8": "byte_of({0}, tl.int8)",
+    "of_bits to uint8": "byte_of({0}, tl.uint8)",
+    "whole": "{0}.to(tl.int32)",
+    "real": "{0}.to(tl.float32)",
+    "shift_left": "({0} << {1})",
+    "shift_right": "({0} >> {1})",
+    "bit_and": "({0} & {1})",
+    "bit_or": "({0} | {1})",
+    "bit_xor": "({0} ^ {1})",
+    "block_max": "block_max({0})",
+    "nibble": "nibbles({0})",
+    "pack": "packed_pairs({0})",
+    "quotient": "quotient({0}, {1})",
+    "root": "root({0})",
+    "of_bits to float8_e4m3fn": "byte_of({0}, tl.uint8)",
+}
+
+
+HELPERS = [
+    "absolute",
+    "add",
+    "add_count",
+    "add_largest",
+    "add_squares",
+    "arc_cosine",
+    "arc_sine",
+    "arc_tangent",
+    "arc_tangent2",
+    "area_cosine",
+    "area_sine",
+    "area_tangent",
+    "bits_of",
+    "block_max",
+    "both",
+    "byte_of",
+    "cosine",
+    "differs",
+    "divide",
+    "either",
+    "error_complement",
+    "exponential",
+    "exponential2",
+    "exponential_minus1",
+    "floored_remainder",
+    "gradient_scale_of",
+    "hyperbolic_cosine",
+    "hyperbolic_sine",
+    "hyperbolic_tangent",
+    "is_infinite",
+    "larger",
+    "log_gamma",
+    "logarithm",
+    "logarithm10",
+    "logarithm2",
+    "logarithm_plus1",
+    "loop_bound",
+    "maximum",
+    "minimum",
+    "nearest",
+    "nibbles",
+    "packed_pairs",
+    "power",
+    "quick_quotient",
+    "quotient",
+    "reciprocal_root",
+    "root",
+    "sign",
+    "sine",
+    "smaller",
+    "square_root",
+    "tangent",
+    "to_bfloat16",
+    "to_bfloat16_pairs",
+    "to_float32",
+    "truncate",
+    "truncated_remainder",
+    "with_sign",
+]
+
+POINTERS = {
+    "tile": ["grads", "addresses", "tile_tensor", "first_tile", "numel", "rows", "control", "layout_index", "partials"],
+    "strided": ["layouts", "tile_list"],
+    "blocks": ["columns"],
+    "random": ["streams", "step"],
+    "stats": ["tap_partials"],
+    "changes": ["tap_words", "first_word"],
+    "finish": ["partials", "sums", "grads", "first_tile", "numel"],
+    "scalar": [
+        "counts",
+        "grads",
+        "group",
+        "hyper",
+        "step",
+        "numel",
+        "sizes",
+        "control",
+        "sums",
+        "across",
+        "totals",
+        "rows",
+    ],
+}
+"""Pointer parameters of each kind of kernel, in order; scalar kernels have one more per scalar state."""
+
+
+def _constant(spec_type: str) -> Callable[[float | bool], str]:
+    def spell(number: float | bool) -> str:
+        if isinstance(number, bool):
+            return f"tl.full((1,), {int(number)}, tl.int1)"
+        if isinstance(number, int):
+            return repr(number)
+        if math.isnan(number) or math.isinf(number):
+            return f"tl.full((1,), float('{number}'), tl.{spec_type})"
+        return f"tl.full((1,), {number!r}, tl.{spec_type})" if spec_type == "float64" else repr(number)
+
+    return spell
+
+
+_QUICK = {
+    "div": "({0} / {1})",
+    "sqrt": "tl.sqrt({0})",
+    "quotient": "quick_quotient({0}, {1})",
+    "root": "tl.sqrt({0})",
+}
+"""Two units in the last place of float32 off: nothing beside the rounding of 16-bit arrays."""
+
+
+class _QuickWriter(Writer):
+    """Divides by the numbers of a tensor by multiplying with their reciprocal: made once, not for each element."""
+
+    def template(self, value: Value) -> str:
+        if value.operation == "div" and value.args[1].level in SCALAR_LEVELS:
+            return "({0} * (1.0 / {1}))"
+        return super().template(value)
+
+
+class _FusingWriter(_QuickWriter):
+    """Fuses products that are only added to something with that, in every kernel of a rule alike.
+
+    What is not bound by memory alone needs it: kernels with blocks.
+    """
+
+    def write(self, values: Iterable[Value]) -> None:
+        ordered = list(values)
+        self._own = {id(value) for value in ordered if id(value) not in self.expressions}
+        self._uses = Counter(id(arg) for value in ordered for arg in value.args)
+        super().write(ordered)
+
+    def template(self, value: Value) -> str:
+        if value.operation in ("add", "sub") and not value.dtype and value.level not in SCALAR_LEVELS:
+            for place in (1, 0):
+                if self._is_product(value.args[place]):
+                    return self._fused(value, place).replace("{", "{{").replace("}", "}}")
+        if value.operation == "div" and _has_root(value.args[1]):
+            return "quick_quotient({0}, {1})"
+        return super().template(value)
+
+    def _is_product(self, value: Value) -> bool:
+        by_scalar = value.operation == "div" and value.args[1].level in SCALAR_LEVELS
+        is_new = id(value) in self._own and not value.name and self._uses[id(value)] == 1
+        return is_new and (value.operation == "mul" or by_scalar)
+
+    def _fused(self, total: Value, place: int) -> str:
+        product, other = total.args[place], self.expressions[id(total.args[1 - place])]
+        # The number of a tensor, if there is one, takes the sign: the others' would be an operation for each element.
+        right, left = sorted(product.args, key=lambda arg: arg.level in SCALAR_LEVELS)
+        if product.operation == "div":
+            right, left = product.args
+        factors = [self.expressions[id(left)], self.expressions[id(right)]]
+        if product.operation == "div":
+            factors[0] = f"(1.0 / {factors[0]})"
+        if total.operation == "sub" and place:
+            factors[0] = f"-{factors[0]}"
+        elif total.operation == "sub":
+            other = f"-{other}"
+        return f"tl.fma({factors[0]}, {factors[1]}, {other})"
+
+
+def _has_root(value: Value) -> bool:
+    """Whether a value is a square root, but for numbers of a tensor: zero, or far from the ends of float32."""
+    if value.operation not in ("add", "mul", "div"):
+        return value.operation == "sqrt"
+    left, right = value.args
+    if right.level in SCALAR_LEVELS:
+        return _has_root(left)
+    return value.operation != "div" and left.level in SCALAR_LEVELS and _has_root(right)
+
+
+def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False, fuses: bool = False) -> Writer:
+    """A writer of Triton statements."""
+
+    def declare(name: str, expression: str, value: Value) -> str:
+        return f"{indent}{name} = {expression}"
+
+    spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{spec_type})"}
+    kind = Writer if not quick else _FusingWriter if fuses else _QuickWriter
+    return kind(spelling, declare, _constant(spec_type), names)
+
+
+def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
+    """Whether a pass writes nothing that is kept in far more than 16 bits, and reduces nothing that is."""
+
+    def fits(names: Iterable[str]) -> bool:
+        return all(is_coarse(spec.storages[name]) for name in names if name in spec.storages)
+
+    keeps_more = tile.reductions or tile.parts or tile.kept
+    return fits(tile.stores) and (not keeps_more or fits(tile.reads()))
+
+
+def decorator(pointers: list[str]) -> list[str]:
+    """The line before a kernel with these pointer parameters: one build serves all addresses."""
+    listed = ", ".join(f'"{name}"' for name in pointers)
+    return [f"@triton.jit(do_not_specialize_on_alignment=[{listed}])"]
+
+
+def tile_pointers(spec: KernelSpec, taps: list[str], *, strided: bool = False) -> list[str]:
+    """Pointer parameters of a kernel over tiles of elements, in order; `taps` are those of its taps."""
+    blocks = POINTERS["blocks"] if spec.has_blocks else []
+    return POINTERS["tile"] + taps + blocks + random_pointers(spec) + (POINTERS["strided"] if strided else [])
+
+
+def random_pointers(spec: KernelSpec) -> list[str]:
+    """Pointer parameters of kernels that may round at random."""
+    return POINTERS["random"] if spec.draws else []
+
+
+def pointer_to(array: Array) -> str:
+    """The array's address as a pointer to its elements."""
+    # By its bits, which every GPU has.
+    kind = "uint8" if array.dtype is torch.float8_e4m3fn else dtype_name(array.dtype)
+    return f"{array.name}_address.to(tl.pointer_type(tl.{kind}))"
+
+
+def narrowed(value: str, array: Array, compute: str, *, in_pairs: bool) -> str:
+    """The expression of a value as an element of an array; in pairs where more than the array needs it."""
+    if in_pairs and array.dtype is torch.bfloat16 and compute == "float32":
+        return f"to_bfloat16_pairs({value})"
+    return f"({value}).to(tl.{dtype_name(array.dtype)})"
+
+
+REDUCTIONS = {
+    "reduce_sum": ("0.0", "add"),
+    "reduce_amax": ("float('-inf')", "larger"),
+    "reduce_amin": ("float('inf')", "smaller"),
+}
+
+
+class TileBody:
+    """Writes the masked or unmasked loads and stores of a tile's buffers."""
+
+    def __init__(
+        self, spec: KernelSpec, lines: list[str], indent: str, pointer: Callable[[str], str], mask: str
+    ) -> None:
+        self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
+        self.store_mask = mask
+        self.in_pairs = False
+        self.compute = dtype_name(spec.compute)
+
+    def _mask(self, array: Array) -> str:
+        return _MASKS[array.elements] if self.mask and self.spec.has_blocks else self.mask
+
+    def loaded(self, array: Array) -> str:
+        """The expression of an array's elements as they lie in memory."""
+        other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
+        mask = self._mask(array)
+        masked = f", mask={mask}, other={other}" if mask else ""
+        return f"tl.load({self.pointer(array.name)}{masked})"
+
+    def _store(self, array: Array, element: str) -> None:
+        mask = self._mask(array) if self.store_mask == self.mask else self.store_mask
+        pointer = self.pointer(array.name)
+        if array.elements == BLOCK and not self.mask:
+            # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
+            # another, and its numbers would be moved between threads with two barriers.
+            pointer = f"tl.multiple_of({pointer} + lane, [1, 16])"
+            element = f"tl.broadcast_to({element}, (TILE // {BLOCK}, {BLOCK}))"
+            mask = "(lane == 0) & (block_lane >= 0)"
+        masked = f", mask={mask}" if mask else ""
+        self.lines.append(f"{self.indent}tl.store({pointer}, {element}{masked})")
+
+    def load(self, name: str) -> str:
+        """The expression of a buffer's values."""
+        storage = self.spec.storages[name]
+        codec = codec_of(storage)
+        elements = ", ".join(map(self.loaded, read_arrays(storage, name)))
+        joined = elements if codec.is_element else f"join_{storage.title}({elements})"
+        if codec.is_element and self.spec.has_blocks and storage.arrays(name)[0].dtype is torch.bfloat16:
+            joined = f"to_float32({elements})"
+        return f"{joined}.to(tl.{self.compute})"
+
+    def store(self, name: str, value: str) -> None:
+        """Write the statements that keep a buffer's new values."""
+        storage = self.spec.storages[name]
+        arrays, codec = storage.arrays(name), codec_of(storage)
+        if codec.is_plain:
+            self._store(arrays[0], narrowed(value, arrays[0], self.compute, in_pairs=self.in_pairs))
+            return
+        elements = [f"{array.name}_element" for array in arrays]
+        number = f"({value}).to(tl.float32)"
+        if codec.has_blocks and self.mask:
+            # What is behind a short block is no part of it.
+            number = f"tl.where({self.mask}, {number}, 0.0)"
+        random = self.spec.draws.get(name)
+        arguments = number if random is None else f"{number}, random_{random}(key_0, key_1, element_index)"
+        self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({arguments})")
+        for array, element in zip(arrays, elements):
+            self._store(array, element)
+
+
+_MASKS = {1: "mask", 2: "pair_mask", BLOCK: "block_mask"}
+"""The mask of an array with an entry for so many elements, where tiles are of blocks."""
+
+_AROUND = """
+triton tl range float
+t tile row skip mask inside inverse_scale grad_address layout_row layout back dims dim size coordinate index
+lane begin start stop whole aligned first part active next_step base
+tile_base extents part_starts starts spans tile_count row_parts column_parts
+matrices height width local rest column_tiles row_tiles column_tile row_tile matrix_tile matrix across column line
+first_matrix first_column first_line corner even_corner matrices_left rows_left columns_left pitch even_pitch
+place even_place odd_place
+random stream origin steps_taken stream_keys key_0 key_1 element_index
+block block_lane block_mask pair_lane pair_mask columns_of_row per_row line_column first_column packed_columns
+"""
+
+_RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
+
+_CONSTANT_OR_SLOT = re.compile(
+    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|random|share|slot|span|start|term|total)_[0-9]+|tap_.*"
+)
+"""What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered ones are
+its slots, reductions and arrays."""
+
+
+class TritonNames(Names):
+    """Hands out identifiers for a Triton function and the kernels that call it.
+
+    A kernel's own variable that takes a rule's name loses the rule's value, and one that a loop carries changes its
+    type. A test reads the generated kernels and names what is missing from this list.
+
+    Example:
+        >>> names = TritonNames(["param_array"])
+        >>> [names.fresh(wanted) for wanted in ("update", "update", "size", "SPAN", "start_1", "param_array")]
+        ['update', 'update_2', 'size_2', 'SPAN_', 'start_1_', 'param_array_2']
+    """
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        super().__init__(_RESERVED.union(taken))
+
+    def is_kept(self, name: str) -> bool:
+        """Whether this is a constant's name or a slot's."""
+        return _CONSTANT_OR_SLOT.fullmatch(name) is not None
+
+    def spelled(self, wanted: str) -> str:
+        """The wanted name as an identifier that is no constant of a kernel."""
+        base = super().spelled(wanted)
+        return f"{base}_" if self.is_kept(base) else base
+
+
+def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]]:
+    """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`.
+
+    Quick ones round as quick math does, beside which numbers are off as far anyway.
+    """
+    functions: list[list[str]] = []
+    for title, codec in {storage.title: codec_of(storage) for storage in storages}.items():
+        if codec.is_plain:
+            continue
+        arrays = [codec.arrays[place].name for place in codec.reads]
+        is_quick = quick and not codec.is_random
+        if not codec.is_element:
+            functions.append(_function(f"join_{title}", arrays, [codec.loaded], is_quick))
+        random = ["random"] if codec.is_random else []
+        functions.append(_function(f"split_{title}", ["number", *random], codec.stored, is_quick))
+    return functions
+
+
+def random_functions(slots: Iterable[int]) -> list[list[str]]:
+    """What makes random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
+    functions = [_function("stream_keys", ["low", "high", "count"], keys_graph())]
+    for slot in slots:
+        head, *body = _function(f"random_{slot}", ["key_0", "key_1", "index"], [bits_graph(slot)])[1:]
+        halves = ["    low = index.to(tl.int32)", "    high = (index >> 32).to(tl.int32)"]
+        functions.append(["@triton.jit", head, *halves, *body])
+    return functions
+
+
+def _function(name: str, parameters: Iterable[str], roots: Iterable[Value], quick: bool = False) -> list[str]:
+    writer = _written(roots, quick)
+    returned = ", ".join(writer[root] for root in roots)
+    return ["@triton.jit", f"def {name}({', '.join(parameters)}):", *writer.lines, f"    return {returned}"]
+
+
+def _written(roots: Iterable[Value], quick: bool) -> Writer:
+    """A writer that has written a format's graph in statements."""
+    writer = writer_of("float32", "    ", TritonNames(["number"]), quick, quick)
+    writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
+    values = ancestors(roots)
+    for value in values:
+        if value.operation == "load":
+            writer.bind(value, value.attribute)
+    writer.write(values)
+    return writer

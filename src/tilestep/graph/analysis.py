@@ -1,0 +1,218 @@
+"""What a graph tells of its values: whether a state can become negative, how far the parameter moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from .ir import Builder, Graph, Level, Value, ancestors
+from .lowering import LOWERINGS
+
+Bounds = tuple[float, float]
+"""The least and the largest that a number can be."""
+
+_ANY: Bounds = (-math.inf, math.inf)
+_POSITIVE: Bounds = (0.0, math.inf)
+
+
+def never_negative(graph: Graph, state: str, hypers: Mapping[str, Bounds] | None = None) -> bool:
+    """Whether a state that begins without negative elements never gets one: sums, products and maxima of squares.
+
+    Args:
+        graph: the rule's.
+        state: the state's name.
+        hypers: between what hyperparameters are, by the names that the graph has for them.
+
+    Example:
+        >>> from tilestep.graph import trace
+        >>> from tilestep.rules import registry
+        >>> graph = trace(registry["AdamW"], registry["AdamW"].hyperparameters)
+        >>> [never_negative(graph, state, {"betas.1": (0.0, 1.0)}) for state in ("exp_avg", "exp_avg_sq")]
+        [False, True]
+    """
+    output = graph.outputs.get(state)
+    if output is None:
+        return False
+    known: dict[int, Bounds] = {}
+    for value in ancestors([output]):
+        known[id(value)] = _bounds(value, known, state, hypers or {})
+    return known[id(output)][0] >= 0
+
+
+def _bounds(value: Value, known: Mapping[int, Bounds], state: str, hypers: Mapping[str, Bounds]) -> Bounds:
+    operation = value.operation
+    args = [known[id(arg)] for arg in value.args]
+    if operation == "constant":
+        return (float(value.attribute), float(value.attribute)) if not math.isnan(value.attribute) else _ANY
+    if operation == "load":
+        return _POSITIVE if value.attribute == state else _ANY
+    if operation == "hyper":
+        if value.attribute == "step":
+            return (1.0, math.inf)
+        return hypers.get(value.attribute, _POSITIVE if value.attribute in ("gradient_scale", "numel") else _ANY)
+    if operation in ("abs", "sqrt", "exp", "exp2", "rsqrt"):
+        return _POSITIVE
+    if operation in ("number", "round", "floor", "trunc", "ceil", "sign") and args[0][0] >= 0:
+        return _POSITIVE if operation != "number" else args[0]
+    if operation == "neg":
+        return (-args[0][1], -args[0][0])
+    if operation == "add":
+        mixed = _mixed(value, known)
+        return mixed or (_sum(args[0][0], args[1][0]), _sum(args[0][1], args[1][1]))
+    if operation == "sub":
+        return (_sum(args[0][0], -args[1][1]), _sum(args[0][1], -args[1][0]))
+    if operation == "mul":
+        return _product(value, args, known)
+    if operation == "div":
+        return _POSITIVE if args[0][0] >= 0 and args[1][0] >= 0 else _ANY
+    if operation == "pow":
+        is_even = value.args[1].operation == "constant" and value.args[1].attribute % 2 == 0
+        return _POSITIVE if is_even or args[0][0] >= 0 else _ANY
+    if operation == "maximum":
+        return (max(args[0][0], args[1][0]), max(args[0][1], args[1][1]))
+    if operation == "minimum":
+        return (min(args[0][0], args[1][0]), min(args[0][1], args[1][1]))
+    if operation == "where":
+        return (min(args[1][0], args[2][0]), max(args[1][1], args[2][1]))
+    if operation in ("reduce_sum", "reduce_amax", "reduce_amin", "across_sum", "across_max"):
+        return _POSITIVE if args[0][0] >= 0 else _ANY
+    return _ANY
+
+
+def _sum(left: float, right: float) -> float:
+    total = left + right
+    return -math.inf if math.isnan(total) else total
+
+
+def _product(value: Value, args: list[Bounds], known: Mapping[int, Bounds]) -> Bounds:
+    """A product: not negative if all factors but pairs of the same one are not."""
+    single: dict[int, Value] = {}
+    for factor in _factors(value):
+        if single.pop(id(factor), None) is None:
+            single[id(factor)] = factor
+    if not all(known[id(factor)][0] >= 0 for factor in single.values()):
+        return _ANY
+    if len(single) < len(_factors(value)):
+        return _POSITIVE
+    (low, high), (other_low, other_high) = args
+    if low < 0 or other_low < 0:
+        return _POSITIVE
+    return (low * other_low, high * other_high) if math.isfinite(high * other_high) else _POSITIVE
+
+
+def _factors(value: Value) -> list[Value]:
+    if value.operation != "mul":
+        return [value]
+    return [factor for arg in value.args for factor in _factors(arg)]
+
+
+def _mixed(value: Value, known: Mapping[int, Bounds]) -> Bounds | None:
+    """What lies between two numbers: a + weight * (b - a), the weight from 0 to 1."""
+    for begin, moved in (value.args, value.args[::-1]):
+        if moved.operation != "mul":
+            continue
+        for weight, way in (moved.args, moved.args[::-1]):
+            low, high = known[id(weight)]
+            if way.operation == "sub" and way.args[1] is begin and low >= 0 and high <= 1:
+                ends = (known[id(begin)], known[id(way.args[0])])
+                return (min(low for low, _ in ends), max(high for _, high in ends))
+    return None
+
+
+@torch.library.custom_op("tilestep::displacement", mutates_args=(), schema="(Tensor new, Tensor old) -> Tensor")
+def _displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return new - old
+
+
+@_displacement.register_fake
+def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return new - old
+
+
+def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it.
+
+    Example:
+        >>> displacement(torch.tensor([3.0]), torch.tensor([1.0]))
+        tensor([2.])
+    """
+    return _displacement(new, old)
+
+
+def difference(build: Builder, new: Value, old: Value) -> Value:
+    """The value of `new - old`, simplified where `new` is `old`, scaled and added to.
+
+    Example:
+        >>> build = Builder()
+        >>> param, update = build.load("param"), build.load("update")
+        >>> difference(build, build.apply("sub", param, update), param) is build.apply("neg", update)
+        True
+    """
+    moved = _moved(build, new, old)
+    return build.apply("sub", new, old) if moved is None else moved
+
+
+def _moved(build: Builder, value: Value, old: Value) -> Value | None:
+    """`value - old`, or None where `value` is not `old` with something done to it."""
+    if value is old:
+        return build.constant(0.0)
+    if value.operation == "add":
+        return _sum_moved(build, value.args, old)
+    if value.operation == "sub":
+        moved = _moved(build, value.args[0], old)
+        return None if moved is None else _subtract(build, moved, value.args[1])
+    if value.operation in ("mul", "div"):
+        return _scaled_moved(build, value, old)
+    if value.operation == "where":
+        condition, *branches = value.args
+        if_true, if_false = (_moved(build, branch, old) for branch in branches)
+        return None if if_true is None or if_false is None else build.apply("where", condition, if_true, if_false)
+    return None
+
+
+def _sum_moved(build: Builder, terms: tuple[Value, ...], old: Value) -> Value | None:
+    pairs = [terms, terms[::-1]]
+    for base, added in sorted(pairs, key=lambda pair: pair[0] is not old):
+        moved = _moved(build, base, old)
+        if moved is not None:
+            return added if _is_zero(moved) else build.apply("add", moved, added)
+    return None
+
+
+def _scaled_moved(build: Builder, value: Value, old: Value) -> Value | None:
+    """(old + d) * f - old = old * (f - 1) + d * f, and (old + d) / f - old = (d - old * (f - 1)) / f."""
+    is_product = value.operation == "mul"
+    for base, factor in (value.args, value.args[::-1]) if is_product else (value.args,):
+        moved = _moved(build, base, old) if factor.level <= Level.TENSOR else None
+        if moved is None:
+            continue
+        pulled = build.apply("mul", old, _less_one(build, factor))
+        if not is_product:
+            return build.apply("div", _subtract(build, moved, pulled), factor)
+        return pulled if _is_zero(moved) else build.apply("add", pulled, build.apply("mul", moved, factor))
+    return None
+
+
+def _less_one(build: Builder, factor: Value) -> Value:
+    if factor.operation == "sub" and _is_one(factor.args[0]):
+        return build.apply("neg", factor.args[1])
+    if factor.operation == "add" and any(map(_is_one, factor.args)):
+        return factor.args[1] if _is_one(factor.args[0]) else factor.args[0]
+    return build.apply("sub", factor, build.constant(1.0))
+
+
+def _subtract(build: Builder, left: Value, right: Value) -> Value:
+    return build.apply("neg", right) if _is_zero(left) else build.apply("sub", left, right)
+
+
+def _is_zero(value: Value) -> bool:
+    return value.operation == "constant" and value.attribute == 0.0
+
+
+def _is_one(value: Value) -> bool:
+    return value.operation == "constant" and value.attribute == 1.0
+
+
+LOWERINGS["displacement"] = difference

@@ -1,0 +1,666 @@
+"""A graph in passes: scalar ones over tensors, tile passes over elements, rows and columns, matrix passes between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import RuleError
+from ..linalg import MATRIX_OPERATIONS
+from .ir import ACROSS, REDUCTIONS, SCALAR_LEVELS, Graph, Level, Over, Value, ancestors
+from .lowering import is_matrix_work
+
+
+@dataclass
+class ScalarPass:
+    """Numbers computed once per tensor, in float64."""
+
+    rows: list[tuple[int, Value]] = field(default_factory=list)
+    across: list[tuple[int, Value]] = field(default_factory=list)
+    stores: dict[str, Value] = field(default_factory=dict)
+    is_last: bool = False  # whether this is the last scalar pass
+
+
+@dataclass
+class TilePass:
+    """Work on elements, or on slices (one number a row, a column, ...): one launch over the tiles of all tensors."""
+
+    stores: dict[str, Value] = field(default_factory=dict)  # new value of each buffer written here
+    reductions: list[tuple[int, Value]] = field(default_factory=list)
+    loads: dict[int, str] = field(default_factory=dict)
+    title: str = ""  # its name in generated code
+    stage: int = 0  # the scalar pass that it follows
+    over: Over | None = None  # the dimensions that the slices have not; None for a pass over elements
+    stages: Mapping[int, int] = field(default_factory=dict, repr=False)
+    kept: list[tuple[int, Value]] = field(default_factory=list)
+    parts: list[tuple[int, Value]] = field(default_factory=list)  # slot and reduction computed here, one number a slice
+    view: View | None = None  # how its tiles are cut along rows and columns; None for one that sees its tensors as flat
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.stores or self.reductions or self.kept or self.parts)
+
+    def leaves(self, value: Value) -> bool:
+        """Whether the value is not computed here: a number per tensor, already stored, or of other slices."""
+        if value.level is Level.SLICE and id(value) not in self.loads:
+            return not self._computes_slice(value)
+        return value.level in SCALAR_LEVELS or id(value) in self.loads
+
+    def _computes_slice(self, value: Value) -> bool:
+        if value.over != self.over or value.operation in REDUCTIONS:
+            return False
+        return value.operation == "load" or self.stages[id(value)] == self.stage
+
+    def values(self) -> list[Value]:
+        """What this pass computes and reads, in order; leaves included, not what they depend on."""
+        reduced = (reduction.args[0] for _, reduction in (*self.reductions, *self.parts))
+        return _cut([*self.stores.values(), *(value for _, value in self.kept), *reduced], self)
+
+    def slices(self) -> list[Value]:
+        """The slice-level values that this pass reads because another one keeps them."""
+        return [
+            value
+            for value in self.values()
+            if value.level is Level.SLICE and self.leaves(value) and id(value) not in self.loads
+        ]
+
+    def reads(self) -> list[str]:
+        """Buffers this pass loads."""
+        names = []
+        for value in self.values():
+            if id(value) in self.loads:
+                names.append(self.loads[id(value)])
+            elif value.operation == "load" and not self.leaves(value):
+                names.append(value.attribute)
+        return list(dict.fromkeys(names))
+
+
+def _cut(roots: list[Value], tile: TilePass) -> list[Value]:
+    order: list[Value] = []
+    seen: set[int] = set()
+
+    def visit(value: Value) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if not tile.leaves(value):
+            for arg in value.args:
+                visit(arg)
+        order.append(value)
+
+    for root in roots:
+        visit(root)
+    return order
+
+
+@dataclass(frozen=True)
+class View:
+    """Arrays as a batch of matrices, whose rows and columns tiles are cut along.
+
+    Example:
+        >>> view = View(over=None, dims=4, rows=(2, 3))
+        >>> view.extents((8, 3, 5, 7)), view.place((3, 4)), view.place((2, 3)), view.place((2, 4)), view.place((1, 4))
+        ((24, 5, 7), 'row', 'column', 'matrix', 'other')
+
+    Args:
+        over: the dimensions that the arrays have not, because they hold one number a slice; None for elements.
+    """
+
+    over: Over | None
+    dims: int  # how many dimensions are left
+    rows: Over  # which of those left are rows; those before number the matrices, those after are columns
+
+    def extents(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Matrices, rows and columns of a tensor of this shape."""
+        first, stop = self.over or (0, 0)
+        left = [*shape[:first], *shape[stop:]]
+        begin, end = self.rows
+        return math.prod(left[:begin]), math.prod(left[begin:end]), math.prod(left[end:])
+
+    def place(self, over: Over) -> str:
+        """What slices without these dimensions are here: one number a "row", "column" or "matrix"; "own" or "other"."""
+        if over == self.over:
+            return "own"
+        block = _left(over, self.over)
+        begin, end = self.rows
+        places = {(end, self.dims): "row", (begin, end): "column"}
+        return places.get(block, "matrix" if block == (begin, self.dims) else "other")
+
+
+def _left(block: Over, over: Over | None) -> Over:
+    """A block of dimensions in the numbering of those left without the dimensions inside it."""
+    first, stop = over or (0, 0)
+    return block[0], block[1] - (stop - first)
+
+
+def choose_views(
+    over: Over | None, dims: int, reduced: Sequence[Over], read: Sequence[Over]
+) -> list[tuple[View, list[Over]]]:
+    """The views in which a pass can make its reductions, with those made in each; the first suits what it reads too.
+
+    Example:
+        >>> [(view, done)] = choose_views(None, 3, [(2, 3), (1, 2)], [])
+        >>> view.rows, done
+        ((1, 2), [(2, 3), (1, 2)])
+    """
+    first, stop = over or (0, 0)
+    left = dims - (stop - first)
+    waiting = list(dict.fromkeys(reduced))
+    found: list[tuple[View, list[Over]]] = []
+    while waiting or not found:
+        view = View(
+            over, left, _rows([_left(each, over) for each in waiting], [_left(each, over) for each in read], left)
+        )
+        done = [each for each in waiting if view.place(each) in ("row", "column")]
+        waiting = [each for each in waiting if each not in done]
+        found.append((view, done))
+    return found
+
+
+def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
+    """Which dimensions to see as rows, so that the first reductions and as much as possible of what is read fit."""
+    column = next((block for block in reduced if block[1] < dims), None)
+    if column is not None:
+        return column
+    columns = [block for block in read if block[1] < dims]
+    ends = sorted({block[0] for block in (*reduced, *read) if block[1] == dims}, reverse=True)
+    if reduced:
+        end = reduced[0][0]
+        beside = [block[0] for block in columns if block[1] == end]
+        return next(iter([*beside, *(start for start in ends if start < end)]), 0), end
+    if columns:
+        return columns[0]
+    return (ends[1] if len(ends) > 1 else 0, ends[0]) if ends else (0, 0)
+
+
+def slice_word(over: Over | None, dims: int) -> str:
+    """A word for slices without these dimensions.
+
+    Example:
+        >>> slice_word((1, 2), 2), slice_word((0, 1), 2), slice_word((1, 4), 4)
+        ('row', 'column', 'slice_1_4')
+    """
+    if over is None:
+        return "tile"
+    words = {(dims - 1, dims): "row", (dims - 2, dims - 1): "column", (dims - 2, dims): "matrix"}
+    return words.get(over, f"slice_{over[0]}_{over[1]}")
+
+
+@dataclass
+class Slices:
+    """What a program does with slices; nothing for a rule that reduces whole tensors only."""
+
+    passes: list[list[TilePass]] = field(default_factory=list)
+    slots: dict[int, int] = field(default_factory=dict)
+    overs: list[Over] = field(default_factory=list)  # for each slot, the dimensions that its slices have not
+    views: list[View] = field(default_factory=list)  # every view that a pass cuts its tiles in
+    spans: list[tuple[Over | None, Over]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[Over]:
+        """The kinds of slices there are."""
+        return list(dict.fromkeys(self.overs))
+
+
+class SliceCutter:
+    """Sorts the slice-level values of a graph into passes."""
+
+    def __init__(self, graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> None:
+        self.graph, self.stages, self.tiles = graph, stages, tiles
+        self.slices = Slices()
+        self._passes: dict[tuple[int, Over | None], TilePass] = {(tile.stage, None): tile for tile in tiles}
+
+    def at(self, stage: int, over: Over | None) -> TilePass:
+        """The pass over these slices at a stage."""
+        if (stage, over) not in self._passes:
+            title = f"{slice_word(over, self.graph.dims)}_pass_{stage}"
+            self._passes[stage, over] = TilePass(title=title, stage=stage, over=over, stages=self.stages)
+        return self._passes[stage, over]
+
+    def reduce(self, reduction: Value) -> None:
+        """Let the pass before a reduction to slices compute it."""
+        source = self.at(self.stages[id(reduction)] - 1, reduction.args[0].over)
+        source.parts.append((self._slot(reduction), reduction))
+
+    def store(self, buffer: str, value: Value) -> None:
+        """Write a row or column state in the first pass that knows its value, unless a later one needs the old."""
+        over, stage = self.graph.slice_states[buffer], self.stages[id(value)]
+        last = len(self.tiles) - 1
+        readers = [
+            self.stages[id(user)]
+            for user in self.graph.values()
+            if user.over == over and any(_is_load(arg, buffer) for arg in user.args)
+        ]
+        self.at(stage if all(reader <= stage for reader in readers) else last, over).stores[buffer] = value
+
+    def finish(self) -> Slices:
+        """Decide what passes keep for others, cut the passes in views, and put them in order."""
+        for stage in reversed(range(len(self.tiles))):
+            done: set[Over | None] = set()
+            while waiting := [over for at, over in self._passes if at == stage and over not in done]:
+                over = min(waiting, key=_extent)
+                done.add(over)
+                for value in self._passes[stage, over].slices():
+                    self._keep(value)
+        self._keep_loads()
+        self.slices.passes = [self._ordered(stage) for stage in range(len(self.tiles))]
+        return self.slices
+
+    def _slot(self, value: Value) -> int:
+        slots = self.slices.slots
+        if id(value) not in slots:
+            slots[id(value)] = len(slots)
+            assert value.over is not None
+            self.slices.overs.append(value.over)
+        return slots[id(value)]
+
+    def _keep(self, value: Value) -> None:
+        """Let the pass that computes a value keep it; a copy of a buffer is placed when its readers are known."""
+        if id(value) in self.slices.slots:
+            return
+        slot = self._slot(value)
+        if value.operation != "load":
+            self.at(self.stages[id(value)], value.over).kept.append((slot, value))
+
+    def _keep_loads(self) -> None:
+        """Copies of states for passes over elements or other slices: before anything is written there."""
+        loads = [value for value in self.graph.values() if value.operation == "load" and id(value) in self.slices.slots]
+        for value in loads:
+            readers = [stage for (stage, _), found in self._passes.items() if any(v is value for v in found.slices())]
+            written = [stage for (stage, _), found in self._passes.items() if value.attribute in found.stores]
+            self.at(min(readers + written), value.over).kept.append((self._slot(value), value))
+
+    def _ordered(self, stage: int) -> list[TilePass]:
+        here = {over: found for (at, over), found in self._passes.items() if at == stage and not found.is_empty}
+        ordered: list[TilePass] = []
+        for over in sorted(here, key=_extent, reverse=True):
+            views = self._views(here[over])
+            ordered += [*views[1:], views[0]] if over is not None else views[1:]
+        return ordered
+
+    def _views(self, found: TilePass) -> list[TilePass]:
+        """The pass itself with a view, then further passes for reductions that need another."""
+        read = [value.over for value in found.slices() if value.over is not None and value.over != found.over]
+        reduced = [value.over for _, value in found.parts if value.over is not None]
+        if found.over is None and not read and not reduced:
+            return [found]
+        parts, passes = found.parts, [found]
+        for index, (view, done) in enumerate(choose_views(found.over, self.graph.dims, reduced, read)):
+            if index:
+                title = f"{found.title}_{index}"
+                here = TilePass(title=title, stage=found.stage, over=found.over, stages=self.stages, loads=found.loads)
+                passes.append(here)
+            passes[index].view = view
+            passes[index].parts = [(slot, value) for slot, value in parts if value.over in done]
+            if view not in self.slices.views:
+                self.slices.views.append(view)
+            spans = [(found.over, over) for over in read if view.place(over) == "other"]
+            self.slices.spans += [span for span in dict.fromkeys(spans) if span not in self.slices.spans]
+        return passes
+
+
+def _is_load(value: Value, buffer: str) -> bool:
+    return value.operation == "load" and value.attribute == buffer
+
+
+def _extent(over: Over | None) -> int:
+    return 0 if over is None else over[1] - over[0]
+
+
+Condition = tuple[Value, bool]
+"""A truth value of hyperparameters and the step, and what it must be."""
+
+
+@dataclass
+class MatrixPass:
+    """Work on whole matrices after a tile pass, done for all tensors of a shape at once."""
+
+    values: list[Value] = field(default_factory=list)  # what is computed, in order
+    inputs: dict[int, str] = field(default_factory=dict)
+    outputs: dict[int, str] = field(default_factory=dict)  # the scratch array to which a result goes, by identity
+    states: dict[str, Value] = field(default_factory=dict)  # new values of matrix states, stored at its end
+    needed: dict[int, list[Condition]] = field(default_factory=dict)
+
+
+@dataclass
+class MatrixProgram:
+    """All matrix work of a program."""
+
+    passes: list[MatrixPass | None] = field(default_factory=list)
+    scratch: dict[str, torch.dtype | None] = field(default_factory=dict)
+
+    def numbers(self) -> list[Value]:
+        """The arguments of operations that must be known before the step."""
+        found: dict[int, Value] = {}
+        for library in self.passes:
+            for value in library.values if library else ():
+                operation = MATRIX_OPERATIONS.get(value.operation)
+                found.update({id(arg): arg for arg in value.args[operation.operands :]} if operation else {})
+        return list(found.values())
+
+
+def stage_of(value: Value, stages: dict[int, int]) -> int:
+    """The first tile pass that could use a value of matrix work, given its arguments' stages."""
+    return max(stages[id(arg)] + (not is_matrix_work(arg)) for arg in value.args)
+
+
+def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> MatrixProgram:
+    """Put matrix work between the tile passes, which write its operands and read its results."""
+    work = [value for value in graph.values() if is_matrix_work(value)]
+    _check(graph, work)
+    if not work:
+        return MatrixProgram()
+    library = MatrixProgram([None] * len(tiles))
+    results = [value for value in work if value.level is Level.ELEMENT]
+    handed_over = {id(arg) for node in graph.values() if not is_matrix_work(node) for arg in node.args}
+    handed_over |= {id(value) for value in graph.outputs.values()}
+    conditions = _conditions(graph)
+    states = {name: value for name, value in graph.outputs.items() if name in graph.matrix_states}
+    ends = {index: [value for value in results if stages[id(value)] == index + 1] for index in range(len(tiles))}
+    # New values of matrix states replace the old ones in the last pass, where nothing needs those any more.
+    final = max(stages[id(value)] - 1 for value in [*results, *filter(is_matrix_work, states.values())])
+    ends[final] += filter(is_matrix_work, states.values())
+    for index, roots in ends.items():
+        inside = _needed(roots, index, stages)
+        if not inside:
+            continue
+        matrix_pass = library.passes[index] = MatrixPass([value for value in work if id(value) in inside])
+        matrix_pass.needed = {key: found for key in inside if (found := conditions[key]) is not None}
+        matrix_pass.states = states if index == final else {}
+        for value in matrix_pass.values:
+            for arg in _matrices(value):
+                if is_matrix_work(arg) and id(arg) not in inside:
+                    handed_over.add(id(arg))
+                elif arg.level is Level.ELEMENT and id(arg) not in inside:
+                    _take_in(library, index, tiles[index], value, arg)
+    for value in results:
+        if id(value) in handed_over:
+            _hand_over(library, value, stages[id(value)], tiles)
+    return library
+
+
+def _take_in(library: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
+    """Let a tile pass write an operand of matrix work; where two take it in different types, in the one computed in."""
+    known = [
+        matrix_pass.inputs[id(arg)]
+        for matrix_pass in library.passes[: index + 1]
+        if matrix_pass and id(arg) in matrix_pass.inputs
+    ]
+    name = known[0] if known else _scratch(library, value)
+    if not known:
+        tile.stores[name] = arg
+    elif library.scratch[name] is not _dtype(value):
+        library.scratch[name] = None
+    matrix_pass = library.passes[index]
+    assert matrix_pass is not None
+    matrix_pass.inputs[id(arg)] = name
+
+
+def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
+    """When each value is needed: one of these conditions must be as it says; None for always.
+
+    What stands in one branch of a `where` on hyperparameters and the step is needed only if that branch is taken.
+    """
+    found: dict[int, list[Condition] | None] = {id(value): None for value in graph.outputs.values()}
+    for node in reversed(graph.values()):
+        chooses = node.operation == "where" and node.args[0].level is Level.GROUP
+        for place, arg in enumerate(node.args):
+            use = [(node.args[0], place == 1)] if chooses and place > 0 else found[id(node)]
+            known = found.setdefault(id(arg), [])
+            found[id(arg)] = (
+                None if use is None or known is None else [*known, *(one for one in use if one not in known)]
+            )
+    return found
+
+
+def _matrices(value: Value) -> tuple[Value, ...]:
+    """The arguments of matrix work that are not numbers known before the step."""
+    operation = MATRIX_OPERATIONS.get(value.operation)
+    return value.args[: operation.operands] if operation else value.args
+
+
+def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[int]:
+    """What the pass after tile pass `index` computes: its results, and matrices of other shapes on the way to them."""
+    inside: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        inside.add(id(value))
+        for arg in _matrices(value):
+            on_the_way = arg.level is Level.MATRIX or stages[id(arg)] == index + 1
+            if is_matrix_work(arg) and on_the_way and id(arg) not in inside:
+                waiting.append(arg)
+    return inside
+
+
+def _hand_over(library: MatrixProgram, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
+    """Let a result of matrix work be read by later passes."""
+    matrix_pass = library.passes[stage - 1]
+    assert matrix_pass is not None
+    name = matrix_pass.outputs[id(value)] = _scratch(library, value)
+    for index in range(stage, len(tiles)):
+        tiles[index].loads[id(value)] = name
+        following = library.passes[index]
+        if following is not None:
+            following.inputs[id(value)] = name
+
+
+def _scratch(library: MatrixProgram, value: Value) -> str:
+    """A new scratch array, of the type that this matrix work takes and gives."""
+    name = f"scratch_{len(library.scratch)}"
+    library.scratch[name] = _dtype(value)
+    return name
+
+
+def _dtype(value: Value) -> torch.dtype | None:
+    operation = MATRIX_OPERATIONS.get(value.operation)
+    return operation.dtype if operation else None
+
+
+def _check(graph: Graph, work: Sequence[Value]) -> None:
+    inside = {id(value) for value in work}
+    for node in graph.values():
+        if id(node) not in inside and any(arg.level is Level.MATRIX for arg in node.args):
+            raise RuleError(
+                f"{node.line}: {graph.title} uses {node.operation} on a matrix that has not its parameter's shape; "
+                f"only {', '.join(MATRIX_OPERATIONS)} take one"
+            )
+    for node in work:
+        operation = MATRIX_OPERATIONS.get(node.operation)
+        for number in node.args[operation.operands :] if operation else ():
+            reached = ancestors([number])
+            if any(value.operation == "load" or value.attribute == "step" for value in reached) or (
+                number.level > Level.GROUP
+            ):
+                raise RuleError(
+                    f"{node.line}: in rule {graph.title}: the numbers that {node.operation} takes must be known before "
+                    "the step: make them of hyperparameters alone"
+                )
+
+
+@dataclass
+class Program:
+    """A graph cut into passes, in the order they run: scalar pass k, then tile pass k, then what spans tensors."""
+
+    graph: Graph  # the rule's graph
+    scalars: list[ScalarPass]  # the scalar passes
+    tiles: list[TilePass | None]  # the tile passes; None where a scalar pass has no tile work before the next
+    columns: dict[int, int]  # row-table column of each scalar value that tile passes use, by identity
+    reductions: dict[int, int]  # every reduction with its slot, by identity
+    across: dict[int, int]  # every reduction over all tensors with its slot, by identity
+    library: MatrixProgram = field(default_factory=MatrixProgram)
+    slices: Slices = field(default_factory=Slices)
+
+    @property
+    def buffers(self) -> list[str]:
+        """Element buffers in order: param, grad, then states that are not scalars."""
+        scalar = set(self.graph.scalar_states)
+        return ["param", "grad", *(name for name in self.graph.states if name not in scalar)]
+
+    def slices_before(self, index: int) -> list[TilePass]:
+        """The passes over slices between scalar pass and tile pass `index`."""
+        return self.slices.passes[index] if self.slices.passes else []
+
+    def tile_passes(self) -> list[TilePass]:
+        """Every pass over elements or slices, in the order they run."""
+        return [
+            here
+            for index, tile in enumerate(self.tiles)
+            for here in (*self.slices_before(index), tile)
+            if here is not None
+        ]
+
+    def unscales(self, tile: TilePass) -> bool:
+        """Whether this is the pass that also writes gradients back without their loss scale."""
+        return self.tiles[self.unscaling_pass] is tile
+
+    @property
+    def unscaling_pass(self) -> int:
+        """The tile pass that also writes gradients back without their loss scale: none after it reads them."""
+        reading = [
+            index
+            for index, tile in enumerate(self.tiles)
+            if tile is not None and any("grad" in here.reads() for here in [tile, *self.slices_before(index)])
+        ]
+        return reading[-1] if reading else max(index for index, tile in enumerate(self.tiles) if tile is not None)
+
+
+def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
+    """Cut a graph into passes.
+
+    Example:
+        >>> from tilestep.graph import trace
+        >>> from tilestep.rules import registry
+        >>> cut = partition(trace(registry["Lion"], registry["Lion"].hyperparameters))
+        >>> len(cut.tiles), cut.tiles[0].reads()
+        (1, ['param', 'exp_avg', 'grad'])
+    """
+    stages = _stages(graph)
+    last = max((stages[id(value)] for value in graph.outputs.values()), default=0)
+    scalars = [ScalarPass() for _ in range(last + 1)]
+    tiles = [TilePass(title=f"tile_pass_{stage}", stage=stage, stages=stages) for stage in range(last + 1)]
+    cutter = SliceCutter(graph, stages, tiles)
+    reductions: dict[int, int] = {}
+    across: dict[int, int] = {}
+    for value in graph.values():
+        if value.operation in REDUCTIONS and value.level is Level.SLICE:
+            cutter.reduce(value)
+        elif value.operation in REDUCTIONS:
+            reductions[id(value)] = len(reductions)
+            source = cutter.at(stages[id(value)] - 1, value.args[0].over)
+            source.reductions.append((reductions[id(value)], value))
+        elif value.operation in ACROSS:
+            across[id(value)] = len(across)
+            scalars[stages[id(value)] - 1].across.append((across[id(value)], value))
+    for name, value in graph.outputs.items():
+        if name in graph.scalar_states:
+            scalars[last].stores[name] = value
+        elif name in graph.slice_states:
+            cutter.store(name, value)
+        elif name in graph.matrix_states:
+            continue  # stored by a matrix pass
+        else:
+            tiles[last].stores[name] = value
+    library = plan(graph, stages, tiles)
+    _store_early(tiles, stages, set(exact), bool(library.passes))
+    slices = cutter.finish()
+    scalars[last].is_last = True
+    columns = _columns(scalars, [*tiles, *(tile for here in slices.passes for tile in here)], stages)
+    _library_columns(library, columns, scalars, stages)
+    used: list[TilePass | None] = [None if tile.is_empty else tile for tile in tiles]
+    return Program(graph, scalars, used, columns, reductions, across, library, slices)
+
+
+def _stages(graph: Graph) -> dict[int, int]:
+    stages: dict[int, int] = {}
+    for value in graph.values():
+        if is_matrix_work(value):
+            stages[id(value)] = stage_of(value, stages)
+            continue
+        stage = max((stages[id(arg)] for arg in value.args), default=0)
+        stages[id(value)] = stage + (value.operation in REDUCTIONS or value.operation in ACROSS)
+    return stages
+
+
+def _store_early(tiles: list[TilePass], stages: dict[int, int], exact: set[str], has_matrices: bool) -> None:
+    """Move stores to the first pass that knows the value, where no later pass needs the old one.
+
+    With matrix work between the passes also those of buffers that round, if no later pass needs the new value either.
+    """
+    last = tiles[-1]
+    for name, value in list(last.stores.items()):
+        stage = stages[id(value)]
+        if stage >= len(tiles) - 1 or value.level in SCALAR_LEVELS or is_matrix_work(value):
+            continue
+        if name not in exact and not has_matrices:
+            continue
+        if id(value) not in {id(node) for tile in tiles[: stage + 1] for node in tile.values()}:
+            continue
+        later = tiles[stage + 1 :]
+        for tile in later:
+            tile.loads[id(value)] = name
+        del last.stores[name]
+        rounds = name not in exact and any(name in tile.reads() for tile in later)
+        if rounds or any(_needs_old(tile, name) for tile in later):
+            for tile in later:
+                del tile.loads[id(value)]
+            last.stores[name] = value
+        else:
+            tiles[stage].stores[name] = value
+
+
+def _needs_old(tile: TilePass, name: str) -> bool:
+    return any(
+        node.operation == "load" and node.attribute == name and id(node) not in tile.loads for node in tile.values()
+    )
+
+
+def _columns(scalars: list[ScalarPass], tiles: list[TilePass], stages: dict[int, int]) -> dict[int, int]:
+    columns: dict[int, int] = {}
+    for tile in tiles:
+        for value in tile.values():
+            if value.level in SCALAR_LEVELS and value.operation != "constant" and id(value) not in columns:
+                columns[id(value)] = len(columns)
+                scalars[stages[id(value)]].rows.append((columns[id(value)], value))
+    return columns
+
+
+def _library_columns(
+    library: MatrixProgram, columns: dict[int, int], scalars: list[ScalarPass], stages: dict[int, int]
+) -> None:
+    """Columns for the scalar values that matrices are computed with."""
+    numbers = {id(value) for value in library.numbers()}
+    for here in library.passes:
+        for arg in [arg for value in here.values for arg in value.args] if here else ():
+            known = id(arg) in columns or id(arg) in numbers or arg.operation == "constant"
+            if arg.level in SCALAR_LEVELS and not known:
+                columns[id(arg)] = len(columns)
+                scalars[stages[id(arg)]].rows.append((columns[id(arg)], arg))
+
+
+def scalar_needs(scalar: ScalarPass) -> list[Value]:
+    """Every value a scalar pass computes or reads, in order."""
+    roots = [
+        *(value for _, value in scalar.rows),
+        *(value.args[0] for _, value in scalar.across),
+        *scalar.stores.values(),
+    ]
+    order: list[Value] = []
+    seen: set[int] = set()
+
+    def visit(value: Value) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if value.operation not in REDUCTIONS and value.operation not in ACROSS:
+            for arg in value.args:
+                visit(arg)
+        order.append(value)
+
+    for root in roots:
+        visit(root)
+    return order

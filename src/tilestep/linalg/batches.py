@@ -1,0 +1,504 @@
+"""The matrices of a segment in batches of one shape: one call for all, also those that ranks share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..control_numbers import SKIP
+from ..devices import has_streams
+from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
+from .conditions import Conditions, GroupNumbers
+from .operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrices_at_once
+
+LEAST_MATRICES = 32
+"""Fewer are not worth a graph: its workspace stays allocated between steps."""
+
+_RUNS_BEFORE = 2
+"""Kernels are built and libraries set themselves up in the first runs; a recording is too late for that."""
+
+
+class RecordedPass:
+    """A pass that launches the same work on the same memory at every step, recorded at its third run.
+
+    Inside somebody else's capture, and where the recording fails, the work is launched as ever.
+    """
+
+    def __init__(self, device: torch.device, work: Callable[[], None], pool: Any) -> None:
+        self._device = device
+        self._work = work
+        self._pool = pool
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._fails = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether runs replay a graph."""
+        return self._graph is not None
+
+    def run(self) -> None:
+        """Launch the pass on the current stream."""
+        if torch.cuda.is_current_stream_capturing() or self._fails:
+            self._work()
+            return
+        self._runs += 1
+        if self._graph is None and self._runs > _RUNS_BEFORE:
+            self._record()
+        if self._graph is None:
+            self._work()
+        else:
+            self._graph.replay()
+
+    def _record(self) -> None:
+        """Nothing runs while a graph is recorded, so what fails here can still be launched as ever."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            current, side = torch.cuda.current_stream(), _side_stream(self._device)
+            side.wait_stream(current)
+            try:
+                with torch.cuda.stream(side):
+                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                    try:
+                        self._work()
+                    finally:
+                        graph.capture_end()
+            except RuntimeError:
+                self._fails = True
+                return
+            current.wait_stream(side)
+        self._graph = graph
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that recordings are made on: the default one takes none.
+
+    Its first product makes the matrix library's workspace for this stream, which would otherwise be memory of the
+    first graph and stay there after it.
+    """
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for dtype in (torch.bfloat16, torch.float32):
+            small = torch.ones(1, 16, 16, dtype=dtype, device=device)
+            torch.baddbmm(small, small, small)
+    return stream
+
+
+class Exchange(Protocol):
+    """Sends parts of matrices between the ranks that share them; all ranks make the same calls in the same order."""
+
+    def owns(self, place: int) -> bool:
+        """Whether this rank works on a matrix."""
+
+    def gather(self, parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
+        """Put matrices together where they are worked on."""
+
+    def scatter(self, wholes: Sequence[tuple[int, torch.Tensor | None, torch.Tensor]]) -> None:
+        """Take matrices apart."""
+
+
+class SharedMatrices:
+    """The scratch arrays of a segment's tensors that ranks share, and matrix passes over them."""
+
+    def __init__(self, segment: MatrixSegment, batches: Sequence[Batch]) -> None:
+        self._segment = segment
+        self._scratch = {
+            name: dtype or segment.spec.compute for name, dtype in segment.spec.program.library.scratch.items()
+        }
+        self._members = [member for batch in batches for member in batch.members]
+        self._exchanges = list(dict.fromkeys(self._exchange(member)[0] for member in self._members))
+        for member in self._members:
+            entry = segment.entries[member]
+            for name, dtype in self._scratch.items():
+                entry.arrays[name] = torch.zeros(entry.param.shape, dtype=dtype, device=entry.param.device)
+        self._batches = [batch.of([member for member in batch.members if self._owns(member)]) for batch in batches]
+
+    def _exchange(self, member: int) -> tuple[Exchange, int]:
+        found = self._segment.entries[member].exchange
+        assert found is not None
+        return found
+
+    def _owns(self, member: int) -> bool:
+        exchange, place = self._exchange(member)
+        return exchange.owns(place)
+
+    def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int]]) -> None:
+        """Run a matrix pass.
+
+        Every rank sends and receives, whatever the step needs of the pass: ranks may know of different needs.
+        """
+        inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
+        found = self._gathered(inputs)
+        for batch in self._batches:
+            if batch.members:
+                self._run(matrix_pass, batch, found, outputs, skipped_values(batch))
+        for exchange in self._exchanges:
+            wholes = []
+            for member in self._members:
+                known, place = self._exchange(member)
+                if known is exchange:
+                    arrays = self._segment.entries[member].arrays
+                    wholes += [(place, found.get((member, name)), arrays[name]) for name in outputs]
+            exchange.scatter(wholes)
+
+    def _gathered(self, names: Sequence[str]) -> dict[tuple[int, str], torch.Tensor]:
+        """The whole matrices that this rank works on, by member and name."""
+        found: dict[tuple[int, str], torch.Tensor] = {}
+        for exchange in self._exchanges:
+            members = [member for member in self._members if self._exchange(member)[0] is exchange]
+            keys = [(member, name) for member in members for name in names]
+            parts = [(self._exchange(member)[1], self._segment.entries[member].arrays[name]) for member, name in keys]
+            wholes = exchange.gather(parts)
+            found.update({key: whole for key, whole in zip(keys, wholes) if whole is not None})
+        return found
+
+    def _run(
+        self,
+        matrix_pass: MatrixPass,
+        batch: Batch,
+        found: dict[tuple[int, str], torch.Tensor],
+        outputs: Sequence[str],
+        skipped_values: frozenset[int],
+    ) -> None:
+        arrays: Mapping[str, torch.Tensor] = {
+            name: torch.stack([found.pop((member, name)) for member in batch.members])
+            for name in dict.fromkeys(matrix_pass.inputs.values())
+        }
+        device = self._segment.entries[batch.members[0]].param.device
+        made = {
+            name: torch.zeros(len(batch.members), *batch.shape, dtype=self._scratch[name], device=device)
+            for name in outputs
+        }
+        batch.arrays = {**arrays, **made}
+        for start in range(0, len(batch.members), batch.chunk):
+            run_chunk(self._segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores=True)
+        batch.arrays = {}
+        found.update({(member, name): made[name][at] for at, member in enumerate(batch.members) for name in outputs})
+
+
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "not": torch.logical_not,
+    "number": lambda value: value,
+}
+
+
+def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
+    """An operation of the graph by torch's function of the same name.
+
+    Example:
+        >>> elementwise("maximum", [torch.tensor([1.0, 5.0]), torch.tensor(3.0)])
+        tensor([3., 5.])
+    """
+    function = _OTHERWISE.get(operation) or getattr(torch, operation)
+    return function(*arguments)
+
+
+Known = dict[int, torch.Tensor]
+"""Batches by the identity of their value."""
+
+
+def run_chunk(
+    segment: MatrixSegment,
+    matrix_pass: MatrixPass,
+    batch: Batch,
+    chunk: slice,
+    skipped_values: frozenset[int],
+    stores: bool,
+) -> None:
+    """Compute a pass for some matrices of a batch."""
+    known: Known = {identity: batch.arrays[name][chunk] for identity, name in matrix_pass.inputs.items()}
+    for value in matrix_pass.values:
+        for arg in value.args:
+            if arg.operation == "load" and arg.attribute in batch.states:
+                known[id(arg)] = batch.states[arg.attribute][chunk]
+    kept = {id(value) for value in matrix_pass.states.values()}
+    last_use = {id(arg): place for place, value in enumerate(matrix_pass.values) for arg in value.args}
+    for place, value in enumerate(matrix_pass.values):
+        if id(value) not in skipped_values:
+            name = matrix_pass.outputs.get(id(value))
+            out = None if name is None else batch.arrays[name][chunk]
+            known[id(value)] = _compute(segment, value, known, batch, chunk, out)
+        for arg in value.args:
+            if last_use[id(arg)] == place and id(arg) not in kept:
+                known.pop(id(arg), None)
+    if matrix_pass.states and stores:
+        _store(segment, matrix_pass.states, known, batch, chunk)
+
+
+def _compute(
+    segment: MatrixSegment, value: Value, known: Known, batch: Batch, chunk: slice, out: torch.Tensor | None
+) -> torch.Tensor:
+    compute = segment.spec.compute
+    operation = MATRIX_OPERATIONS.get(value.operation)
+    if operation is not None:
+        operands = [known[id(arg)].to(operation.dtype or compute) for arg in value.args[: operation.operands]]
+        return operation.run(operands, [batch.numbers[id(arg)] for arg in value.args[operation.operands :]], out)
+    if value.operation == "where":
+        branches = [known[id(arg)] for arg in value.args[1:] if id(arg) in known or arg.level in SCALAR_LEVELS]
+        if len(branches) == 1:  # the other is spared, since the step does not take it
+            return branches[0]
+    arguments = [known[id(arg)] if id(arg) in known else _number(segment, arg, batch, chunk) for arg in value.args]
+    result = elementwise(value.operation, arguments)
+    return result if out is None else out.copy_(result)
+
+
+def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) -> torch.Tensor:
+    """A number of each tensor, [matrices, 1, 1]; a constant without dimensions."""
+    table = segment.row_table()
+    if value.operation == "constant":
+        dtype = torch.bool if value.is_bool else table.dtype
+        return torch.full((), value.attribute, dtype=dtype, device=table.device)
+    numbers = table[:, segment.spec.program.columns[id(value)]][batch.index[chunk], None, None]
+    return numbers != 0 if value.is_bool else numbers
+
+
+def _store(segment: MatrixSegment, states: Mapping[str, Value], known: Known, batch: Batch, chunk: slice) -> None:
+    """Write new matrix states where the tensor has a gradient and the step is not skipped."""
+    active = (segment.grads[batch.index[chunk]] != 0) & (segment.control[SKIP] == 0)
+    found = {name: known.get(id(value)) for name, value in states.items()}
+    new = {name: value for name, value in found.items() if value is not None}
+    # All are chosen before any is written: one may be another's old value.
+    chosen = {
+        name: torch.where(active[:, None, None], value, batch.states[name][chunk])
+        for name, value in new.items()
+        if value.data_ptr() != batch.states[name][chunk].data_ptr()
+    }
+    for name, value in chosen.items():
+        batch.states[name][chunk].copy_(value)
+
+
+SkippedValues = dict[tuple[int, int], frozenset[int]]
+"""Values that are not computed, by identity, for each matrix pass and batch by their places."""
+
+
+class MatrixBatches:
+    """The scratch arrays and matrix states of a segment, and its matrix passes."""
+
+    def __init__(self, segment: MatrixSegment) -> None:
+        self.segment = segment
+        self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.groups
+        self.library = self.spec.program.library
+        self.numbers = self.library.numbers()
+        self.keys = self._keys()
+        own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
+        self.batches = [self._batch(key, members) for key, members in self._sorted(own).items()]
+        for batch in self.batches:
+            self._allocate(batch)
+        shared = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
+        parted = [self._batch(key, members) for key, members in self._sorted(shared).items()]
+        self.shared = SharedMatrices(segment, parted) if parted else None
+        """The tensors of which this rank has a part."""
+        operations = [
+            MATRIX_OPERATIONS.get(value.operation) for matrix_pass in self._work() for value in matrix_pass.values
+        ]
+        self.waits = any(operation is not None and operation.waits for operation in operations)
+        """Whether the host waits for the device in steps that need all."""
+        conditional = any(matrix_pass.needed for matrix_pass in self._work())
+        self.conditions = Conditions(self.groups) if conditional else None
+        """What decides on the host which work a step does not need; None if all is needed always."""
+        self.skipped_values: SkippedValues | None = None
+        """What steps leave out, whatever they need: set while a step is captured. None lets the host decide."""
+        self.active = np.ones(0, dtype=bool)
+        """Which tensors took part in the last step, where it matters."""
+        self.is_built = False
+        """Whether all passes have run, so that nothing is left to compile."""
+        self._recorded = self._recordings()
+
+    def _keys(self) -> list[tuple[Any, ...]]:
+        """Shape and numbers of each tensor."""
+        known: dict[int, tuple[float, ...]] = {}
+        keys = []
+        for entry in self.entries:
+            if entry.group not in known:
+                numbers = GroupNumbers(self.groups[entry.group])
+                known[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
+            whole = entry.param if entry.exchange is None else entry.handle
+            keys.append((tuple(whole.shape), known[entry.group]))
+        return keys
+
+    def outdated(self) -> bool:
+        """Whether the numbers have changed since the batches were made."""
+        return self.keys != self._keys()
+
+    def _sorted(self, indices: Sequence[int]) -> dict[tuple[Any, ...], list[int]]:
+        members: dict[tuple[Any, ...], list[int]] = {}
+        for index in indices:
+            members.setdefault(self.keys[index], []).append(index)
+        return members
+
+    def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
+        (rows, columns), numbers = key
+        work = [value for matrix_pass in self.library.passes if matrix_pass for value in matrix_pass.values]
+        chunk = matrices_at_once(work, (rows, columns), self.spec.compute, len(members))
+        by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
+        batch = Batch((rows, columns), members, by_identity, chunk)
+        batch.index = torch.tensor(members, dtype=torch.int64, device=self.segment.device)
+        self._adopt_states(batch)
+        return batch
+
+    def _allocate(self, batch: Batch) -> None:
+        """Scratch arrays; a result lies one chunk before the operand it replaces, in the same memory."""
+        device, count = self.entries[batch.members[0]].param.device, len(batch.members)
+        for name, replaced in self._replacements().items():
+            dtype = self.library.scratch[name] or self.spec.compute
+            spare = batch.chunk if replaced else 0
+            memory = torch.zeros(count + spare, *batch.shape, dtype=dtype, device=device)
+            batch.arrays[name] = memory[spare:]
+            if replaced:
+                batch.arrays[replaced] = memory[:count]
+        for place, index in enumerate(batch.members):
+            self.entries[index].arrays.update({name: array[place] for name, array in batch.arrays.items()})
+
+    def _replacements(self) -> dict[str, str | None]:
+        """Each scratch array that has memory of its own, and the one, if any, that takes it over chunk by chunk."""
+        scratch = self.library.scratch
+        found: dict[str, str | None] = dict.fromkeys(scratch)
+        for matrix_pass in self.library.passes:
+            for value in matrix_pass.values if matrix_pass else ():
+                source = matrix_pass.inputs.get(id(value.args[0])) if matrix_pass else None
+                target = matrix_pass.outputs.get(id(value)) if matrix_pass else None
+                if source in found and target in found and found[source] is None and found[target] is None:
+                    readers = [node for other in self._work() for node in other.values if value.args[0] in node.args]
+                    if readers == [value] and scratch[source] is scratch[target]:
+                        found[source] = target
+                        del found[target]
+        return found
+
+    def _work(self) -> list[MatrixPass]:
+        return [matrix_pass for matrix_pass in self.library.passes if matrix_pass]
+
+    def _adopt_states(self, batch: Batch) -> None:
+        """Take the entries' matrix states into batches and give back views of them."""
+        for name in self.spec.program.graph.matrix_states:
+            kept = [self.entries[index].matrices[name] for index in batch.members]
+            batch.states[name] = torch.stack(kept)
+            for place, index in enumerate(batch.members):
+                self.entries[index].matrices[name] = batch.states[name][place]
+
+    def plain(self) -> SkippedValues | None:
+        """What is left out of a step that the host need not wait in; None if there is no such step."""
+        if not self.waits:
+            return {}
+        if self.conditions is None:
+            return None
+        self.conditions.look(self.segment.step, self._active())
+        work = [(index, matrix_pass) for index, matrix_pass in enumerate(self.library.passes) if matrix_pass]
+        found: SkippedValues = {}
+        for place, batch in enumerate(self.batches):
+            skipped_values = self.conditions.later([matrix_pass for _, matrix_pass in work], self._groups(batch))
+            if skipped_values is None:
+                return None
+            found.update({(index, place): values for (index, _), values in zip(work, skipped_values)})
+        return found
+
+    def suffices(self, skipped_values: SkippedValues, active: np.ndarray) -> bool:
+        """Whether a step that leaves this out is what the next step should be."""
+        assert self.conditions is not None
+        self.conditions.look(self.segment.step, active)
+        for (index, place), values in skipped_values.items():
+            matrix_pass, batch = self.library.passes[index], self.batches[place]
+            taking_part = active[batch.members].any()
+            if (
+                matrix_pass
+                and taking_part
+                and not values <= self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))
+            ):
+                return False
+        return True
+
+    def replayed(self, active: np.ndarray, may_skip: bool) -> None:
+        """A captured step was launched."""
+        assert self.conditions is not None
+        self.conditions.launched(active, may_skip)
+
+    def launches(self) -> list[Launch]:
+        """What operations on parameter-shaped matrices launch that Triton builds, if they say so."""
+        found: list[Launch] = []
+        for matrix_pass in self._work():
+            for value in matrix_pass.values:
+                operation = MATRIX_OPERATIONS.get(value.operation)
+                if operation is None or operation.launches is None or id(value.args[0]) not in matrix_pass.inputs:
+                    continue
+                for batch in self.batches:
+                    numbers = [batch.numbers[id(arg)] for arg in value.args[operation.operands :]]
+                    found += operation.launches(batch.shape, numbers, self.segment.device)
+        return found
+
+    def build(self) -> None:
+        """Build every kernel of the matrix passes, and let the matrix library set itself up; only scratch changes."""
+        skipped_values = self.plain()
+        if not self.is_built and skipped_values is not None:
+            for index in range(len(self.library.passes)):
+                self._run(index, skipped_values, stores=False)
+            self.is_built = True
+
+    def run(self, index: int) -> None:
+        """Run the matrix pass after tile pass `index`, if there is one; nothing is waited for."""
+        if index in self._recorded:
+            self._recorded[index].run()
+        else:
+            self._run(index, self.skipped_values, stores=True)
+
+    def _recordings(self) -> dict[int, RecordedPass]:
+        """The passes that are the same launches at every step, where the host is spared enough of them."""
+        device = self.segment.device
+        differs = self.waits or self.conditions is not None or self.shared is not None
+        if not has_streams(device) or differs or len(self.entries) < LEAST_MATRICES:
+            return {}
+        pool, this = torch.cuda.graph_pool_handle(), weakref.ref(self)
+
+        def work(index: int) -> None:
+            batches = this()
+            assert batches is not None
+            batches._run(index, batches.skipped_values, stores=True)
+
+        places = [index for index, matrix_pass in enumerate(self.library.passes) if matrix_pass]
+        return {index: RecordedPass(device, partial(work, index), pool) for index in places}
+
+    def _active(self) -> np.ndarray:
+        """Which tensors take part in this step."""
+        gradients = self.segment.gradients or self.entries
+        return np.asarray([gradient is not None for gradient in gradients], dtype=bool)
+
+    def _groups(self, batch: Batch) -> list[int]:
+        return sorted({self.entries[member].group for member in batch.members})
+
+    def _skipped_values(self, matrix_pass: MatrixPass, batch: Batch) -> frozenset[int]:
+        """What a batch does not need in this step."""
+        if self.conditions is None:
+            return frozenset()
+        return self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))
+
+    def _run(self, index: int, fixed: SkippedValues | None, stores: bool) -> None:
+        matrix_pass = self.library.passes[index]
+        if matrix_pass is None:
+            return
+        is_last = matrix_pass is self._work()[-1]
+        decides = self.conditions is not None and fixed is None
+        if self.conditions is not None:
+            self.active = self._active()
+        if self.conditions is not None and decides:
+            self.conditions.look(self.segment.step, self.active)
+        for place, batch in enumerate(self.batches):
+            if not batch.shape[0] or not batch.shape[1]:
+                continue
+            if self.conditions is not None and not self.active[batch.members].any():
+                continue  # nothing of it takes part in this step
+            skipped_values = (fixed or {}).get((index, place), frozenset())
+            if decides:
+                skipped_values = self._skipped_values(matrix_pass, batch)
+            for start in range(0, len(batch.members), batch.chunk):
+                run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores)
+        if self.shared is not None and stores:
+            self.shared.run(matrix_pass, lambda batch: self._skipped_values(matrix_pass, batch))
+        if self.conditions is not None and decides and is_last:
+            self.conditions.launched(self.active, self.segment.may_skip)
+        self.is_built = self.is_built or is_last

@@ -1,0 +1,170 @@
+"""The table of operations on whole matrices: names, shapes, how each runs on a batch and in how much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+
+class MatrixSegment(Protocol):
+    """A segment of the engine, as far as matrices are concerned: its tensors, and what is known of a step."""
+
+    spec: Any
+    entries: list[Any]
+    groups: Sequence[Mapping[str, Any]]
+    device: torch.device
+    grads: torch.Tensor
+    gradients: Sequence[torch.Tensor | None]
+    control: torch.Tensor
+    step: torch.Tensor
+    may_skip: bool
+
+    def row_table(self) -> torch.Tensor:
+        """The row table, on the device."""
+
+
+@dataclass
+class Batch:
+    """Tensors of one shape whose operations take the same numbers."""
+
+    shape: tuple[int, int]  # rows and columns of each
+    members: list[int]  # their places in the segment
+    numbers: dict[int, float]  # what operations take beside matrices, by identity of the value
+    chunk: int  # how many are worked on at once
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # each scratch array, [members, rows, columns]
+    states: dict[str, torch.Tensor] = field(default_factory=dict)  # each matrix state, [members, side, side]
+    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
+
+    def of(self, members: Sequence[int]) -> Batch:
+        """The same of some members; matrix states are kept by all members or none."""
+        if list(members) == self.members:
+            return self
+        index = torch.tensor(members, dtype=torch.int64, device=self.index.device)
+        return replace(self, members=list(members), index=index, arrays={}, states={})
+
+
+limit: int = 1 << 30
+"""The bound of an optimizer that is made now."""
+
+_kept: ContextVar[int | None] = ContextVar("_kept", default=None)
+"""The bound of the optimizer whose kernels are being prepared; None for the one of now."""
+
+
+class Operation(Protocol):
+    """A value of a graph, as far as its memory is concerned."""
+
+    @property
+    def operation(self) -> str: ...
+
+
+def limit_workspace(size: int) -> int:
+    """Bound the memory that a matrix operation takes while it runs; optimizers made from now on keep to it.
+
+    Matrices of one shape are worked on together as far as the bound allows, at least one at a time. Smaller chunks mean
+    more launches.
+
+    Args:
+        size: bytes; 1 GiB at first.
+
+    Returns:
+        The bound so far.
+
+    Raises:
+        ValueError: for a negative number.
+
+    Example:
+        >>> before = limit_workspace(4 << 30)
+        >>> limit_workspace(before) == 4 << 30
+        True
+    """
+    global limit
+    if size < 0:
+        raise ValueError(f"a workspace of {size} bytes; it must be at least 0")
+    before, limit = limit, size
+    return before
+
+
+@contextmanager
+def keeping_to(bound: int | None) -> Iterator[None]:
+    """Prepare matrix operations for a bound that may have been set when another was; None takes that of now."""
+    token = _kept.set(bound)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
+    """How many of a number of matrices are worked on together."""
+    rows, columns = shape
+    needs = [1]
+    for value in work:
+        operation = MATRIX_OPERATIONS.get(value.operation)
+        extra = operation.workspace(rows, columns) if operation else 0
+        needs.append((rows * columns + extra) * ((operation and operation.dtype) or compute).itemsize)
+    kept = _kept.get()
+    chunks = -(-count * max(needs) // max(limit if kept is None else kept, 1))
+    return max(1, -(-count // min(chunks, count)))
+
+
+Launch = tuple[Any, Sequence[Any]]
+"""What launches one of Triton's kernels, and the arguments."""
+
+Space = tuple[str, str]
+"""How many rows and columns a matrix has, in words of its parameter: `("rows", "columns")` is the parameter's shape."""
+
+PARAMETER: Space = ("rows", "columns")
+"""The parameter's own shape."""
+
+Run = Callable[[Sequence[torch.Tensor], Sequence[float], "torch.Tensor | None"], torch.Tensor]
+"""From batches [B, R, C], numbers and, or None, where the result should go, to the result: `out` itself if given."""
+
+
+@dataclass(frozen=True)
+class MatrixOperation:
+    """One operation on whole matrices."""
+
+    name: str  # what graphs and messages call it
+    operands: int  # how many matrices it takes; any further arguments are numbers known before the step
+    space: Callable[..., Space]  # from the operands' shapes to the result's
+    run: Run
+    dtype: torch.dtype | None = None  # what it takes and returns; None for the type that the rule computes in
+    is_view: bool = False  # whether the result is the operand's own memory, seen otherwise
+    workspace: Callable[[int, int], int] = field(default=lambda rows, columns: 0)
+    waits: bool = False  # whether the host waits for the device in it, so that no CUDA graph can hold it
+    launches: Callable[[tuple[int, int], Sequence[float], torch.device], list[Launch]] | None = None
+
+
+MATRIX_OPERATIONS: dict[str, MatrixOperation] = {}
+"""Every operation by name."""
+
+
+def register(operation: MatrixOperation) -> MatrixOperation:
+    """Add an operation to the table."""
+    MATRIX_OPERATIONS[operation.name] = operation
+    return operation
+
+
+def _product_space(left: Space, right: Space) -> Space:
+    return left[0], right[1]
+
+
+def _matmul(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
+    left, right = operands
+    return torch.bmm(left, right) if out is None else torch.bmm(left, right, out=out)
+
+
+def _transpose(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
+    return operands[0].mT if out is None else out.copy_(operands[0].mT)
+
+
+matmul = register(MatrixOperation("matmul", 2, _product_space, _matmul))
+"""`left @ right`."""
+
+transpose = register(MatrixOperation("transpose", 1, lambda space: (space[1], space[0]), _transpose, is_view=True))
+"""`matrix.mT`."""

@@ -1,0 +1,331 @@
+"""Page-locked memory, copies beside the computation, and chunks of tiles that fit a buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..devices import has_streams
+from ..errors import HostMemoryError, OffloadError
+from ..pairs import REAL_INSTEAD
+from ..placement.local import local_part
+from ..runtime.segment import Segment, Window
+
+
+def part_of(param: torch.Tensor) -> torch.Tensor:
+    """What of a parameter lies on this rank."""
+    part: torch.Tensor = local_part(param)
+    return part
+
+
+def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
+    """Raise for a parameter that is somewhere else than the others."""
+    if param.is_complex():
+        raise OffloadError(f"{label} is complex, and offload() moves real arrays: {REAL_INSTEAD}")
+    found = part_of(param).device
+    if found != device:
+        raise OffloadError(
+            f"{label} is on {found}, others of the optimizer are on {device}: offload() takes one device"
+        )
+
+
+ALIGNMENT = 256
+"""Bytes at whose multiples buffers begin."""
+
+_PAGE = 4096
+_PORTABLE, _MAPPED = 1, 2
+"""Flags of CUDA's page-locking: for every device's context, and kernels may read and write it by its address."""
+
+_MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def gigabytes(count: float) -> str:
+    """A number of bytes to read.
+
+    Example:
+        >>> gigabytes(14.3e9), gigabytes(2_500)
+        ('14.3 GB', '2.5 kB')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} bytes"
+
+
+def available() -> tuple[int, str]:
+    """Host memory that can still be taken, in bytes, and what sets the limit.
+
+    Example:
+        >>> available()[0] > 0
+        True
+    """
+    found = [(_system(), "memory of the system"), (_control_group(), "limit of the control group")]
+    found.append((_address_space(), "limit of the process's address space"))
+    known = [(count, limit) for count, limit in found if count is not None]
+    return min(known) if known else (1 << 62, "unknown")
+
+
+def _system() -> int | None:
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    return None
+
+
+def _control_group() -> int | None:
+    """What version 2 of Linux's control groups leaves; pages of files that nobody uses can be taken."""
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CONTROL_GROUP / "memory.max").read_text())
+        used = int((_CONTROL_GROUP / "memory.current").read_text())
+        lines = (_CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        idle = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        return max(limit - used + idle, 0)
+    return None
+
+
+def _address_space() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return max(limit - int(_STATM.read_text().split()[0]) * resource.getpagesize(), 0)
+    return None
+
+
+class HostMemory:
+    """Pieces of host memory that a GPU copies from and to without waiting; each is given back with its last tensor.
+
+    torch's own page-locked memory comes in powers of two: of 9.5 GB of state 6.5 GB would be lost.
+    """
+
+    def __init__(self, device: torch.device, what: str = "the optimizer's state") -> None:
+        self.device = device
+        self.what = what
+        self._pieces: list[tuple[int, int, weakref.ref[np.ndarray]]] = []
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """One piece of memory for several buffers."""
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        if not sum(padded):
+            return [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in sizes]
+        memory = self._piece(sum(padded))
+        starts = np.concatenate([[0], np.cumsum(padded)]).tolist()
+        return [memory[start : start + size] for start, size in zip(starts, sizes)]
+
+    def like(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Uninitialized tensors in one piece of memory, with the shapes and memory formats of others.
+
+        Example:
+            >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+            >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
+            >>> copy.dtype, copy.stride() == image.stride()
+            (torch.float64, True)
+        """
+        sizes = [tensor.numel() * dtype.itemsize for tensor, dtype in zip(tensors, dtypes)]
+        made = []
+        for tensor, dtype, flat in zip(tensors, dtypes, self.take(sizes)):
+            like = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
+            begin = flat.storage_offset() // dtype.itemsize
+            # Not a view: it has a version of its own, and nobody follows it to its neighbours.
+            empty = torch.empty(0, dtype=dtype, device="cpu")
+            made.append(empty.set_(flat.untyped_storage(), begin, like.shape, like.stride()))
+        return made
+
+    def _piece(self, size: int) -> torch.Tensor:
+        there, limit = available()
+        if size > there:
+            raise self._missing(size, there, limit)
+        try:
+            array = np.empty(size + _PAGE, dtype=np.uint8)
+        except MemoryError:
+            raise self._missing(size, there, limit) from None
+        first = -array.ctypes.data % _PAGE
+        if has_streams(self.device):
+            self._lock(array, array.ctypes.data + first, size)
+        self._pieces.append((array.ctypes.data, array.nbytes, weakref.ref(array)))
+        # The slice is made first: the tensor's memory then begins with what is locked, and torch calls it pinned.
+        return torch.from_numpy(array[first : first + size])
+
+    def _missing(self, size: int, there: int, limit: str, why: str = "") -> HostMemoryError:
+        kind = "page-locked host memory" if has_streams(self.device) else "host memory"
+        return HostMemoryError(
+            f"{self.what} needs {gigabytes(size)} of {kind}{why}, and {gigabytes(there)} would fit ({limit}): that is "
+            f"{100 * min(there / size, 1):.0f}% of it. Give the optimizer fewer parameters, a rule with less state, or "
+            "state of 16 bits (no master_weights)"
+        )
+
+    def _lock(self, array: np.ndarray, address: int, size: int) -> None:
+        with torch.cuda.device(self.device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _MAPPED))
+        if code:
+            with contextlib.suppress(RuntimeError):
+                # CUDA reports its last error to whoever launches next.
+                torch.zeros(1, device=self.device)
+            raise self._missing(size, *available(), why=f", which CUDA could not lock (error {code})")
+        finalizer = weakref.finalize(array, _unlock, address, self.device)
+        finalizer.atexit = False
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the pieces that are still in use."""
+        self._pieces = [piece for piece in self._pieces if piece[2]() is not None]
+        return sum(size for _, size, _ in self._pieces)
+
+    def holds(self, buffer: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that was taken here."""
+        address = buffer.data_ptr()
+        return (
+            any(start <= address < start + size for start, size, piece in self._pieces if piece() is not None)
+            or not buffer.numel()
+        )
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@dataclass
+class Run:
+    """Bytes of one array that lie together on the host and in a buffer."""
+
+    host: torch.Tensor  # uint8[bytes], where they live
+    place: int  # where they begin in the buffer
+
+    def inside(self, memory: torch.Tensor) -> torch.Tensor:
+        """uint8[bytes] of a buffer."""
+        return memory[self.place : self.place + self.host.numel()]
+
+
+@dataclass
+class Chunk:
+    """A run of tiles whose arrays are in a buffer together."""
+
+    tiles: range  # their places in the segment
+    tensors: range  # the places of the tensors they belong to
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by array, what of it the chunk has
+    begins: dict[str, np.ndarray] = field(default_factory=dict)
+    size: int = 0  # bytes of the buffer that it takes
+
+    def window(self, memory: torch.Tensor) -> Window:
+        """The window of the chunk when it is in this buffer."""
+        address = memory.data_ptr()
+        return Window(self.tiles, self.tensors, {name: begins + address for name, begins in self.begins.items()})
+
+
+def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> list[tuple[range, range]]:
+    """Cut tensors into chunks of at most so many tiles.
+
+    Example:
+        >>> sizes_of_chunks([2, 0, 5, 1], [False] * 4, room=3)
+        [(range(0, 3), range(0, 3)), (range(3, 6), range(2, 3)), (range(6, 8), range(2, 4))]
+        >>> sizes_of_chunks([2, 5, 1], [False, True, False], room=3)
+        [(range(0, 2), range(0, 1)), (range(2, 7), range(1, 2)), (range(7, 8), range(2, 3))]
+    """
+    chunks: list[tuple[range, range]] = []
+    begin = first = end = 0
+
+    def close(last: int) -> None:
+        if end > begin:
+            chunks.append((range(begin, end), range(first, last)))
+
+    for place, count in enumerate(tiles):
+        left = count
+        while left:
+            free = room - (end - begin)
+            if end > begin and (free <= 0 or (whole[place] and left > free)):
+                close(place if left == count else place + 1)
+                begin, first = end, place
+                continue
+            if end == begin:
+                first = place
+            taken = left if whole[place] else min(left, free)
+            end += taken
+            left -= taken
+    close(len(tiles))
+    return [(tiles, range(tensors.start, tensors.stop)) for tiles, tensors in chunks]
+
+
+def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]:
+    """Cut a segment so that each chunk's part of some arrays takes about so many bytes."""
+    tiles, entries = segment.tiles, segment.entries
+    width = sum(entries[0].arrays[name].element_size() for name in names)
+    counts = (-(-tiles.numel // tiles.size)).tolist()
+    strided = set(segment.own_strided)
+    whole = [place in strided for place in range(len(entries))]
+    per_chunk = max(room // max(width * tiles.size, 1), 1)
+    chunks = [Chunk(*each) for each in sizes_of_chunks(counts, whole, per_chunk)]
+    for chunk in chunks:
+        lay_out(chunk, segment, names)
+    return chunks
+
+
+def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
+    """Find the bytes of a chunk on the host, and give them places in a buffer."""
+    tiles = segment.tiles
+    for name in names:
+        begins = np.zeros(len(chunk.tensors), dtype=np.int64)
+        runs: list[_Span] = []
+        for position, place in enumerate(chunk.tensors):
+            array = segment.entries[place].arrays[name]
+            first = max(chunk.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
+            stop = min((chunk.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
+            if stop <= first:
+                continue
+            # Rows of packed neighbours are even, and so are the places at which tiles cut them.
+            packed = segment.entries[place].param.numel() // array.numel()
+            first, stop = segment.element_at(place, first) // packed, segment.element_at(place, stop) // packed
+            width = array.element_size()
+            start = int(array.storage_offset()) * width + first * width
+            length = (stop - first) * width
+            if not (runs and runs[-1].extend(array, start, length)):
+                chunk.size = -(-chunk.size // ALIGNMENT) * ALIGNMENT + start % ALIGNMENT
+                runs.append(_Span(array, start, start + length, chunk.size))
+            last = runs[-1]
+            chunk.size = last.place + last.stop - last.start
+            begins[position] = last.place + (start - last.start) - first * width
+        chunk.begins[name] = begins
+        chunk.runs[name] = [run.run() for run in runs]
+
+
+@dataclass
+class _Span:
+    """Neighbouring bytes of a storage, and their place in a buffer."""
+
+    array: torch.Tensor
+    start: int
+    stop: int
+    place: int
+
+    def extend(self, array: torch.Tensor, start: int, length: int) -> bool:
+        """Take in what follows, with the gap between; whether it does follow."""
+        same = array.untyped_storage().data_ptr() == self.array.untyped_storage().data_ptr()
+        if not same or not 0 <= start - self.stop < ALIGNMENT:
+            return False
+        self.stop = start + length
+        return True
+
+    def run(self) -> Run:
+        storage = self.array.untyped_storage()
+        host = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            storage, self.start, (self.stop - self.start,), (1,)
+        )
+        return Run(host, self.place)
+
+
+def staged_view(array: torch.Tensor, run_place: int, memory: torch.Tensor) -> torch.Tensor:
+    """A tensor like one on the host, in a buffer."""
+    offset = memory.storage_offset() + run_place
+    begin = offset // array.element_size()
+    return torch.empty(0, dtype=array.dtype, device=memory.device).set_(
+        memory.untyped_storage(), begin, array.shape, array.stride()
+    )

@@ -1,0 +1,261 @@
+"""State and update on the host: gradients come down, the CPU's kernels update, parameters go up, chunk by chunk."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..backends.cpp.run import CpuSegment
+from ..backends.spec import KernelSpec, pass_traffic
+from ..control_numbers import INVERSE_SCALE, SKIP, UNSCALE
+from ..errors import OffloadError
+from ..optimizer.parameters import check_not_shared, check_parameter
+from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
+from ..runtime.gradients import copy_to
+from ..runtime.segment import Segment, Window
+from ..side_stream import SideStream
+from .copies import HostMemory, check_device, part_of, sizes_of_chunks
+from .mirrors import Arrivals, KeptGradients, Mirror, Mirrors, check_unchanged, checksums
+from .offloaded import OffloadedState
+
+
+class HostState(OffloadedState):
+    """State on the host, updated there; the host waits for each chunk's gradients before it updates it."""
+
+    looks_at_gradients = True
+
+    def __init__(self, device: torch.device, chunk_bytes: int, keeps_gradients: bool = False) -> None:
+        self.keeps_gradients = keeps_gradients
+        self.device = device
+        self.chunk_bytes = chunk_bytes
+        self.memory = HostMemory(torch.device("cpu"))
+        self.mirror_memory = HostMemory(device, "copies of parameters and gradients")
+        self.inward, self.outward, self.compute = SideStream(device), SideStream(device), SideStream(device, own=False)
+        self.mirrors = Mirrors(self.mirror_memory)
+        self.arrivals = Arrivals(self.outward, self.compute, chunk_bytes)
+        self.mirror_of: dict[int, Mirror] = {}
+        self._versions = -1
+        self._sums: torch.Tensor | None = None
+        self.kept = KeptGradients(self.mirrors, self.arrivals) if keeps_gradients else None
+        self._entries: list[Entry] = []
+        self._norm: DeviceNorm | None = None
+
+    def check(self, label: str, param: torch.Tensor) -> None:
+        """Parameters are on the device that this home was made for."""
+        check_device(label, param, self.device)
+
+    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Have copies of these parameters."""
+        for label, param in params:
+            check_device(label, param, self.device)
+            check_parameter(part_of(param), label)
+        check_not_shared([(label, part_of(param)) for label, param in params])
+        self.wait()
+        if self.mirrors.follow([param for _, param in params]):
+            self._versions, self._sums = -1, None
+        if self.kept is not None:
+            self.kept.follow([param for _, param in params])
+        self.follow_parameters()
+        self.mirror_of = {id(mirror.host): mirror for mirror in self.mirrors.values()}
+        self._entries, self._norm = [], None
+
+    def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """The copy on the host."""
+        mirror = self.mirrors.get(param)
+        return mirror.host if mirror is not None and mirror.fits(part) else part
+
+    def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Buffers in ordinary host memory: nothing copies them."""
+        return self.memory.like(params, dtypes)
+
+    def arrange(self, spec: KernelSpec, entry: Entry) -> None:
+        """Gradients arrive in the order of their parameters."""
+        entry.ordered = True
+        self._entries.append(entry)
+
+    def attend(self, segment: Segment) -> None:
+        """Let a segment's passes wait for gradients and send parameters."""
+        if not isinstance(segment, CpuSegment):
+            raise OffloadError("updates on the host need a C++ compiler: install one, or take where='gpu'")
+        segment.mover = HostUpdate(self, segment)
+
+    def gradients(
+        self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
+    ) -> list[list[torch.Tensor | None]]:
+        """Send gradients to the host, without waiting; where they are going to be."""
+        check_unchanged(list(self.mirrors.values()))
+        self.inward.follow(self.compute.mark())
+        self.arrivals.begin()
+        found = [[self._sent(self.mirrors[each], own) for each, own in zip(*one)] for one in zip(params, gradients)]
+        self.arrivals.close()
+        return found
+
+    def _sent(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if self.kept is not None:
+            return self.kept.taken(mirror, gradient)
+        if gradient is not None and not mirror.takes(gradient):
+            return gradient
+        mirror.sent, mirror.present = gradient, False
+        if gradient is None:
+            return None
+        self.arrivals.send(mirror, gradient)
+        return mirror.gradient
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that are here."""
+        self.mirrors.drop()
+        self.arrivals.forget()
+
+    def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
+        """The sum of squares, computed where the gradients are: on the device while they travel, or here."""
+        if self.kept is not None:
+            self.arrivals.wait(list(self.mirrors.values()))
+            return [source.norm() for source in sources]
+        if self._norm is None:
+            self._norm = DeviceNorm(self.device, self._entries)
+        return [self._norm.launch([self.mirror_of[id(entry.param)].sent for entry in self._norm.entries])]
+
+    def follow_parameters(self) -> None:
+        """Copy parameters that other code has written to; through `param.data` their sums tell of it, not versions."""
+        if self.mirrors.versions() == self._versions and self._holds_sums():
+            return
+        for mirror in self.mirrors.values():
+            mirror.host.copy_(mirror.part.detach())
+
+    def note_parameters(self) -> None:
+        """Remember that parameters and copies agree; what sums the parameters is launched, not waited for."""
+        self._versions = self.mirrors.versions()
+        self._sums = self._checksums()
+
+    def _holds_sums(self) -> bool:
+        """Whether the parameters' bits sum up to what they did after the last step; the host waits for backward."""
+        return self._sums is None or torch.equal(self._sums, self._checksums())
+
+    def _checksums(self) -> torch.Tensor:
+        return checksums([mirror.part for mirror in self.mirrors.values()])
+
+    def finish(self, engine: DeviceEngine) -> None:
+        """Let the device wait for its parameters; its gradients lose the loss scale that they carried."""
+        self.compute.follow(self.inward.mark())
+        control = engine.control.tolist()
+        if control[UNSCALE] and not control[SKIP]:
+            for entry in engine.entries:
+                gradient = self.mirror_of[id(entry.param)].sent
+                if gradient is not None and _takes_writes(gradient):
+                    gradient.mul_(control[INVERSE_SCALE])
+        self.drop_gradients()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken for state, and for copies of parameters and gradients."""
+        return self.memory.taken + self.mirror_memory.taken
+
+    def wait(self) -> None:
+        """Have parameters arrive on the device; the state is on the host already."""
+        self.inward.synchronize()
+        self.outward.synchronize()
+
+
+class DeviceNorm:
+    """The norm pass over gradients that are on the device, of parameters that are updated elsewhere."""
+
+    def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
+        self.entries = list(entries)
+        self._table = SharedNorm(device, self.entries)
+        self._addresses = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
+        self._total = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def launch(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Compute their sum of squares, float64[1] on the device."""
+        dense = [each if each is None or is_dense(each) else each.contiguous() for each in gradients]
+        addresses = [0 if each is None else each.data_ptr() for each in dense]
+        copy_to(self._addresses, np.asarray(addresses, dtype=np.int64))
+        self._table.launch(self._addresses, self._total)
+        return self._total
+
+
+class HostUpdate:
+    """Runs the tile passes of a segment on the host."""
+
+    def __init__(self, home: HostState, segment: CpuSegment) -> None:
+        self._home = home
+        # The segment has this: a cycle would keep the state in host memory until it is collected.
+        self._segment_ref = weakref.ref(segment)
+        self._mirrors = [home.mirror_of[id(entry.param)] for entry in segment.entries]
+        program = segment.spec.program
+        self._writes = [
+            any(array.name == "param" for array in pass_traffic(segment.spec, index).writes)
+            for index in range(len(program.tiles))
+        ]
+        self._in_slices = bool(program.slices.views)
+        tiles = segment.tiles
+        counts = (-(-tiles.numel // tiles.size)).tolist()
+        strided = set(segment.own_strided)
+        width = segment.entries[0].param.element_size()
+        room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
+        whole = [place in strided for place in range(len(counts))]
+        self.windows = [Window(*each) for each in sizes_of_chunks(counts, whole, room)]
+        if not self._in_slices:
+            segment.set_windows(self.windows)
+
+    def settle(self) -> None:
+        """Wait for gradients; the state is here."""
+        self._home.arrivals.wait(self._mirrors)
+
+    @property
+    def _segment(self) -> CpuSegment:
+        segment = self._segment_ref()
+        assert segment is not None, "only its segment runs it"
+        return segment
+
+    def run(self, index: int) -> None:
+        """Wait for a window's gradients, update it, send its parameters; then the next."""
+        segment, program = self._segment, self._segment.spec.program
+        if program.tiles[index] is None and not program.slices_before(index):
+            return
+        for position, window in enumerate(self.windows):
+            self._home.arrivals.wait([self._mirrors[place] for place in window.tensors])
+            if self._in_slices:
+                segment.tile_pass(index)
+            else:
+                segment.tile_window(index, position)
+            if self._writes[index]:
+                self._send(window)
+        if not self._in_slices:
+            segment.finish_windows(index)
+
+    def _send(self, window: Window) -> None:
+        tiles = self._segment.tiles
+        pairs = []
+        for place in window.tensors:
+            first = max(window.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
+            stop = min((window.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
+            mirror = self._mirrors[place]
+            if stop > first and mirror.present:
+                ends = self._segment.element_at(place, first), self._segment.element_at(place, stop)
+                pairs.append(_part_between(mirror, *ends))
+        self._home.inward.copy(pairs)
+
+
+def _part_between(mirror: Mirror, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements of a parameter in memory order, on the device and on the host; all of it where the orders differ."""
+    target, source = mirror.part.detach(), mirror.host
+    if not _same_order(target, source):
+        return target, source
+    return (
+        target.as_strided((stop - first,), (1,), target.storage_offset() + first),
+        source.as_strided((stop - first,), (1,), source.storage_offset() + first),
+    )
+
+
+def _takes_writes(gradient: torch.Tensor) -> bool:
+    """Whether each element of a tensor has memory of its own; an expanded one stays as it is."""
+    return not any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
+
+
+def _same_order(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether both fill their memory in the same order."""
+    return left.stride() == right.stride() and is_dense(left)

@@ -1,0 +1,184 @@
+"""`offload`: an optimizer whose state lives in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from ..backends.cpp.compile import compiler
+from ..backends.triton.launch import available as triton_is_there
+from ..combinations import kind_of, refusal, wrappers_around
+from ..devices import is_host
+from ..errors import OffloadError
+from ..optimizer import Optimizer
+from ..optimizer.attached import resolve_optimizer
+from ..optimizer.checkpoint import unchanged_on_error
+from ..optimizer.parameters import labelled
+from .copies import check_device, part_of
+from .host import HostState
+from .offloaded import InPlace, OffloadedOptimizer, OffloadedState, measure_bandwidths, plan_for
+from .streaming import StreamedState
+
+_MIB = 1 << 20
+_PLACES = ("auto", "gpu", "cpu")
+
+
+def offload(
+    optimizer: Optimizer | Callable[[], Optimizer],
+    *,
+    state: bool = True,
+    gradients: bool = False,
+    where: str = "auto",
+    chunk_mb: float = 64.0,
+    buffers: int = 3,
+) -> OffloadedOptimizer:
+    """Keep an optimizer's state, float32 masters included, in host memory.
+
+    The update runs on the GPU, through which the state is streamed in chunks, both ways at once; or on the CPU, to
+    which gradients go and from which parameters come back, chunk by chunk. Either gives what the optimizer gives on
+    that device without offloading, to the bit.
+
+    Step counts and other numbers stay with the parameters, and so do the rows, columns and matrices of rules that have
+    such state (Adafactor, SOAP).
+
+    Args:
+        optimizer: any optimizer of tilestep's, whose parameters are on one device; it is changed itself, and state it
+            has is taken along. Or a function that makes one: then its state is never on the device.
+        state: keep the state on the host.
+        gradients: move gradients to the host while backward runs, each as soon as it is there, and free them on the
+            device; those of several backwards are added up. An update on the GPU reads them back as it goes. The
+            parameters' `grad` is None after backward, and `step` uses the gradients up: clip with `max_grad_norm`,
+            scale losses with `tilestep.GradScaler`.
+        where: where updates run: "gpu", "cpu", or "auto" for what this machine's bandwidths, measured here, make
+            faster. Parameters that are on the CPU (as by FSDP2's `CPUOffloadPolicy`) are updated there, with their
+            state beside them.
+        chunk_mb: MiB of state, or with "cpu" of parameters, in a chunk.
+        buffers: device memory in chunks, for "gpu": with three, one comes in and one goes out while one is updated.
+
+    Returns:
+        The optimizer that was given.
+
+    Raises:
+        OffloadError: for parameters on several devices or on one that is neither, an optimizer that is wrapped
+            otherwise, a machine without compiler for the chosen place. Nothing is changed then.
+        HostMemoryError: if there is not enough host memory: what was asked for, and what would fit. Nothing is changed.
+        ValueError: for an argument out of its range.
+
+    Source: Rajbhandari et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021).
+
+    Example:
+        >>> import torch, tilestep
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = tilestep.offload(lambda: tilestep.SGD(model.parameters(), lr=0.5, momentum=0.9))
+        >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> optimizer.step()
+        >>> model.weight.tolist()
+        [[0.5, 0.0]]
+    """
+    if where not in _PLACES:
+        raise ValueError(f"Invalid where: {where!r}; it is one of {', '.join(map(repr, _PLACES))}")
+    if not state:
+        raise ValueError("Invalid state: False; there would be nothing to offload")
+    if not chunk_mb > 0 or buffers < 1:
+        raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
+    made = _made(optimizer)
+    if gradients:
+        _refuse("offload of gradients", made)
+        _refuse_wrappers(made)
+    device = _device_of(made)
+    where, reason = _choose(made, device, where, gradients)
+    return move_state(made, _home(where, device, int(chunk_mb * _MIB), buffers, gradients), where, reason)
+
+
+def _made(optimizer: Any) -> Optimizer:
+    optimizer = resolve_optimizer("offload", optimizer)
+    _refuse("offload", optimizer)
+    return optimizer
+
+
+def _refuse(added: str, optimizer: Optimizer) -> None:
+    reason = refusal(added, optimizer.attached)
+    if reason:
+        raise OffloadError(reason)
+
+
+def _refuse_wrappers(optimizer: Optimizer) -> None:
+    """Raise for what reduces gradients over ranks only after they have gone to the host."""
+    own = {id(param): label for label, _, _, param in labelled(optimizer)}
+    for wrapper in wrappers_around(lambda param: id(param) in own):
+        raise OffloadError(f"what the model is wrapped in {refusal('offload of gradients', [kind_of(wrapper)])}")
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    params = [(label, param) for label, _, _, param in labelled(optimizer) if not param.is_meta]
+    if not params:
+        raise OffloadError("no parameter of the optimizer has memory yet: offload it after they are initialized")
+    device = part_of(params[0][1]).device
+    for label, param in params:
+        check_device(label, param, device)
+    if device.type not in ("cpu", "cuda"):
+        raise OffloadError(
+            f"{params[0][0]} is on {device}: offload() is for parameters on a GPU, or on the CPU already"
+        )
+    return device
+
+
+def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: bool) -> tuple[str, str]:
+    """Where updates run, and why."""
+    if is_host(device):
+        if where == "gpu":
+            raise OffloadError("where='gpu', but the parameters are on the CPU: move the model to a GPU first")
+        return "here", "the parameters are on the CPU, and so is the state"
+    if "shard" in optimizer.attached:
+        if where == "cpu":
+            _refuse("offload to the CPU", optimizer)
+        where = "gpu"
+    able = {"gpu": triton_is_there(), "cpu": compiler() is not None}
+    needs = {"gpu": "Triton", "cpu": "a C++ compiler"}
+    if where != "auto":
+        if not able[where]:
+            raise OffloadError(f"where={where!r} needs {needs[where]}, which is not there")
+        return where, "as asked for"
+    if not all(able.values()):
+        chosen = next((place for place, is_able in able.items() if is_able), None)
+        if chosen is None:
+            raise OffloadError("updates on the GPU need Triton, those on the CPU a C++ compiler; neither is there")
+        return chosen, f"there is no {needs['cpu' if chosen == 'gpu' else 'gpu'].removeprefix('a ')}"
+    plan, known = plan_for(optimizer), measure_bandwidths(device)
+    gpu, cpu = plan.on_device(known, gradients), plan.on_host(known, gradients)
+    return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
+
+
+def _home(where: str, device: torch.device, chunk: int, buffers: int, gradients: bool) -> OffloadedState:
+    if where == "here":
+        return InPlace()
+    if where == "gpu":
+        return StreamedState(device, chunk, buffers, gradients)
+    return HostState(device, chunk, gradients)
+
+
+@torch.no_grad()
+def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason: str) -> OffloadedOptimizer:
+    """Give an optimizer's state another memory."""
+    owner = optimizer.schedule.updating(optimizer)
+    with unchanged_on_error(owner):
+        owner.take_memory(memory)
+        memory.attach_to(owner, where, reason)
+    names = _attached(memory, where)
+    for each in {id(each): each for each in (owner, optimizer)}.values():
+        each.memory = memory
+        offers = {"offload_report": memory.offload_report}
+        each.attach(names, offers=offers if hasattr(each, "wait") else {**offers, "wait": memory.wait})
+    optimizer.schedule.states_replaced(optimizer)
+    return cast(OffloadedOptimizer, optimizer)
+
+
+def _attached(memory: OffloadedState, where: str) -> tuple[str, ...]:
+    """What `combinations` calls it."""
+    if where == "here":
+        return ("offload in place",)
+    to_host = ("offload to the CPU",) if where == "cpu" else ()
+    return ("offload", *to_host, *(("offload of gradients",) if memory.keeps_gradients else ()))

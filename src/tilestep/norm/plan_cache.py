@@ -1,0 +1,213 @@
+"""What is kept from one call to the next: for a list of tensors with the same metadata, its tables on the devices."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from ..devices import has_streams
+from ..errors import GradientError
+from ..tensor_watch import TensorWatch
+from .table import NormTable
+from .tiles import DTYPES, combine, upload
+
+KEPT = 8
+"""Recipes kept, the last used first; each holds 20 bytes of device memory per tile."""
+
+
+class Recipe:
+    """The tables for one list of tensors on one stream per device; holds no tensor of the caller."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.lock = threading.Lock()
+        self._watch = TensorWatch(tensors)
+        self._loose = [index for index, tensor in enumerate(tensors) if not _is_dense(tensor)]
+        self._bytes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
+        self._uploaded = False
+        self._in_place: tuple[int, int] | None = None
+        self._overlap: bool | None = None
+        self._first_device = tensors[0].device
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        self._dtype = torch.float64 if wide else torch.float32
+        places: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            places.setdefault(tensor.device, []).append(index)
+        self._parts = [_Part(device, tensors, indices) for device, indices in places.items()]
+        self._streams = _streams(places)
+        # torch's check refuses a list that holds the same tensor twice, and so would refuse it at every call.
+        self.reusable = self._watch.same_metadata(tensors)
+
+    def fits(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these tensors have the metadata this was made for, and the current streams are the same."""
+        alike, in_place = self._watch.same_metadata_and_addresses(tensors)
+        self._in_place = (id(tensors), self._watch.times_remembered) if in_place else None
+        return alike and _streams(part.device for part in self._parts) == self._streams
+
+    def norm(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The norm as a scalar on the first tensor's device; the caller holds the lock."""
+        dense = self._dense(tensors)
+        self._follow(dense)
+        if len(self._parts) == 1:
+            part = self._parts[0]
+            total = torch.empty((), dtype=self._dtype, device=part.device)
+            part.table.launch(part.addresses, total, norm_type, root=True)
+            return total
+        return combine(self._totals(norm_type), norm_type).to(self._dtype)
+
+    def total(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The norm before its root, float64[1] on the first tensor's device; the caller holds the lock."""
+        self._follow(self._dense(tensors))
+        totals = self._totals(norm_type)
+        return totals if len(self._parts) == 1 else combine(totals, norm_type, root=False).reshape(1)
+
+    def _totals(self, norm_type: float) -> torch.Tensor:
+        """What each device gives before the root, float64[devices] on the first tensor's."""
+        totals = []
+        for part in self._parts:
+            total = torch.empty(1, dtype=torch.float64, device=part.device)
+            part.table.launch(part.addresses, total, norm_type)
+            totals.append(total.to(self._first_device))
+        return torch.cat(totals) if len(totals) > 1 else totals[0]
+
+    def scale(self, tensors: list[torch.Tensor], norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
+        """Multiply the tensors by min(1, max_norm / (norm + 1e-6)); the caller holds the lock.
+
+        Tensors that are not dense are multiplied by torch, and so are all where some overlap: then the order counts.
+        """
+        dense = self._dense(tensors)
+        self._follow(dense)
+        if self._overlap is None:
+            self._overlap = _overlapping(np.array(self._watch.addresses, dtype=np.int64), self._bytes)
+        if self._overlap or self._loose:
+            by_torch = range(len(tensors)) if self._overlap else self._loose
+            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).reshape(())
+            for index in by_torch:
+                tensors[index].mul_(coefficient.to(tensors[index].device))
+            if self._overlap:
+                return
+        for part in self._parts:
+            limit = max_norm.to(part.device) if isinstance(max_norm, torch.Tensor) else max_norm
+            part.table.scale(part.addresses, norm.to(part.device), limit)
+        self._watch.count_writes(tensors)
+
+    def _dense(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not self._loose:
+            return tensors
+        dense = list(tensors)
+        for index in self._loose:
+            dense[index] = dense[index].contiguous()
+        return dense
+
+    def _follow(self, dense: list[torch.Tensor]) -> None:
+        """Bring the addresses on the devices up to date, if any tensor moved."""
+        # What `fits` has seen just now holds once; another thread may have brought other addresses since.
+        seen, self._in_place = self._in_place, None
+        in_place = seen == (id(dense), self._watch.times_remembered) or self._watch.same_addresses(dense)
+        if not (self._uploaded and in_place):
+            self._uploaded = False
+            self._watch.remember_addresses(dense)
+            addresses = np.array(self._watch.addresses, dtype=np.int64)
+            for part in self._parts:
+                part.addresses = upload(addresses if part.indices is None else addresses[part.indices], part.device)
+            self._overlap = None
+            self._uploaded = True
+
+
+class _Part:
+    """The tensors of one device."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor], indices: list[int]) -> None:
+        self.device = device
+        self.indices = None if len(indices) == len(tensors) else np.array(indices)
+        numels = [tensors[index].numel() for index in indices]
+        self.table = NormTable(device, numels, [tensors[index].dtype for index in indices])
+        self.addresses: torch.Tensor
+
+
+def _streams(devices: Iterable[torch.device]) -> list[int]:
+    """Work on another stream must not share partial results with this one's."""
+    return [torch.cuda.current_stream(device).cuda_stream for device in devices if has_streams(device)]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _overlapping(addresses: np.ndarray, lengths: np.ndarray) -> bool:
+    present = lengths > 0
+    begin, size = addresses[present], lengths[present]
+    order = np.argsort(begin)
+    begin, size = begin[order], size[order]
+    return bool(np.any(begin[:-1] + size[:-1] > begin[1:]))
+
+
+_recipes: list[tuple[Hashable, Recipe]] = []
+_lock = threading.Lock()
+
+
+def find_recipe(tensors: list[torch.Tensor], positions: Callable[[], Sequence[int]] | None = None) -> Recipe | None:
+    """The recipe for a list of tensors, made if there is none."""
+    first, last = tensors[0], tensors[-1]
+    key = (len(tensors), first.shape, last.shape, first.device)
+    # What a capture uploads is there when its graph is replayed, not before: nobody else can use it, nor can it use
+    # what others have and may change. It is memory of the graph, as any tensor made inside.
+    captures = first.is_cuda and torch.cuda.is_current_stream_capturing()
+    with _lock:
+        for place, (known, recipe) in enumerate(() if captures else _recipes):
+            if known == key and recipe.fits(tensors):
+                if place:
+                    _recipes.insert(0, _recipes.pop(place))
+                return recipe
+        if not _plain(tensors):
+            return None
+        _require_supported(tensors, positions)
+        recipe = Recipe(tensors)
+        if recipe.reusable and not captures:
+            _recipes.insert(0, (key, recipe))
+            del _recipes[KEPT:]
+        return recipe
+
+
+def forget_recipes() -> None:
+    """Let go of all tables."""
+    with _lock:
+        _recipes.clear()
+
+
+def _plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all memory is ours to read."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return all(type(tensor) in plain and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+
+
+def _require_supported(tensors: Sequence[torch.Tensor], positions: Callable[[], Sequence[int]] | None) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.layout == torch.strided and tensor.dtype in DTYPES:
+            continue
+        name = f"tensor {index}" if positions is None else f"the gradient of parameter {positions()[index]}"
+        if tensor.layout != torch.strided:
+            raise GradientError(f"{name} is sparse ({tensor.layout}): call .to_dense() on it first")
+        raise GradientError(f"{name} has dtype {tensor.dtype}; a norm reads bfloat16, float16, float32, float64")
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have held the lock, and its tables' partial results were in use."""
+    global _lock
+    _lock = threading.Lock()
+    _recipes.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

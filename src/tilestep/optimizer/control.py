@@ -1,0 +1,485 @@
+"""Deciding a step: what goes into it, from a scaler, limits and other optimizers, and what outlives it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..combinations import FSDP1, refusal, split_kind
+from ..control_numbers import CONTROL_SIZE, MEAN, MEAN_COUNT, NORM, SKIPPED
+from ..errors import GradientError
+from ..placement.local import local_part
+from ..runtime import DeviceEngine, StepInputs, build_ahead
+from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
+from .build import spec_of
+from .parameters import labelled
+from .plan import moved
+
+if TYPE_CHECKING:
+    from ..placement import Agreement
+    from .protocol import Optimizer, StepPlan
+
+
+LIMITS_KEY = "limits"
+"""Key of the first group of a state_dict for what adaptive limits remember."""
+
+_MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
+"""Keys of the first group of a state_dict, and their places in the control numbers."""
+
+
+@dataclass(frozen=True)
+class TimesMean:
+    """A limit for `skip_above`: a multiple of the running mean of the global gradient norm.
+
+    The first norms count equally; then the mean is exponential. A norm above the limit enters the mean as the limit
+    itself: one spike hardly moves it, and after a lasting rise of the norm it follows, so that skipping ends. Norms
+    that are not finite do not enter.
+
+    Args:
+        factor: skip above this many times the mean; more than 1.
+        decay: what a norm keeps of its weight from step to step; 0.99 averages over about 100 steps. In [0, 1).
+        warmup: norms that must have entered before any step is skipped; at least 1.
+
+    Raises:
+        ValueError: for a value out of its range.
+
+    Example:
+        >>> TimesMean(3.0)
+        TimesMean(factor=3.0, decay=0.99, warmup=100)
+    """
+
+    factor: float
+    decay: float = 0.99
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"Invalid factor: {self.factor}; a multiple of the mean norm is a number above 1")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"Invalid decay: {self.decay}; it must be at least 0 and below 1")
+        if not self.warmup >= 1:
+            raise ValueError(f"Invalid warmup: {self.warmup}; at least 1 norm must be known before it is compared with")
+
+
+@dataclass(frozen=True)
+class SkipPolicy:
+    """Which steps an optimizer skips by itself."""
+
+    nonfinite: bool = False
+    above: float | TimesMean | Sigma | None = None
+    tracks_norm: bool = False
+
+    def __post_init__(self) -> None:
+        above = self.above
+        if above is None or isinstance(above, (TimesMean, Sigma)):
+            return
+        if isinstance(above, StepLimit) or not above > 0:
+            raise ValueError(
+                f"Invalid skip_above: {above}; it must be a positive norm, TimesMean(factor) or Sigma(factor)"
+            )
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether steps need the norm of their gradients."""
+        return self.nonfinite or self.above is not None or self.tracks_norm
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps may be skipped."""
+        return self.nonfinite or self.above is not None
+
+    def inputs(self) -> StepInputs:
+        """What is the same at every step."""
+        if isinstance(self.above, TimesMean):
+            mean = self.above
+            return StepInputs(
+                skip_nonfinite=True,
+                mean_factor=float(mean.factor),
+                mean_decay=float(mean.decay),
+                mean_warmup=float(mean.warmup),
+            )
+        if isinstance(self.above, Sigma):
+            return StepInputs(skip_nonfinite=True, limits=(self.above,))
+        above = math.inf if self.above is None else float(self.above)
+        return StepInputs(skip_nonfinite=self.skips, skip_above=above)
+
+
+class StepControl:
+    """What the steps of an optimizer are decided from, and what outlives them."""
+
+    def __init__(self, policy: SkipPolicy) -> None:
+        self.policy, self._policy_needs_norm = policy, policy.needs_norm
+        self._constants = vars(policy.inputs())
+        """What of the inputs is the same at every step."""
+        self.history = StepHistory()
+        self.numbers: torch.Tensor | None = None
+        """The control numbers of one of the devices: those of the last step, or what the next one carries on with."""
+        self.checks_overflow = False
+        """Set by `GradScaler` for one step: gradients that are not finite are an overflow."""
+        self.gradients_scaled: bool | None = None
+        """Set by `GradScaler`: from `scale` until the gradients are unscaled or used they carry a loss scale."""
+        self.joint: JointGradNorm | None = None
+        """What shares its norm with other optimizers."""
+        self.flat_part = ""
+        """What messages call the first piece of one of FSDP1's flat parameters."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"policy": self.policy, "history": self.history, "numbers": self.numbers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["policy"])  # type: ignore[misc]
+        vars(self).update(state)
+
+    def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a step asks for the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
+        clips = any(group.get("max_grad_norm") is not None for group in groups)
+        return clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
+
+    def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[StepLimit, ...]:
+        """The limits that remember something."""
+        return self.policy.inputs().limits + adaptive_clips(groups)
+
+    def inputs(self, optimizer: Optimizer) -> StepInputs | None:
+        """What the coming step is decided from; None where nothing is asked of it beside its update."""
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if self.gradients_scaled and scale is None and found_inf is None:
+            raise GradientError(
+                "the gradients still carry a loss scale: call scaler.step(optimizer) instead of optimizer.step(), "
+                "or scaler.unscale_(optimizer) before it; nothing was updated"
+            )
+        limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
+        clips = any(limit is not None for limit in limits)
+        needs_norm = clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
+        if not needs_norm and scale is None and found_inf is None:
+            return None
+        inputs = StepInputs(**self._constants)
+        inputs.needs_norm, inputs.check_overflow, inputs.memory = needs_norm, self.checks_overflow, self.history
+        inputs.grad_scale, inputs.found_inf = scale, found_inf
+        if any(isinstance(limit, ZClip) for limit in limits):
+            inputs.limits += adaptive_clips(optimizer.param_groups)
+        if inputs.limits:
+            inputs.loss, self.history.loss = self.history.loss, None
+        if self.joint is not None:
+            scaled = scale is not None or found_inf is not None or inputs.check_overflow
+            inputs.skip_nonfinite |= scaled or self.joint.skips
+        return inputs
+
+    def decide(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs | None = None) -> None:
+        """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it."""
+        inputs = inputs or self.inputs(optimizer) or StepInputs(**self._constants)
+        engines, ranks = plan.engines, plan.ranks
+        if not engines:
+            return
+        device = engines[0].device
+        if inputs.grad_scale is not None or inputs.found_inf is not None or inputs.loss is not None:
+            inputs.grad_scale, inputs.found_inf = _tensor(inputs.grad_scale, device), _tensor(inputs.found_inf, device)
+            inputs.loss = None if inputs.loss is None else moved(inputs.loss, device)
+        unscales = inputs.grad_scale is not None
+        if unscales not in plan.built_ahead:
+            build_ahead(engines, inputs, norm=inputs.needs_norm, alone=ranks is None)
+            plan.built_ahead.add(unscales)
+        if inputs.needs_norm:
+            self._find_norm(optimizer, plan, inputs)
+        self.history.has_norm = inputs.needs_norm
+        if ranks is not None:
+            _agree(inputs, ranks, has_whole_norm=self.joint is not None)
+        kind = (unscales, inputs.found_inf is not None, inputs.check_overflow, inputs.skip_nonfinite, inputs.limits)
+        if kind != plan.kind:
+            plan.kind = kind
+            for engine in engines:
+                engine.follow(inputs)
+        for decider, engine in plan.deciders:
+            own = inputs if len(plan.deciders) == 1 else replace(inputs)
+            if own is not inputs or (own.power_sum is not None and own.power_sum.device != device):
+                _bring(own, engine)
+            own.overflow = engine.overflow if own.check_overflow else None
+            decider.decide(own, captured=engine.captured)
+        is_trivial = not inputs.needs_norm and inputs.is_trivial
+        plan.decided_plainly = is_trivial and not any(engine.captured for engine in engines)
+
+    def expected(self, optimizer: Optimizer, plan: StepPlan) -> StepInputs:
+        """What a step is decided from, for a capture; the norm pass is run if anything asks for it."""
+        inputs = StepInputs(**self._constants)
+        inputs.check_overflow, inputs.memory = self.checks_overflow, self.history
+        inputs.needs_norm = self.needs_norm(optimizer.param_groups)
+        inputs.limits += adaptive_clips(optimizer.param_groups)
+        if inputs.needs_norm:
+            self._find_norm(optimizer, plan, inputs)
+        return inputs
+
+    def _find_norm(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs) -> None:
+        """Run the norm pass, or take the norm that optimizers share."""
+        if self.flat_part:
+            raise GradientError(f"{self.flat_part} {refusal('a norm of the gradients', [FSDP1])}")
+        if self.joint is not None:
+            inputs.power_sum = self.joint.power_sum(optimizer)
+            return
+        # What several ranks decide together is not finished in the launch that decides on this one.
+        if plan.sums_in_tiles and plan.ranks is None:
+            inputs.partials = plan.norm_sources[0].norm_partials()
+            plan.sums_in_tiles = inputs.partials is not None
+        if inputs.partials is None:
+            inputs.power_sum = plan.power_sum()
+
+    def power_sum(self, plan: StepPlan) -> torch.Tensor | None:
+        """The sum of squares of the gradients on all devices and ranks, float64[1]; None without engines."""
+        if not plan.engines:
+            return None
+        total = plan.power_sum().reshape(1)
+        if plan.ranks is not None:
+            total = total.clone()
+            plan.ranks.add(total)
+        return total
+
+    def take_loss(self, loss: Any) -> None:
+        """Let the next decision know the loss of its step."""
+        if not any(isinstance(limit, Sigma) for limit in self.policy.inputs().limits):
+            return
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise TypeError(f"Invalid loss: a tensor of shape {tuple(loss.shape)}; it must have one element")
+            self.history.loss = local_part(loss.detach()).to(torch.float64).reshape(1)
+        elif isinstance(loss, (int, float)):
+            self.history.loss = torch.tensor([float(loss)], dtype=torch.float64, device="cpu")
+        else:
+            raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
+
+    def take_unused_loss(self) -> bool:
+        """Whether a loss was given for a step that was decided before; it is forgotten."""
+        loss, self.history.loss = self.history.loss, None
+        return loss is not None
+
+    def forget_step(self, optimizer: Optimizer) -> None:
+        """After a step that failed: take away what was set for it; the next one would use it again."""
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
+        self.history.loss = None
+
+    def carry_to(self, engines: Sequence[DeviceEngine]) -> None:
+        """Let engines that were built anew go on with the norm, the skipped steps and the mean norm."""
+        if self.numbers is not None:
+            for engine in engines:
+                engine.control[SKIPPED:].copy_(self.numbers[SKIPPED:])
+                engine.control[NORM].copy_(self.numbers[NORM])
+        if engines:
+            self.numbers = engines[0].control
+
+    def save(self, state_dict: dict[str, Any]) -> None:
+        """Put what limits remember into the first group of a state_dict, unread, and name them by plain values."""
+        groups = state_dict["param_groups"]
+        own: dict[str, Any] = {}
+        if self.numbers is not None and isinstance(self.policy.above, TimesMean):
+            own = {key: self.numbers[place].clone() for key, place in _MEAN_KEYS.items()}
+        saved = self.history.save(self.limits(groups))
+        if saved:
+            own[LIMITS_KEY] = saved
+        for place, group in enumerate(groups):
+            clip = group.get("max_grad_norm")
+            if isinstance(clip, ZClip):
+                own = {**own, "max_grad_norm": {"ZClip": asdict(clip)}}
+            if own:
+                groups[place] = {**group, **own}
+            own = {}
+
+    def load(self, groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take what limits remember out of a loaded state_dict."""
+        first = saved[0] if saved else {}
+        for group in groups:
+            for key in (*_MEAN_KEYS, LIMITS_KEY):
+                group.pop(key, None)
+        if isinstance(self.policy.above, TimesMean):
+            zeros = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device="cpu")
+            self.numbers = zeros if self.numbers is None else self.numbers.clone()
+            for key, place in _MEAN_KEYS.items():
+                self.numbers[place] = first.get(key, 0.0)
+        self.history.load(self.limits(groups), first.get(LIMITS_KEY, {}))
+
+
+def flat_part(optimizer: Optimizer) -> str:
+    """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any."""
+    first = ""
+    for label, _, group, param in labelled(optimizer):
+        if not split_kind(param):
+            continue
+        first = first or label
+        program = spec_of(optimizer.rule_of(group), group, param).program
+        reduces = program.across or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
+        if reduces or program.library.scratch or program.slices.views or program.graph.slice_states:
+            raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
+    return first
+
+
+def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
+    """The adaptive clip of param groups, at most one."""
+    clips = tuple(dict.fromkeys(g["max_grad_norm"] for g in groups if isinstance(g.get("max_grad_norm"), ZClip)))
+    if len(clips) > 1:
+        raise ValueError(
+            f"Invalid max_grad_norm: {clips[0]} in one param group and {clips[1]} in another; all groups are clipped "
+            "by one global norm, so give them the same limit, or None"
+        )
+    return clips
+
+
+def _agree(decision: StepInputs, agreement: Agreement, *, has_whole_norm: bool) -> None:
+    """Let all ranks know what each has found: the norm of all gradients, and whether one of them overflowed."""
+    if has_whole_norm:
+        whole, decision.power_sum = decision.power_sum, None
+        _agree(decision, agreement, has_whole_norm=False)
+        decision.power_sum = whole
+        return
+    known = [number for number in (decision.power_sum, decision.loss, decision.found_inf) if number is not None]
+    if not known:
+        return
+    device = known[0].device
+    if len(known) == 1 and known[0].dtype is torch.float64 and known[0] is decision.power_sum:
+        # Whoever computes it does so anew at every step, for the decision alone.
+        decision.power_sum = known[0] if known[0].dim() == 1 else known[0].reshape(1)
+        agreement.add(decision.power_sum)
+        return
+    if decision.loss is not None:
+        # The ranks' losses are averaged.
+        known.append(torch.ones_like(decision.loss))
+    together = torch.cat([moved(number, device).to(torch.float64).reshape(1) for number in known])
+    agreement.add(together)
+    if decision.loss is not None:
+        *together, ranks = together.split(1)
+        together = torch.cat(together)
+        decision.loss = together[int(decision.power_sum is not None) :][:1] / ranks
+    if decision.power_sum is not None:
+        decision.power_sum = together[:1]
+    if decision.found_inf is not None:
+        decision.found_inf = together[-1].to(decision.found_inf.dtype)
+
+
+def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
+    """A scaler's number as a tensor on a device; torch's scaler gives a plain 0 where no gradient was checked."""
+    if value is None:
+        return None
+    return moved(value, device) if isinstance(value, torch.Tensor) else torch.full((), float(value), device=device)
+
+
+def _bring(decision: StepInputs, engine: DeviceEngine) -> None:
+    """Let a decision be made on an engine's device."""
+    for name in ("power_sum", "grad_scale", "found_inf", "loss"):
+        number = getattr(decision, name)
+        if number is not None and number.device != engine.device:
+            setattr(decision, name, moved(number, engine.device))
+
+
+def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state_dict with the limits that `StepControl.save` has named by plain values."""
+    groups = [
+        {**group, "max_grad_norm": ZClip(**group["max_grad_norm"]["ZClip"])}
+        if isinstance(group.get("max_grad_norm"), dict)
+        else group
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+class JointGradNorm:
+    """What optimizers that share a norm have in common; made by `joint_norm`."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], group: Any) -> None:
+        self._members = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._group = group
+        self._total: torch.Tensor | None = None
+        self._stepped: set[int] = set()
+
+    def power_sum(self, optimizer: Optimizer) -> torch.Tensor:
+        """The sum of squares of all members' gradients, float64[1]; worked out by the first that steps."""
+        if self._total is None or id(optimizer) in self._stepped:
+            self._total, self._stepped = self._sum(optimizer), set()
+        self._stepped.add(id(optimizer))
+        return self._total
+
+    def _sum(self, stepping: Optimizer) -> torch.Tensor:
+        members = self._living()
+        carries = _carries_scale(stepping)
+        # A scaler does not mark optimizers that it has not stepped yet; those that it has unscaled it does.
+        others = [each.control.gradients_scaled for each in members if each.schedule.updating(each) is not stepping]
+        if any(scaled is not None and scaled != carries for scaled in others):
+            raise GradientError(
+                "joint_norm: gradients of some of its optimizers carry a loss scale and others' do not: unscale those "
+                "of all of them, or of none, before the first steps; nothing was updated"
+            )
+        total: torch.Tensor | None = None
+        for member in members:
+            own = member.power_sum(prepared=member.schedule.updating(member) is stepping)
+            if own is not None:
+                total = own if total is None else total + own.to(total.device, non_blocking=total.is_cuda)
+        assert total is not None
+        if self._group is not None:
+            total = total.clone()
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    @property
+    def skips(self) -> bool:
+        """Whether a member skips steps whose gradients are not finite; then all members do."""
+        return any(member.control.policy.skips for member in self._living())
+
+    def _living(self) -> list[Optimizer]:
+        return [member for member in (reference() for reference in self._members) if member is not None]
+
+
+def _carries_scale(optimizer: Optimizer) -> bool:
+    return bool(optimizer.control.gradients_scaled) or getattr(optimizer, "grad_scale", None) is not None
+
+
+def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
+    """Let optimizers clip and skip by one norm: that of all their gradients together.
+
+    The first that steps works it out from the gradients of all; the others use it, until one of them steps again. So
+    all gradients must be there when the first one steps, and each optimizer steps once in a round. `max_grad_norm`,
+    `skip_above` and `skip_nonfinite` of each compare with this norm, which is what `grad_norm` of each is. If one of
+    them skips steps whose gradients are not finite, or a scaler runs the steps, all of them do. Param groups with
+    `in_norm=False` are left out.
+
+    Args:
+        optimizers: at least two, each in no other joint norm.
+        group: a process group over whose ranks the norm goes as well: for the parts of a pipeline, of which each rank
+            has its own. All its ranks must step alike.
+
+    Raises:
+        ValueError: for fewer optimizers (without a group), one given twice, or one that shares a norm already.
+        RuntimeError: for an overlapped one whose backward has updated parameters, before its step.
+        TypeError: for an optimizer that is not tilestep's.
+
+    Source: one norm over model parts, as torchtitan's `clip_grad_norm_` over its container of optimizers.
+
+    Example:
+        >>> import torch, tilestep
+        >>> left, right = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        >>> optimizers = [tilestep.SGD([param], lr=1.0, max_grad_norm=1.0) for param in (left, right)]
+        >>> tilestep.joint_norm(optimizers)
+        >>> left.grad, right.grad = torch.tensor([3.0]), torch.tensor([4.0])
+        >>> for optimizer in optimizers:
+        ...     optimizer.step()
+        >>> round(left.item(), 4), round(right.item(), 4), optimizers[0].grad_norm.item()
+        (-0.6, -0.8, 5.0)
+    """
+    given = list(optimizers)
+    if len(given) < (2 if group is None else 1) or len({id(optimizer) for optimizer in given}) < len(given):
+        raise ValueError(f"joint_norm: {len(given)} optimizers; it takes two or more, each once")
+    for place, optimizer in enumerate(given):
+        if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "power_sum")):
+            raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not one of tilestep's")
+        reason = refusal("joint norm", optimizer.attached)
+        if reason:
+            raise ValueError(f"joint_norm: optimizer {place}: {reason}")
+        for name in optimizer.schedule.applied_groups[:1]:
+            raise RuntimeError(
+                f"joint_norm: backward has updated {name} of optimizer {place} already: call it before backward, or "
+                "after step()"
+            )
+    joint = JointGradNorm(given, group)
+    for optimizer in given:
+        optimizer.control.joint = optimizer.schedule.updating(optimizer).control.joint = joint
+        optimizer.attach(("joint norm",))

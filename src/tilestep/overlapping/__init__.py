@@ -1,9 +1,0 @@
-"""When a step runs beside other work: inside backward, or inside the next forward."""
-
-from __future__ import annotations
-
-from .choice import OverlapReport
-from .overlap import overlap
-from .schedule import OverlappedOptimizer
-
-__all__ = ["OverlapReport", "OverlappedOptimizer", "overlap"]

@@ -1,0 +1,24 @@
+"""Where parameters live: DTensors (FSDP2, tensor-parallel, HSDP) beside plain tensors; steps work on local parts."""
+
+from __future__ import annotations
+
+from .local import LocalGradients, checked_part, distribute, is_distributed, is_whole, local_state
+from .matrices import Exchanges
+from .placement import LOCAL, Origin, Pieces, Placement
+from .reduction import Agreement, SharedSums
+
+__all__ = [
+    "LOCAL",
+    "Agreement",
+    "Exchanges",
+    "LocalGradients",
+    "Origin",
+    "Pieces",
+    "Placement",
+    "SharedSums",
+    "checked_part",
+    "distribute",
+    "is_distributed",
+    "is_whole",
+    "local_state",
+]

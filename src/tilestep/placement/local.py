@@ -1,0 +1,302 @@
+"""The part of a DTensor that lies on this rank, DTensors around such parts, and their gradients step by step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compat import distributed_like, distributed_tensor_type, layouts, local_parts, ready
+from ..errors import GradientError, StateError
+from ..storage import shape_of_entries
+
+if TYPE_CHECKING:
+    from ..graph import Value
+
+
+Over = tuple[int, int]
+"""The first of some neighbouring dimensions, and the one after the last."""
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether something is a DTensor.
+
+    Example:
+        >>> is_distributed(torch.zeros(2))
+        False
+    """
+    if type(tensor) in _PLAIN:
+        return False
+    kind = distributed_tensor_type()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_part(tensor: Any) -> Any:
+    """What of a DTensor lies on this rank; anything else is its own part."""
+    return ready(local_parts([tensor])[0])
+
+
+def checked_part(label: str, param: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter on this rank."""
+    if not is_distributed(param):
+        return param
+    if any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
+        raise GradientError(f"{label} is {_placed(param)}: a partial sum cannot be updated; redistribute it first")
+    if param.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+        raise GradientError(f"{label} lies on {param.device_mesh}, to which this rank does not belong")  # type: ignore[attr-defined]
+    part = local_part(param)
+    if type(part) not in (torch.Tensor, torch.nn.Parameter):
+        raise GradientError(f"{label} is a DTensor of {type(part).__name__}; only those of plain tensors are supported")
+    dtype = getattr(param, "grad_dtype", param.dtype)
+    if dtype != getattr(part, "grad_dtype", param.dtype):
+        part.grad_dtype = dtype
+    return part
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether every rank that has a part of a tensor has all of it; the answer is the same on all of them."""
+    if tensor.is_meta:
+        # It stands for a tensor of which other ranks have other pieces.
+        return False
+    if not is_distributed(tensor):
+        return True
+    placed = enumerate(tensor.placements)  # type: ignore[attr-defined]
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return all(placement.is_replicate() or mesh.size(dim) == 1 for dim, placement in placed)
+
+
+def spans_ranks(reduction: Value, cut: Mapping[int, int]) -> bool:
+    """Whether a reduction goes over a dimension along which its operand is cut."""
+    gone, over = range(*(reduction.args[0].over or (0, 0))), reduction.over
+    return any(dim not in gone and (over is None or dim in range(*over)) for dim in cut)
+
+
+def sharded_dims(tensor: torch.Tensor) -> dict[int, int]:
+    """The dimensions along which a DTensor is cut, and in how many parts."""
+    found: dict[int, int] = {}
+    if is_distributed(tensor):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        for place, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+            if not placement.is_replicate() and mesh.size(place) > 1:
+                dim = placement.dim % tensor.dim()
+                found[dim] = found.get(dim, 1) * mesh.size(place)
+    return found
+
+
+def _placed(tensor: Any) -> str:
+    return f"a DTensor with placements {tuple(tensor.placements)}"
+
+
+def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None, elements: int = 1) -> torch.Tensor:
+    """A DTensor around a local part, or the part itself where the parameter is a plain tensor."""
+    kind = distributed_tensor_type()
+    if kind is None or not isinstance(like, kind):
+        return part
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    with torch.no_grad():
+        if elements != 1:
+            shape = torch.Size(shape_of_entries(like.shape, elements))
+            stride = torch.empty(shape, device="meta").stride()
+            return kind.from_local(part, mesh, like.placements, run_check=False, shape=shape, stride=stride)  # type: ignore[attr-defined]
+        if over is None and part.shape != local_part(like).shape:
+            return _replicated(part, mesh)
+        shape, stride = like.shape, like.stride()
+        if over is not None:
+            shape = _without(shape, over)
+            stride = torch.empty(shape, device="meta").stride()
+        if part.device.type != mesh.device_type:
+            return distributed_like(part, like, shape, stride, _placements(like, over))
+        return kind.from_local(part, mesh, _placements(like, over), run_check=False, shape=shape, stride=stride)  # type: ignore[attr-defined]
+
+
+def _without(shape: torch.Size, over: Over) -> torch.Size:
+    return torch.Size([1 if dim in range(*over) else size for dim, size in enumerate(shape)])
+
+
+def _placements(like: Any, over: Over | None) -> tuple[Any, ...]:
+    """The placements of a parameter, replicated where they cut it along a dimension that slices have not."""
+    return _placements_of(tuple(like.placements), like.dim(), over or (0, 0))
+
+
+def _placements_of(placements: tuple[Any, ...], dims: int, over: Over) -> tuple[Any, ...]:
+    from torch.distributed.tensor import Replicate
+
+    gone = range(*over)
+    return tuple(Replicate() if not each.is_replicate() and each.dim % dims in gone else each for each in placements)
+
+
+def slices_here(like: Any, over: Over) -> torch.Tensor:
+    """Which of a DTensor's slices are of this rank's part, int64 numbers in the order in which the part has them."""
+    shape = _without(like.shape, over)
+    numbers = _replicated(torch.arange(shape.numel(), device="cpu").view(shape), like.device_mesh)
+    return local_part(numbers.redistribute(placements=_placements(like, over))).reshape(-1)
+
+
+def logical_coordinates(like: Any) -> list[torch.Tensor]:
+    """For each dimension of a DTensor the coordinates that its local part has along it, int64."""
+    found = []
+    for dim, size in enumerate(like.shape):
+        shape = [size if each == dim else 1 for each in range(like.dim())]
+        numbers = _replicated(torch.arange(size, device="cpu").view(shape), like.device_mesh)
+        others = (0, dim), (dim + 1, like.dim())
+        placements: Any = like.placements
+        for over in others:
+            placements = _placements_of(placements, like.dim(), over)
+        found.append(local_part(numbers.redistribute(placements=placements)).reshape(-1))
+    return found
+
+
+def first_index(like: Any, label: str) -> int:
+    """The index of a DTensor's first element here in the whole tensor, by its strides."""
+    index = 0
+    for along, stride in zip(logical_coordinates(like), like.stride()):
+        if not len(along):
+            return 0
+        first = int(along[0])
+        if int(along[-1]) - first != len(along) - 1:
+            raise StateError(
+                f"{label} is {_placed(like)}: what of it is here lies apart in the whole tensor, and random bits are "
+                "counted along that: leave out rounding='stochastic' in its group, or shard it evenly"
+            )
+        index += first * stride
+    return index
+
+
+def local_state(
+    label: str,
+    known: Mapping[str, Any],
+    param: torch.Tensor,
+    buffers: Iterable[str],
+    overs: Mapping[str, Over] | None = None,
+    squares: Iterable[str] = (),
+    entries: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """A parameter's state with the local parts of its buffers."""
+    if not is_distributed(param):
+        for name, value in known.items():
+            if type(value) is not torch.Tensor and is_distributed(value):
+                raise StateError(f"state {name!r} of {label} is a DTensor, and the parameter is none")
+        return dict(known)
+    found = dict(known)
+    for name in buffers:
+        value = found.get(name)
+        if isinstance(value, torch.Tensor):
+            found[name] = _part_like(value, param, (overs or {}).get(name), (entries or {}).get(name, 1))
+    found.update({name: found[name].full_tensor() for name in squares if is_distributed(found.get(name))})
+    return found
+
+
+def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 1) -> torch.Tensor:
+    """This rank's part of a tensor once it is distributed as a DTensor of its shape is; all of it for other shapes."""
+    shape = like.shape if over is None else _without(like.shape, over)
+    if elements != 1:
+        shape = torch.Size(shape_of_entries(like.shape, elements))
+    placements = _placements(like, over)
+    if is_distributed(value) and value.device_mesh == like.device_mesh:
+        alike = value.shape == shape and value.placements == placements
+        if not alike and sendable(value) is not value:
+            return restored(_part_like(sendable(value), like, over, elements), value.dtype)
+        if value.shape == shape:
+            return local_part(value if alike else value.redistribute(placements=placements))
+        return local_part(value) if is_whole(value) else value.full_tensor()
+    value = gathered(value) if is_distributed(value) else value.detach()
+    if value.shape != shape:
+        return value
+    whole = _replicated(sendable(value), like.device_mesh)
+    return restored(local_part(whole.redistribute(placements=placements)), value.dtype)
+
+
+def _replicated(value: torch.Tensor, mesh: Any) -> Any:
+    """A DTensor around a tensor that every rank has; nothing is sent."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def sendable(value: Any) -> Any:
+    """A tensor in a dtype that collectives take: 16-bit integers and floating point numbers of 8 bits they do not."""
+    if value.dtype is torch.int16:
+        return value.to(torch.int32)
+    return value.view(torch.uint8) if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
+
+
+def restored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `sendable` was made of."""
+    return value.view(dtype) if value.dtype is torch.uint8 and dtype is not torch.uint8 else value.to(dtype)
+
+
+def gathered(value: Any) -> torch.Tensor:
+    """All of a DTensor on every rank; all ranks of its mesh take part."""
+    return restored(sendable(value.detach()).full_tensor(), value.dtype)
+
+
+@torch.no_grad()
+def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a tensor into another of the same whole shape, whatever is a DTensor and however it is distributed."""
+    if is_distributed(target):
+        local_part(target).copy_(_part_like(value, target))
+    elif is_distributed(value):
+        target.copy_(gathered(value))
+    else:
+        target.copy_(value)
+
+
+_PLAIN_GRADIENTS = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
+class LocalGradients:
+    """Finds this rank's part of each gradient of a list of parameters."""
+
+    def __init__(self, labels: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+        self._labels = list(labels)
+        self._params = list(params)
+        self._layouts = layouts(params)
+
+    def parts(self, gradients: Sequence[Any]) -> list[Any]:
+        """The local parts of gradients.
+
+        A gradient that is distributed otherwise than its parameter (a partial sum, say) is redistributed, and the
+        result becomes the parameter's `grad`: the same gradient, as later readers expect it.
+        """
+        found = layouts(gradients)
+        if not all(map(operator.is_, found, self._layouts)):
+            gradients = list(gradients)
+            for place, (layout, known) in enumerate(zip(found, self._layouts)):
+                if layout is known or gradients[place] is None:
+                    continue
+                if (
+                    layout is None
+                    or known is None
+                    or layout.placements != known.placements
+                    or layout.mesh != known.mesh
+                ):
+                    gradients[place] = self._placed(place, gradients[place], layout)
+                else:
+                    # Whoever makes gradients often makes the next ones with the same description.
+                    self._layouts[place] = layout
+        parts = local_parts(gradients)
+        return parts if set(map(type, parts)) <= _PLAIN_GRADIENTS else list(map(ready, parts))
+
+    def _placed(self, place: int, gradient: Any, layout: Any) -> Any:
+        param: Any = self._params[place]
+        label = self._labels[place]
+        if layout is None or self._layouts[place] is None:
+            kinds = ("a plain tensor", "a DTensor") if layout is None else ("a DTensor", "a plain tensor")
+            raise GradientError(f"the gradient of {label} is {kinds[0]}, and the parameter {kinds[1]}")
+        if gradient.device_mesh != param.device_mesh:
+            raise GradientError(
+                f"the gradient of {label} lies on {gradient.device_mesh}, the parameter on {param.device_mesh}"
+            )
+        try:
+            param.grad = gradient.redistribute(placements=param.placements)
+        except (RuntimeError, NotImplementedError) as error:
+            raise GradientError(
+                f"the gradient of {label} has placements {gradient.placements}, its parameter has {param.placements}, "
+                f"and torch cannot redistribute it: {error}"
+            ) from error
+        return param.grad

@@ -1,0 +1,108 @@
+"""Where the parameters of an optimizer lie: a local tensor or a DTensor each, or pieces that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .local import is_distributed
+from .reduction import Agreement, SharedSums
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of which parameter a tensor is a piece."""
+
+    param: torch.Tensor
+    start: int | None = None
+    order: tuple[int, ...] = ()
+
+    def logical(self, found: torch.Tensor) -> torch.Tensor:
+        """Flat indices into the parameter, of flat indices into the piece.
+
+        Example:
+            >>> Origin(torch.zeros(2, 3), 2, (1, 0)).logical(torch.tensor([0, 1]))
+            tensor([1, 4])
+        """
+        if self.start is None:
+            return found
+        rest = found.to(torch.int64) + self.start
+        if self.order == tuple(range(self.param.dim())):
+            return rest
+        shape, strides = self.param.shape, torch.empty(self.param.shape, device="meta").stride()
+        index = torch.zeros_like(rest)
+        for dim in reversed(self.order):
+            index += rest % shape[dim] * strides[dim]
+            rest = rest // shape[dim]
+        return index
+
+
+class Placement:
+    """Parameters that say themselves where they lie. A new placement is a class derived from this one."""
+
+    wholes: Mapping[Any, torch.Tensor] = {}
+    """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
+
+    has_own_names = False
+    """Whether labels name parameters that the user's param groups do not: formats then do not go by these names."""
+
+    def owner(self, optimizer: Any) -> Any:
+        """The optimizer that has the parameters as users have them."""
+        return optimizer
+
+    def origin(self, param: torch.Tensor) -> Origin | None:
+        """Of which parameter another one is a piece; None for one that stands only for this rank."""
+        return Origin(param)
+
+    def sharers(self, params: Iterable[torch.Tensor]) -> Any:
+        """The ranks that hold parts of the same parameters, where no tables know them; None for none."""
+        parts = [("a parameter", param) for param in params if is_distributed(param)]
+        return Agreement(parts) if parts else None
+
+    def take_part(self, plan: Any) -> None:
+        """Have the tables of steps know which ranks decide them together and combine their reductions."""
+
+
+LOCAL = Placement()
+"""The plain placement, which every optimizer begins with."""
+
+
+class Pieces(Placement):
+    """Pieces of parameters, of which other ranks have the rest."""
+
+    def __init__(
+        self,
+        owner: Callable[[], Any],
+        ranks: Any,
+        deciders: Any,
+        origins: Mapping[Any, Origin],
+        *,
+        has_own_names: bool = False,
+    ) -> None:
+        self._owner, self._ranks, self._deciders = owner, ranks, deciders
+        self.has_own_names = has_own_names
+        self._origins: dict[Any, Origin] = {}
+        self.add(origins)
+
+    def add(self, origins: Mapping[Any, Origin]) -> None:
+        """Take in further pieces."""
+        self._origins.update(origins)
+        cut = {piece: origin.param for piece, origin in origins.items() if origin.start is not None}
+        made = {piece: torch.empty(param.shape, dtype=param.dtype, device="meta") for piece, param in cut.items()}
+        self.wholes = {**self.wholes, **made}
+
+    def owner(self, optimizer: Any) -> Any:
+        """The optimizer that is sharded."""
+        return self._owner()
+
+    def origin(self, param: torch.Tensor) -> Origin | None:
+        """The parameter of a piece."""
+        return self._origins.get(param)
+
+    def take_part(self, plan: Any) -> None:
+        """All ranks decide, and those that share the parameters combine reductions."""
+        plan.ranks, plan.sharers = self._deciders, self._ranks
+        plan.shared_sums = [SharedSums(self._ranks, engine.segments) for engine in plan.engines]

@@ -1,0 +1,459 @@
+"""The step of all tensors on one device: addresses, hyperparameters, norm, then the passes of every segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..backends.registry import build_segment
+from ..backends.spec import KernelSpec
+from ..backends.triton.launch import Launch, build_threads, build_together
+from ..compat import is_capturing
+from ..devices import is_host
+from ..errors import StateError
+from ..marks import HOST_UPDATE, UPDATE, marked
+from ..norm import NormTable
+from ..tensor_watch import FixedTensors, TensorWatch
+from ..threads import thread_count
+from .capturing import PREPARE, WARM_UP, GraphTables, require
+from .control import StepInputs
+from .decider import Decider, JointNorm, SharedNorm, norm_table, nothing_left_out, require_no_choices
+from .gradients import Gradients, GroupWatch, Seen, Stale
+from .segment import Entry, Segment
+
+if TYPE_CHECKING:
+    from ..placement import SharedSums
+
+
+def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = ()) -> None:
+    """Run scalar pass k, what it reduces over all tensors, tile pass k and matrix pass k, for every k and segment."""
+    run_marked(pass_calls(engines, shared), engines)
+
+
+def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEngine]) -> None:
+    """Make the calls of `pass_calls` under the name that profilers show, and without autocast."""
+    on_host = all(is_host(engine.device) for engine in engines)
+    with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
+        for call in calls:
+            call()
+
+
+def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) -> list[Callable[[], object]]:
+    """What `run_passes` calls, one after the other; it is the same at every step."""
+    segments = [segment for engine in engines for segment in engine.segments]
+    calls: list[Callable[[], object]] = []
+    for index in range(max((len(segment.spec.program.scalars) for segment in segments), default=0)):
+        running = [segment for segment in segments if index < len(segment.spec.program.scalars)]
+        calls += [segment.scalar_call(index) for segment in running]
+        if any(segment.spec.program.scalars[index].across for segment in running):
+            calls.append(partial(_meet, running, index))
+        calls += [partial(segment.run_tiles if segment.mover else segment.tile_pass, index) for segment in running]
+        calls += [call for sums in shared for call in sums.calls(index)]
+        calls += [partial(segment.library_pass, index) for segment in running if segment.matrices]
+    return calls
+
+
+def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
+    """A block whose products are those of the tensors given: an update may run while a model does, under autocast."""
+    enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return _switched_off(enabled) if enabled else nullcontext()
+
+
+@contextmanager
+def _switched_off(kinds: Sequence[str]) -> Iterator[None]:
+    with ExitStack() as blocks:
+        for kind in kinds:
+            blocks.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _meet(segments: Sequence[Segment], index: int) -> None:
+    """Combine what scalar pass `index` left per tensor, over all tensors of each rule, on every device."""
+    by_rule: dict[str, list[Segment]] = {}
+    for segment in segments:
+        if segment.spec.program.scalars[index].across:
+            by_rule.setdefault(segment.spec.program.graph.title, []).append(segment)
+    for members in by_rule.values():
+        for slot, value in members[0].spec.program.scalars[index].across:
+            adds = value.operation == "across_sum"
+            parts = [segment.across[:, slot].sum() if adds else segment.across[:, slot].amax() for segment in members]
+            total = parts[0]
+            for part in parts[1:]:
+                moved = part.to(total.device, non_blocking=True)
+                total = total + moved if adds else torch.maximum(total, moved)
+            for segment in members:
+                segment.totals[slot].copy_(total, non_blocking=True)
+
+
+def are_built_ahead(engines: Sequence[DeviceEngine], *, unscales: bool) -> bool:
+    """Whether `build_ahead` was called for steps whose gradients carry a loss scale, or for those that do not."""
+    return all(unscales in segment.built_ahead for engine in engines for segment in engine.segments)
+
+
+def build_ahead(engines: Sequence[DeviceEngine], decision: StepInputs, *, norm: bool, alone: bool) -> None:
+    """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can.
+
+    Without it, and for kernels that are not known here, each is built when it is launched.
+    """
+    unscales = decision.grad_scale is not None
+    together = build_threads() > 1 and not is_capturing()
+    for engine in engines:
+        new = [segment for segment in engine.segments if unscales not in segment.built_ahead]
+        launches: list[Launch] = []
+        for segment in new:
+            segment.built_ahead |= {unscales}
+            # What a mover does with a segment's tiles is its own affair.
+            launches += segment.launches(unscales) if together and segment.mover is None else []
+        if launches:
+            deciding = _deciding(engine, decision, norm) if alone and len(engines) == 1 else []
+            build_together([*deciding, *launches], engine.device)
+
+
+def _deciding(engine: DeviceEngine, decision: StepInputs, norm: bool) -> list[Launch]:
+    """The launches of the norm and of the decision, if one engine decides for itself."""
+    from ..backends.triton.run import decision_launch
+
+    launches: list[Launch] = []
+    if norm:
+        if engine.norm_source is not engine or any(entry.norm_share != 1 for entry in engine.entries):
+            return []
+        table = engine.own_norm_table()
+        tiles, sums = table.tiles_launch(engine.grads), table.tiles_put()
+        if tiles is None or sums is None:
+            return []
+        launches.append(tiles)
+        decision = replace(decision, partials=sums)
+    if not decision.is_trivial:
+        decision = replace(decision, overflow=engine.overflow if decision.check_overflow else None)
+        launches.append(decision_launch(engine.control, decision, engine.decider.kernels))
+    return launches
+
+
+_WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
+"""Tensors from which threads pay for the look at them, and how many: fewer where they must be woken for it."""
+
+
+CHANGED_LATER = (
+    "state was given other memory, or parameters other shapes, strides or dtypes, while an update was still to "
+    "come: call optimizer.synchronize() before that"
+)
+
+
+class DeviceEngine:
+    """Tables and kernels of an optimizer's tensors on one device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        parts: Sequence[tuple[KernelSpec, Sequence[Entry]]],
+        groups: Sequence[Mapping[str, Any]],
+        keys: Sequence[Sequence[str]],
+        decider: Decider | None = None,
+        attend: Callable[[Segment], None] | None = None,
+    ) -> None:
+        self.device = device
+        self.groups = groups
+        self.entries = [entry for _, entries in parts for entry in entries]
+        self.decider = decider or Decider(device)
+        self.control, self.overflow = self.decider.control, self.decider.overflow
+        self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
+        self.gradients = Gradients(self.entries, self.grads)
+        self.segments: list[Segment] = []
+        self._ranges: list[range] = []
+        start = 0
+        for spec, entries in parts:
+            stop = start + len(entries)
+            for entry in entries:
+                entry.grad_dtype = spec.storages["grad"].precision
+            segment = build_segment(device, spec, entries, groups, self.grads[start:stop], self.control)
+            segment.adopt_scalars()
+            if attend is not None:
+                attend(segment)
+            self.segments.append(segment)
+            self._ranges.append(range(start, stop))
+            start = stop
+        self._params = [entry.param for entry in self.entries]
+        self._watch = TensorWatch(self._params)
+        self.states = FixedTensors([])
+        """The state that tables describe: the tensors as users have them."""
+        self._norm: NormTable | None = None
+        self._sum_squares: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self._has_shares = any(entry.norm_share != 1 for entry in self.entries)
+        self._known_gradients: bool | None = None
+        self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
+        used = sorted({entry.group for entry in self.entries})
+        self.has_device_tables = self.grads.is_cuda
+        self.is_large = len(self.entries) >= _WORTH_THREADS
+        """Whether threads pay for the look at its tensors."""
+        self.group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
+        self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
+        for segment in self.segments:
+            segment.set_hypers(segment.hyper_rows())
+        self._unscales = False
+        self.captured = False
+        """Whether a CUDA graph reads these tables: from then on they stay as they are, but for hyperparameters."""
+        self.graph_tables = GraphTables(self.grads)
+        self._bound_grads = self.grads
+        self.wrote: Callable[[list[torch.Tensor]], None] | None = None
+        """Told of the tensors that a step has written, as often as autograd is."""
+
+    def watch_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Look at these tensors too before a step: tables have their addresses, or views took their values."""
+        self.states = FixedTensors(states)
+
+    @property
+    def states_are_unmoved(self) -> bool:
+        """Whether the state that tables describe lies where it lay, as it lay."""
+        return self.states.look(self.looking_threads)
+
+    def _require_states(self) -> None:
+        if not self.states_are_unmoved:
+            raise Stale("state was given other memory")
+
+    def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
+        """Before `prepare`: launch the norm of gradients that lie as they did, while the host checks the rest."""
+        self._started_norm = None
+        self._known_gradients = self.gradients.unchanged(gradients)
+        if norm and self._known_gradients:
+            self.start_norm()
+
+    @property
+    def looking_threads(self) -> int:
+        """How many threads look at the tensors before a step: on a CPU those that will update them, awake anyway."""
+        most = _MOST_LOOKING if is_host(self.device) else _MOST_WOKEN
+        return min(thread_count(), most) if self.is_large else 1
+
+    @property
+    def can_scan(self) -> bool:
+        """Whether all that a step must know of its tensors is whether they are as they were, and addresses."""
+        return self.gradients.settled and not self.captured and not any(s.reads_gradients for s in self.segments)
+
+    def start_norm(self) -> None:
+        """Launch the norm of gradients whose addresses are up to date, to run while the host checks the rest."""
+        self._started_norm = self.own_norm_table().launch_tiles(self.grads)
+
+    def prepare(self, gradients: list[torch.Tensor | None]) -> bool:
+        """Check this step's tensors and hyperparameters and bring every table up to date; nothing is updated yet."""
+        self._follow_tensors()
+        self.push_hypers()
+        self.refresh_device_hypers()
+        known, self._known_gradients = self._known_gradients, None
+        if self.gradients.unchanged(gradients) if known is None else known:
+            return True
+        try:
+            if self.gradients.inspect(gradients):
+                self._spread_strided()
+        except Exception:
+            self.gradients.forget()
+            raise
+        return False
+
+    def _follow_tensors(self) -> None:
+        """Take over where parameters and state lie now."""
+        if not self._watch.unchanged(self._params):
+            self._moved()
+        self._require_states()
+
+    def follow_memory(self) -> None:
+        """Before a pass that was prepared some time ago: take over where parameters lie by now."""
+        try:
+            self._follow_tensors()
+        except Stale:
+            raise StateError(CHANGED_LATER) from None
+
+    def _moved(self) -> None:
+        if not self._watch.same_metadata(self._params):
+            raise Stale("parameters have changed their shape, strides or dtype")
+        if self.captured:
+            raise Stale("parameters have moved")
+        self._watch.remember_addresses(self._params)
+        for segment in self.segments:
+            segment.read_addresses()
+            segment.upload()
+
+    def _spread_strided(self) -> None:
+        if self.captured:
+            raise Stale("gradients lie in memory otherwise")
+        for segment, members in zip(self.segments, self._ranges):
+            inside = {i - members.start: g for i, g in self.gradients.strided.items() if i in members}
+            segment.set_strided(inside)
+            segment.upload()
+
+    def push(self) -> None:
+        """Bring what changed on the host to the device, for graphs that are going to be replayed."""
+        self._follow_tensors()
+        self.push_hypers()
+
+    @property
+    def hypers_changed(self) -> bool:
+        """Whether hyperparameters that the host knows are others than those on the device."""
+        return any(watch.changed() for watch in self.group_watches)
+
+    def push_hypers(self) -> None:
+        """`push` for hyperparameters alone; those that live on a device are read there by each step."""
+        changed = [watch for watch in self.group_watches if watch.changed()]
+        if changed:
+            self._take_hypers(changed)
+
+    def refresh_device_hypers(self) -> None:
+        """Copy the hyperparameters that live on a device to the table, on the device."""
+        if self.has_device_hypers:
+            for segment in self.segments:
+                for row, column, tensor in segment.device_hypers():
+                    segment.set_device_hyper(row, column, tensor)
+
+    def _take_hypers(self, changed: Sequence[GroupWatch]) -> None:
+        if not all(watch.same_statics() for watch in changed):
+            raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
+        if self.captured and not all(watch.same_tensors() for watch in changed):
+            raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
+        indices = {watch.index for watch in changed}
+        affected = [segment for segment in self.segments if not indices.isdisjoint(segment.group_indices)]
+        for segment in affected:
+            own = [watch for watch in changed if watch.index in segment.group_indices]
+            if not all(segment.keeps_graph(watch.index, watch.chosen) for watch in own):
+                raise Stale
+        if any(segment.matrices is not None and segment.matrices.outdated() for segment in affected):
+            raise Stale("a number that matrix operations take has changed")
+        for segment in affected:
+            segment.set_hypers(segment.hyper_rows())
+            if segment.follow_seeds():
+                segment.upload()
+        for watch in changed:
+            watch.remember()
+        self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the parameters begin, in the order of the entries."""
+        return self._watch.addresses
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters, in the order of the entries."""
+        return self._params
+
+    def build(self, decision: StepInputs) -> None:
+        """Build every kernel of a step that is decided so, without changing anything."""
+        for segment in self.segments:
+            segment.unscales = decision.grad_scale is not None
+            segment.build()
+        self.decider.build(decision)
+
+    def require_kernels(self, *, alone: bool = False) -> None:
+        """Raise `CaptureError` if steps are not launches of kernels alone."""
+        moved = any(segment.mover is not None for segment in self.segments)
+        require(not moved, "its state lives in host memory, and the host decides when to move it")
+        if not all(segment.can_be_captured for segment in self.segments):
+            on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
+            without = "without Triton its steps are operations that the host decides on"
+            require(False, on_cpu if is_host(self.device) else without)
+        require_no_choices(self.segments, alone=alone)
+
+    def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
+        """Check that a step needs nothing that a CUDA graph cannot hold."""
+        self.require_kernels()
+        for index, entry in enumerate(self.entries):
+            require(
+                gradients[index] is not None or not entry.param.requires_grad,
+                f"{entry.label} has no gradient, and a graph would leave it out at every replay: run backward first "
+                "and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
+            )
+        unchanged = self._watch.unchanged(self._params)
+        require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
+        require(self.states_are_unmoved, f"state was given other memory since the last step; {PREPARE}")
+        require(
+            not any(watch.changed() for watch in self.group_watches),
+            f"hyperparameters have changed since they were brought to the device; {PREPARE}",
+        )
+        seen = self.gradients.look(gradients)
+        require(
+            self.gradients.same_layout(seen),
+            f"gradients lie in memory otherwise than at the last step; {WARM_UP}",
+        )
+        return seen
+
+    @contextmanager
+    def into_graph(self, seen: Seen) -> Iterator[None]:
+        """A block whose launches go into a CUDA graph and work on these gradients at every replay."""
+        table = self.graph_tables.table(seen.addresses(len(self.entries)))
+        self.captured, self._started_norm = True, None
+        self._read_gradients_from(table)
+        try:
+            with self.gradients.taking(seen), nothing_left_out(self.segments):
+                yield
+        finally:
+            self._read_gradients_from(self.grads)
+
+    def _read_gradients_from(self, table: torch.Tensor) -> None:
+        self._bound_grads = table
+        for segment, members in zip(self.segments, self._ranges):
+            segment.take_gradients_from(table[members.start : members.stop])
+
+    def norm(self) -> torch.Tensor:
+        """Launch the norm pass over this device's gradients: their sum of squares, float64[1] on the device.
+
+        Of tensors that several ranks hold it has this rank's share: the sum over all ranks has them once.
+        """
+        if self._sum_squares is None:
+            shared = SharedNorm(self.device, self.entries) if self._has_shares else None
+            self._sum_squares = shared.launch if shared is not None else self.own_norm_table().sum_squares
+        self._sum_squares(self._bound_grads, self.power_sum)
+        return self.power_sum
+
+    def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Launch the norm pass without its finish, where `decide` can do that: partial sums and how many, or None."""
+        started, self._started_norm = self._started_norm, None
+        return started or self.own_norm_table().launch_tiles(self._bound_grads)
+
+    def own_norm_table(self) -> NormTable:
+        """The norm pass over the gradients of this engine alone."""
+        if self._norm is None:
+            require(not is_capturing(), f"its gradient norm was not computed before; {WARM_UP}")
+            self._norm = norm_table(self.device, self.entries)
+        return self._norm
+
+    @property
+    def norm_source(self) -> DeviceEngine | JointNorm:
+        """What computes the norm of all gradients on this device."""
+        return self.decider.joint or self
+
+    def follow(self, decision: StepInputs) -> None:
+        """Take note of how a step is decided; the decider writes the control numbers."""
+        self._unscales, may_skip = decision.grad_scale is not None, decision.may_skip
+        for segment in self.segments:
+            segment.unscales, segment.may_skip = self._unscales, may_skip
+
+    def begin(self, gradients: list[torch.Tensor | None]) -> None:
+        """Hand this step's gradients to the segments that read them as tensors."""
+        for segment, members in zip(self.segments, self._ranges):
+            if self._bound_grads is not self.grads:
+                require(segment.is_built, f"the kernels of such a step are not built yet; {WARM_UP}")
+            if segment.reads_gradients:
+                segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
+            if segment.taps is not None:
+                segment.taps.begin()
+
+    def finish(self, *, counts_versions: bool = True) -> None:
+        """After the passes: gradients that carried a loss scale are left unscaled (but not clipped)."""
+        if self._unscales:
+            self.gradients.copy_back()
+        self.gradients.release()
+        for segment in self.segments:
+            segment.finish_taps()
+            segment.gradients = ()
+        # Kernels write behind autograd's back: a backward through the old weights must fail as it does in torch.
+        if counts_versions:
+            torch.autograd.graph.increment_version(self.gradients.active)
+            self.note_written()
+
+    def note_written(self) -> None:
+        """Take note that autograd was told which tensors a step has written."""
+        if self.wrote is not None:
+            self.wrote(self.gradients.active)

@@ -1,0 +1,403 @@
+"""What changed since the last step, at few host calls: gradients of a device, hyperparameters of param groups."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..compat import has_memory, is_zero_tensor, ready, resolved
+from ..errors import GradientError
+from ..graph import flat_numbers
+from ..tensor_watch import TensorWatch
+from .kernel_cache import statics_of
+from .segment import Entry, is_dense, same_walk
+
+_READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The dtypes of gradients that kernels read."""
+
+
+class Stale(Exception):
+    """The tables no longer describe the tensors: they must be built again."""
+
+
+def grad_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradients: its own, unless its attribute `grad_dtype` says otherwise.
+
+    None there allows any: then it is that of the gradient that the parameter has.
+
+    Example:
+        >>> weight = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+        >>> weight.grad_dtype = torch.float32
+        >>> grad_dtype(weight)
+        torch.float32
+    """
+    if not param.is_leaf:
+        return param.dtype
+    declared = getattr(param, "grad_dtype", param.dtype)
+    if declared is None and param.grad is not None and param.grad.dtype in _READABLE:
+        return param.grad.dtype
+    return declared or param.dtype
+
+
+@dataclass
+class Seen:
+    """The gradients of one step."""
+
+    active: list[int]  # places of the entries that have one
+    present: list[torch.Tensor]  # these gradients; in the place of one that is not dense, its copy
+    strided: dict[int, torch.Tensor]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def addresses(self, count: int) -> np.ndarray:
+        """int64[count], where they begin; 0 for an entry without gradient."""
+        found = np.zeros(count, dtype=np.int64)
+        # An empty gradient may have no address; it is there all the same.
+        found[self.active] = [tensor.data_ptr() if tensor.numel() else 1 for tensor in self.present]
+        return found
+
+
+class Gradients:
+    """Watches the gradients of a fixed list of tensors."""
+
+    def __init__(self, entries: Sequence[Entry], grads: torch.Tensor) -> None:
+        self.entries = list(entries)
+        self.grads = grads
+        self.strided: dict[int, torch.Tensor] = {}
+        self.active: list[torch.Tensor] = []
+        """The parameters that have a gradient, their local parts and the DTensors that these belong to."""
+        self._active: list[int] | None = None
+        self._inactive: list[int] = []
+        self._layout_known = True
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._watch = TensorWatch([])
+        self._host = np.zeros(len(self.entries), dtype=np.int64)
+        self.settled = False
+        """Whether the gradients of the last step were those of the one before, all of them dense."""
+        self.scanned = False
+        """Whether the last look at them was one in C++, which has brought the addresses that the table has."""
+
+    def unchanged(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the gradients are, but for their addresses, those of the last step; updates the addresses."""
+        present = self._present(gradients)
+        if present is None or not self._watch.same_metadata(present):
+            return False
+        if self.scanned or not self._watch.same_addresses(present):
+            self._watch.remember_addresses(present)
+            if not self._have_memory(present):
+                return False
+            self._upload()
+        return True
+
+    def _have_memory(self, present: Sequence[torch.Tensor]) -> bool:
+        """Whether none of these has elements and no memory, of which only low addresses can tell."""
+        return min(self._watch.addresses, default=_LOW) >= _LOW or all(map(has_memory, present))
+
+    def look_again(self) -> None:
+        """Look at every gradient again at the next step: a look in C++ has brought addresses since the last one."""
+        self._active = None
+        self.settled = self.scanned = False
+
+    def forget(self) -> None:
+        """`look_again`, and take nothing for granted of how they lie in memory."""
+        self.look_again()
+        self._layout_known = False
+
+    def _present(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+        """The gradients of the entries that had one at the last step, if they are the same entries now."""
+        if self._active is None:
+            return None
+        if not self._inactive:
+            return gradients  # type: ignore[return-value]
+        if any(gradients[index] is not None for index in self._inactive):
+            return None
+        return [gradients[index] for index in self._active]  # type: ignore[misc]
+
+    def inspect(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Check every gradient and write the address table anew."""
+        seen = self.look(gradients)
+        active, present = seen.active, seen.present
+        changed = not self.same_layout(seen)
+        self.strided = seen.strided
+        self._layout_known = True
+        self._active = None if seen.copies else active
+        self.settled = not seen.copies
+        self._copies = seen.copies
+        self.active = self._written(active)
+        chosen = set(active)
+        self._inactive = [index for index in range(len(self.entries)) if index not in chosen]
+        self._known = active
+        self._empty = [position for position, gradient in enumerate(present) if gradient.numel() == 0]
+        self._watch = TensorWatch(present)
+        self._upload()
+        return changed
+
+    def look(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
+        """Check every gradient; nothing is remembered."""
+        seen = Seen([], [], {}, [])
+        for index, (entry, gradient) in enumerate(zip(self.entries, gradients)):
+            if gradient is None:
+                continue
+            given = gradient = ready(gradient)
+            _check_kind(entry, gradient)
+            gradient = resolved(gradient)
+            _check(entry, gradient)
+            if not is_dense(gradient) or (entry.ordered and not same_walk(gradient, entry.param)):
+                gradient = _in_order(gradient, entry)
+            if gradient is not given:
+                seen.copies.append((given, gradient))
+            seen.active.append(index)
+            seen.present.append(gradient)
+            if not same_walk(gradient, entry.param):
+                # Shape and strides alone: the gradient itself must not outlive its step here.
+                seen.strided[index] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
+        return seen
+
+    def usable(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """This step's gradients with copies in the place of those that were copied."""
+        if not self._copies:
+            return gradients
+        copies = {id(given): copy for given, copy in self._copies}
+        return [copies.get(id(gradient), gradient) for gradient in gradients]
+
+    def release(self) -> None:
+        """Let go of what was needed for this step only."""
+        self._copies = []
+
+    @contextmanager
+    def taking(self, seen: Seen) -> Iterator[None]:
+        """A block that works on gradients which are not remembered afterwards."""
+        before = self.active, self._copies
+        self.active, self._copies = self._written(seen.active), seen.copies
+        try:
+            yield
+        finally:
+            self.active, self._copies = before
+
+    def _written(self, active: Sequence[int]) -> list[torch.Tensor]:
+        entries = [self.entries[index] for index in active]
+        return [entry.param for entry in entries] + [entry.whole for entry in entries if entry.whole is not None]
+
+    def same_layout(self, seen: Seen) -> bool:
+        """Whether the gradients lie in memory as those of the last step, wherever they are."""
+        known = {index: tensor.stride() for index, tensor in self.strided.items()}
+        return self._layout_known and known == {index: tensor.stride() for index, tensor in seen.strided.items()}
+
+    def copy_back(self) -> None:
+        """Give gradients that are not dense what kernels have written to their copies.
+
+        One whose elements share memory (an expanded one) cannot take it and stays as it is.
+        """
+        for gradient, copy in self._copies:
+            expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
+            if not expanded and not is_zero_tensor(gradient):
+                gradient.copy_(copy)
+
+    def _upload(self) -> None:
+        addresses = np.asarray(self._watch.addresses, dtype=np.int64)
+        if self._empty:
+            addresses[self._empty] = 1
+        if self._inactive:
+            self._host[:] = 0
+            self._host[self._known] = addresses
+        else:
+            self._host[:] = addresses
+        self.scanned = False
+        copy_to(self.grads, self._host)
+
+
+def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A copy that is dense, and lies in memory as its parameter does if it must."""
+    if not entry.ordered or not is_dense(entry.param):
+        return gradient.contiguous()
+    return torch.empty_like(entry.param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+_TAKEN_AT_ONCE = 1 << 15
+"""Bytes that CUDA takes over from ordinary memory before a copy returns, without waiting for the device (up to 64 KiB):
+cheaper than locked memory, which must be found, and watched until the device has read it."""
+
+
+def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
+    """Copy a numpy table to a tensor without waiting for the device."""
+    source = torch.from_numpy(host)
+    if target.is_cuda and host.nbytes <= _TAKEN_AT_ONCE:
+        target.copy_(source, non_blocking=True)
+    elif target.is_cuda:
+        pinned = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        pinned.copy_(source)
+        target.copy_(pinned, non_blocking=True)
+    else:
+        target.copy_(source)
+
+
+_LOW = 1 << 32
+"""Most memory lies above this address: below it may be an offset from no address at all."""
+
+
+def _check_kind(entry: Entry, gradient: torch.Tensor) -> None:
+    if gradient.layout is torch.strided and not is_zero_tensor(gradient) and not has_memory(gradient):
+        kind = type(gradient).__name__
+        what = "no memory: its storage was freed" if kind in ("Tensor", "Parameter") else f"the type {kind}"
+        raise GradientError(
+            f"the gradient of {entry.label} has {what}; kernels read memory: give it a plain tensor with the values"
+        )
+
+
+def _check(entry: Entry, gradient: torch.Tensor) -> None:
+    param, dtype = entry.param, entry.grad_dtype
+    device = entry.gradient_device or param.device
+    alike = gradient.dtype is dtype and gradient.shape == param.shape and gradient.device == device
+    if alike and gradient.layout is torch.strided and not gradient.is_complex():
+        return
+    if gradient.layout is not torch.strided:
+        raise GradientError(
+            f"the gradient of {entry.label} is sparse; only dense gradients are supported: use "
+            "torch.optim.SparseAdam for this parameter, or sparse=False in its embedding"
+        )
+    if gradient.is_complex():
+        raise GradientError(f"the gradient of {entry.label} is complex; split it with torch.view_as_real")
+    if gradient.dtype is not dtype and gradient.dtype in (grad_dtype(param), grad_dtype(entry.handle)):
+        raise Stale(f"the gradient of {entry.label} has become {gradient.dtype}")
+    for what, given, wanted in (
+        ("shape", tuple(gradient.shape), tuple(param.shape)),
+        ("dtype", gradient.dtype, dtype),
+        ("device", gradient.device, device),
+    ):
+        if given != wanted:
+            raise GradientError(f"the gradient of {entry.label} has {what} {given}, the parameter has {wanted}")
+
+
+class GroupWatch:
+    """Watches the hyperparameters of one param group.
+
+    Example:
+        >>> group = {"lr": 0.1, "nesterov": False}
+        >>> watch = GroupWatch(0, group, ["lr", "nesterov"])
+        >>> watch.changed()
+        False
+        >>> group["lr"] = 0.2
+        >>> watch.changed(), watch.same_statics()
+        (True, True)
+    """
+
+    def __init__(self, index: int, group: Mapping[str, Any], keys: Sequence[str]) -> None:
+        self.index = index
+        self.group = group
+        self.keys = tuple(keys)
+        self.value_of = group.get
+        self._only_numbers_differ = False
+        self.remember()
+
+    is_mutable: bool
+    """Whether a value can change and stay the same object."""
+
+    values: tuple[Any, ...]
+    """The known values; as long as they are these objects, and none is mutable, nothing has changed."""
+
+    def _get(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(group.get, self.keys))
+
+    def remember(self) -> None:
+        """Take the values as they are now as the known ones."""
+        self.values = self._get(self.group)
+        if self._only_numbers_differ:
+            self._only_numbers_differ = False
+            return
+        chosen = self.chosen()
+        self._statics = statics_of(chosen)
+        self._tensors = [value for _, value in flat_numbers(chosen) if isinstance(value, torch.Tensor)]
+        self._device_tensors = {name: value for name, value in flat_numbers(chosen) if _on_device(value)}
+        self.is_mutable = bool(self._tensors) or any(isinstance(value, list) for value in self.values)
+        self._seen = _numbers(chosen) if self.is_mutable else []
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a hyperparameter lives on a device, where only the device can read it."""
+        return bool(self._device_tensors)
+
+    def changed(self) -> bool:
+        """Whether a hyperparameter has another value, or is of another kind, than the known one."""
+        now = self._get(self.group)
+        self._only_numbers_differ = False
+        if not self.is_mutable:
+            if all(map(operator.is_, now, self.values)):
+                return False
+            if all(map(_both_numbers, now, self.values)):
+                return self._other_numbers(now)
+        chosen = self.chosen()
+        numbers = _numbers(chosen)
+        if numbers == self._known_numbers() and statics_of(chosen) == self._statics:
+            if not self.is_mutable:
+                self.values = now
+            return False
+        self._refuse_invalid(numbers)
+        return True
+
+    def _other_numbers(self, now: tuple[Any, ...]) -> bool:
+        """`changed` where a schedule has put plain numbers in the place of others: at every step of a training."""
+        if now == self.values:
+            self.values = now
+            return False
+        limit = self.group.get("max_grad_norm")
+        if _has_nan(now) or (limit is not None and type(limit) in _NUMBERS and limit < 0):
+            self._refuse_invalid(flat_numbers(self.chosen()))
+        self._only_numbers_differ = True
+        return True
+
+    def _refuse_invalid(self, numbers: Sequence[tuple[str, Any]]) -> None:
+        for name, value in numbers:
+            if value != value:
+                raise ValueError(f"Invalid {name} of group {self.index}: nan")
+            if name == "max_grad_norm" and value < 0:
+                raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
+
+    def _known_numbers(self) -> list[tuple[str, Any]]:
+        return self._seen if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
+
+    def same_statics(self) -> bool:
+        """Whether flags, strings, None and the kinds of all values are the known ones."""
+        return self._only_numbers_differ or statics_of(self.chosen()) == self._statics
+
+    def same_tensors(self) -> bool:
+        """Whether the same hyperparameters live on a device, in the same tensors."""
+        if self._only_numbers_differ:
+            return True
+        now = {name: value for name, value in flat_numbers(self.chosen()) if _on_device(value)}
+        known = self._device_tensors
+        return now.keys() == known.keys() and all(now[name] is known[name] for name in now)
+
+    def chosen(self) -> dict[str, Any]:
+        """The watched entries of the group as they are now."""
+        return dict(zip(self.keys, self._get(self.group)))
+
+
+_NUMBERS = (float, int)
+
+
+def _both_numbers(left: Any, right: Any) -> bool:
+    """Whether two values are the same object, or plain numbers both, or tuples of such; a bool is a flag."""
+    if left is right:
+        return True
+    if type(left) is tuple and type(right) is tuple and len(left) == len(right):
+        return all(map(_both_numbers, left, right))
+    return type(left) in _NUMBERS and type(right) in _NUMBERS
+
+
+def _has_nan(values: Sequence[Any]) -> bool:
+    """Whether a number in here, or in a tuple in here, is NaN."""
+    return any(_has_nan(value) if type(value) is tuple else value != value for value in values)
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _numbers(chosen: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Every number by name; one on a device stands for itself by identity."""
+    return [(name, id(value) if _on_device(value) else float(value)) for name, value in flat_numbers(chosen)]

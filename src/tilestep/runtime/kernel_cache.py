@@ -1,0 +1,150 @@
+"""Graphs and kernels made once and used by every optimizer of the process."""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..backends.spec import KernelSpec, Taps
+from ..devices import is_host
+from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
+from ..rules import Rule
+from ..rules.scalars import PYTHON_TYPES, as_python
+from ..storage import Plain, Storage
+
+NUMBER = "<number>"
+"""Stands for any number in a static description."""
+
+KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale", "machine_epsilon"})
+"""What the scalar pass knows without a column of the hyperparameter table, beside the parameter's sizes."""
+
+_lock = threading.RLock()
+_graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
+"""By rule and what it is specialized on. Rules and functions are held weakly: they may hold a whole model."""
+
+_specs: weakref.WeakValueDictionary[Signature, KernelSpec] = weakref.WeakValueDictionary()
+"""Each is held by its graph."""
+
+
+def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What a rule is specialized on: flags, strings and None, and which entries are numbers.
+
+    Example:
+        >>> statics_of({"lr": 0.1, "amsgrad": False})
+        (('amsgrad', False), ('lr', '<number>'))
+    """
+
+    def kind(value: Any) -> Any:
+        value = value if type(value) in PYTHON_TYPES else as_python(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(kind(entry) for entry in value)
+        is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+        return NUMBER if is_number else value
+
+    kinds = []
+    for key, value in hyperparameters.items():
+        is_number, is_flag = type(value) in (float, int), type(value) in PYTHON_TYPES
+        kinds.append((key, NUMBER if is_number else value if is_flag else kind(value)))
+    return tuple(sorted(kinds))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What one launch can hold: one graph, one storage per buffer, one compute type, one kind of device."""
+
+    graph_key: int  # identity of the graph
+    storages: tuple[tuple[str, Storage], ...]  # buffer name and storage, in buffer order
+    compute: torch.dtype  # float32 or float64
+    device_type: str  # "cpu" or "cuda"
+    taps: Taps
+
+
+def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None) -> Graph:
+    """The rule's graph under these hyperparameters, traced if no known graph's guards hold."""
+    shape = (1,) * dims if shape is None else shape
+    hyperparameters = {
+        name: value if type(value) in PYTHON_TYPES else _on_host(value) for name, value in hyperparameters.items()
+    }
+    with _lock:
+        known = _graphs.setdefault(rule, {})
+        key: Any = statics_of(hyperparameters)
+        simple = (*PYTHON_TYPES, tuple)
+        plain = all([type(value) in simple for _, value in key])
+        if not plain or any([any(map(callable, v)) or tuple in map(type, v) for _, v in key if type(v) is tuple]):
+            key = _weakly(key, known)
+        for graph in known.get(key, ()):
+            if (not graph.reads_shape or graph.dims == dims) and guards_hold(graph, hyperparameters, shape):
+                return graph
+        graph = trace(rule, hyperparameters, dims, shape)
+        known.setdefault(key, []).append(graph)
+        return graph
+
+
+def _weakly(value: Any, known: dict[Any, list[Graph]]) -> Any:
+    """A static description that does not keep functions alive; the graphs of one that is gone go with it."""
+    if isinstance(value, tuple):
+        return tuple(_weakly(entry, known) for entry in value)
+    if not callable(value):
+        return value
+
+    def forget(reference: Any) -> None:
+        for key in [key for key in known if _contains(key, reference)]:
+            known.pop(key, None)
+
+    try:
+        kind = weakref.WeakMethod if isinstance(value, types.MethodType) else weakref.ref
+        reference = kind(value, forget)
+        hash(reference)
+        return reference
+    except TypeError:  # callables without a place for references to them, or without a hash
+        return value
+
+
+def _contains(key: Any, reference: Any) -> bool:
+    return any(_contains(entry, reference) for entry in key) if isinstance(key, tuple) else key is reference
+
+
+def _on_host(value: Any) -> Any:
+    """A tensor that the host can read as the number it holds; a rule may branch on that."""
+    value = as_python(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_on_host(entry) for entry in value)
+    return float(value) if isinstance(value, torch.Tensor) and is_host(value.device) else value
+
+
+def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any], shape: Sequence[int]) -> bool:
+    """Whether every branch the graph was traced through would be taken again for a parameter of this shape."""
+    if not graph.guards:
+        return True
+    hosted = {name: _on_host(value) for name, value in hyperparameters.items()}
+    numbers, unread = known_numbers(hosted)
+    if graph.branches_on_sizes:
+        numbers.update(sizes_of(shape))
+    return all(outcome(guard.condition, numbers, unread) is guard.outcome for guard in graph.guards)
+
+
+def kernel_spec(
+    graph: Graph,
+    storages: Mapping[str, Storage],
+    compute: torch.dtype,
+    device_type: str,
+    taps: Taps = Taps(),  # noqa: B008
+) -> KernelSpec:
+    """The one spec of this graph with these storages on this kind of device."""
+    signature = Signature(id(graph), tuple(storages.items()), compute, device_type, taps)
+    with _lock:
+        spec = _specs.get(signature)
+        if spec is None:
+            exact = [name for name, storage in storages.items() if storage.is_exact(compute)]
+            names = [name for name in graph.hypers() if name not in KNOWN_NUMBERS and not size_from_end(name)]
+            cut = partition(graph, exact)
+            scratch = {name: Plain(dtype or compute) for name, dtype in cut.library.scratch.items()}
+            spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"), taps)
+            _specs[signature] = graph.specs[signature] = spec
+        return spec

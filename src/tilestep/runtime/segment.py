@@ -1,0 +1,667 @@
+"""A segment: every tensor of an optimizer that one launch can hold, its tiles, and the addresses it works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..backends.spec import MAX_DIMS, KernelSpec
+from ..backends.triton.launch import Launch
+from ..compat import has_memory
+from ..errors import GradientError, StateError
+from ..graph import Over, Program, Slices
+from ..graph.tracer import group_value
+from ..linalg.batches import Exchange, MatrixBatches
+from ..storage import BLOCK, rows_of, stream_of
+from .kernel_cache import guards_hold
+from .limits import ZClip, clip_code
+from .taps import SegmentTaps
+
+
+@dataclass
+class Tiles:
+    """The tiles of a list of tensors."""
+
+    size: int  # elements in a tile
+    numel: np.ndarray  # int64[tensors], elements of each tensor
+    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
+    tile_tensor: np.ndarray  # int32[tiles], the tensor each tile belongs to
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return len(self.tile_tensor)
+
+
+def cut_tiles(numels: Sequence[int], size: int) -> Tiles:
+    """Cut tensors of these lengths into tiles; an empty tensor has none.
+
+    Example:
+        >>> cut = cut_tiles([5, 0, 4], size=4)
+        >>> cut.first_tile.tolist(), cut.tile_tensor.tolist()
+        ([0, 2, 2], [0, 0, 2])
+    """
+    numel = np.asarray(numels, dtype=np.int64)
+    counts = -(-numel // size)
+    ends = np.cumsum(counts)
+    first = np.concatenate([[0], ends[:-1]]) if len(ends) else np.zeros(0, dtype=np.int64)
+    owner = np.repeat(np.arange(len(numel), dtype=np.int32), counts)
+    return Tiles(size, numel, first.astype(np.int64), owner)
+
+
+def _dense_order(tensor: torch.Tensor) -> list[int] | None:
+    """Dimensions from slowest to fastest if the tensor fills its memory without gaps, else None."""
+    dims = [dim for dim in range(tensor.dim()) if tensor.size(dim) != 1]
+    dims.sort(key=lambda dim: (tensor.stride(dim), -dim), reverse=True)
+    expected = 1
+    for dim in reversed(dims):
+        if tensor.stride(dim) != expected:
+            return None
+        expected *= tensor.size(dim)
+    return dims
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills its memory without gaps, in any order of its dimensions."""
+    return tensor.is_contiguous() or _dense_order(tensor) is not None
+
+
+def same_walk(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether both tensors are dense and element k in memory order is the same element in both.
+
+    Example:
+        >>> import torch
+        >>> image = torch.zeros(2, 3, 4, 5)
+        >>> same_walk(image, image.clone()), same_walk(image, image.to(memory_format=torch.channels_last))
+        (True, False)
+    """
+    if left.is_contiguous() and right.is_contiguous():
+        return True
+    order = _dense_order(left)
+    return order is not None and order == _dense_order(right)
+
+
+def check_no_overlap(tensor: torch.Tensor, label: str) -> None:
+    """Raise if two elements of the tensor share memory."""
+    if overlaps_itself(tensor):
+        raise GradientError(
+            f"{label} of shape {tuple(tensor.shape)} and strides {tensor.stride()} overlaps itself (expanded?); "
+            "make it a tensor of its own with .clone()"
+        )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of the tensor share memory.
+
+    Example:
+        >>> memory = torch.zeros(9)
+        >>> overlaps_itself(memory.as_strided((2, 3), (3, 2))), overlaps_itself(memory.as_strided((2, 3), (2, 2)))
+        (False, True)
+    """
+    if tensor.is_contiguous() or tensor.numel() <= 1:
+        return False
+    dims = [dim for dim in range(tensor.dim()) if tensor.size(dim) > 1]
+    reach, nested = 0, True
+    for dim in sorted(dims, key=tensor.stride):
+        nested = nested and tensor.stride(dim) > reach
+        reach += (tensor.size(dim) - 1) * tensor.stride(dim)
+    if nested or reach + 1 < tensor.numel():
+        return not nested
+    # Dimensions that interleave: the elements are counted in a map of the memory between the first and the last.
+    taken = np.zeros(reach + 1, dtype=bool)
+    np.lib.stride_tricks.as_strided(taken, tuple(tensor.shape), tensor.stride())[...] = True
+    return int(np.count_nonzero(taken)) < tensor.numel()
+
+
+def layout_record(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """Sizes and strides of tensors of one shape, walked in the order of their indices, as a row of the layout table."""
+    shape = tensors[0].shape
+    merged: list[tuple[int, list[int]]] = []
+    for dim in range(len(shape)):
+        if shape[dim] == 1:
+            continue
+        strides = [tensor.stride(dim) for tensor in tensors]
+        if merged and all(before == stride * shape[dim] for before, stride in zip(merged[-1][1], strides)):
+            merged[-1] = (merged[-1][0] * shape[dim], strides)
+        else:
+            merged.append((shape[dim], strides))
+    if len(merged) > MAX_DIMS:
+        raise GradientError(f"a strided tensor of shape {tuple(shape)} has more than {MAX_DIMS} separate dimensions")
+    record = np.zeros(1 + MAX_DIMS * (1 + len(tensors)), dtype=np.int64)
+    record[0] = len(merged)
+    for dim, (size, strides) in enumerate(merged):
+        record[1 + dim] = size
+        for position, stride in enumerate(strides):
+            record[1 + MAX_DIMS * (1 + position) + dim] = stride
+    return record
+
+
+Block = tuple[int, int, int]
+"""Matrices, rows and columns in a tile."""
+
+
+@dataclass
+class ViewTiles:
+    """The tiles of all tensors in one view, tensors with tiles of the same block side by side."""
+
+    extents: np.ndarray  # int64[tensors, 3], matrices, rows and columns of each tensor
+    blocks: np.ndarray  # int64[tensors, 3], how many of each are in a tile
+    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
+    tile_count: np.ndarray  # int64[tensors], how many it has
+    tile_tensor: np.ndarray  # int32[tiles], the tensor of each tile
+    parts: np.ndarray  # int64[tensors, 2], where its parts of row and of column reductions begin
+    part_counts: tuple[int, int]  # parts of row and of column reductions of all tensors
+    ranges: list[tuple[Block, int, int]]  # each block, its first tile and how many tiles have it
+
+
+def cut_view(extents: Sequence[Block], choose: Callable[[int, int, int], Block]) -> ViewTiles:
+    """Cut tensors seen as matrices into tiles; an empty tensor has none.
+
+    Example:
+        >>> tiles = cut_view([(1, 3, 5), (1, 2, 2)], lambda matrices, rows, columns: (1, 2, 4))
+        >>> tiles.tile_tensor.tolist(), tiles.parts.tolist(), tiles.part_counts
+        ([0, 0, 0, 0, 1], [[0, 0], [6, 10]], (8, 12))
+    """
+    sizes = np.asarray(extents, dtype=np.int64).reshape(-1, 3)
+    blocks = np.asarray([choose(*each) for each in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
+    grid = -(-sizes // blocks)
+    counts = grid.prod(axis=1)
+    order = np.lexsort(blocks.T[::-1])
+    ends = np.cumsum(counts[order])
+    first = np.zeros(len(sizes), dtype=np.int64)
+    first[order] = ends - counts[order]
+    ranges: list[tuple[Block, int, int]] = []
+    # Not np.unique, which imports masked arrays first: a tenth of the first step of a process.
+    for block in sorted(set(map(tuple, blocks[counts > 0].tolist()))):
+        members = (blocks == block).all(axis=1)
+        ranges.append((block, int(first[members].min()), int(counts[members].sum())))
+    matrices, rows, columns = sizes.T
+    parts = np.stack([matrices * rows * grid[:, 2], matrices * grid[:, 1] * columns], axis=1)
+    return ViewTiles(
+        extents=sizes,
+        blocks=blocks,
+        first_tile=first,
+        tile_count=counts,
+        tile_tensor=np.repeat(order, counts[order]).astype(np.int32),
+        parts=_starts(parts)[:-1],
+        part_counts=tuple(parts.sum(axis=0).tolist()),
+        ranges=ranges,
+    )
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Where each of things of these sizes begins when they lie one after the other, and where the last ends."""
+    return np.concatenate([np.zeros((1, *counts.shape[1:]), dtype=np.int64), np.cumsum(counts, axis=0)])
+
+
+class SliceTables:
+    """What passes over slices need to know of their tensors."""
+
+    def __init__(
+        self, slices: Slices, shapes: Sequence[Sequence[int]], choose: Callable[[int, int, int], Block]
+    ) -> None:
+        self.views = [cut_view([view.extents(shape) for shape in shapes], choose) for view in slices.views]
+        counts = [[_slice_count(shape, over) for shape in shapes] for over in slices.kinds]
+        self.starts = np.asarray([_starts(np.asarray(each, dtype=np.int64)) for each in counts], dtype=np.int64)
+        """int64[kinds, tensors + 1], where each tensor's slices begin in an array of all slices of a kind."""
+        self.spans = np.asarray([[_span(shape, *pair) for shape in shapes] for pair in slices.spans], dtype=np.int64)
+        """int64[pairs, tensors, 2], elements from one coarse slice to the next, and their distance inside one."""
+        self.slot_counts = [int(self.starts[slices.kinds.index(over), -1]) for over in slices.overs]
+        """Elements of each slot's array."""
+        self.most_tiles = max((len(view.tile_tensor) for view in self.views), default=0)
+        self._slices = slices
+
+    def starts_of(self, slot: int) -> list[int]:
+        """Where each tensor's slices begin in a slot's array, and where the last one's end."""
+        return self.starts[self._slices.kinds.index(self._slices.overs[slot])].tolist()
+
+    def part_counts(self, program: Program) -> list[int]:
+        """For each slot, the parts that tiles leave of it; 0 for one that is not the result of a reduction."""
+        counts = [0] * len(self._slices.overs)
+        for tile in program.tile_passes():
+            for slot, reduction in tile.parts:
+                assert tile.view is not None and reduction.over is not None
+                tiles = self.views[self._slices.views.index(tile.view)]
+                counts[slot] = tiles.part_counts[int(tile.view.place(reduction.over) == "column")]
+        return counts
+
+
+def _slice_count(shape: Sequence[int], over: Over) -> int:
+    return math.prod(shape[: over[0]]) * math.prod(shape[over[1] :])
+
+
+def _span(shape: Sequence[int], fine: Over | None, coarse: Over) -> tuple[int, int]:
+    inner = math.prod(shape[coarse[1] :])
+    inside = [size for dim, size in enumerate(shape[: coarse[1]]) if dim >= coarse[0]]
+    if fine is not None:
+        inside = [size for dim, size in enumerate(inside, coarse[0]) if not fine[0] <= dim < fine[1]]
+    return math.prod(inside) * inner, inner
+
+
+@dataclass(frozen=True)
+class Window:
+    """A run of a segment's tiles, of whole tensors and of parts of tensors."""
+
+    tiles: range  # the places of its tiles in the segment
+    tensors: range  # the places of the tensors that these belong to
+    addresses: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class Mover(Protocol):
+    """What runs the tile passes of a segment whose arrays live elsewhere."""
+
+    def run(self, index: int) -> None:
+        """Run tile pass `index`."""
+
+    def settle(self) -> None:
+        """Have the host see gradients and arrays that live in its memory."""
+
+
+@dataclass
+class Entry:
+    """One tensor of an optimizer, as kernels see it."""
+
+    label: str  # how messages call it
+    param: torch.Tensor  # the local tensor whose memory is updated
+    arrays: dict[str, torch.Tensor]
+    scalars: dict[str, torch.Tensor] = field(default_factory=dict)
+    group: int = 0  # index of its param group
+    whole: torch.Tensor | None = None
+    share: float = 1.0
+    in_norm: bool = True
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
+    gradient_device: torch.device | None = None
+    exchange: tuple[Exchange, int] | None = None
+    columns: int = 0  # elements of a row of blocks, where its shape does not say it: of a flat piece of a tensor
+    ordinal: int = 0  # its parameter's place among all of the optimizer
+    origin: int = 0  # the first element's index in the whole tensor, which counts along its memory
+    strides: tuple[int, ...] | None = None  # of the whole tensor along the dimensions of `param`; None for its own
+    grad_dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grad_dtype = self.param.dtype
+
+    @property
+    def norm_share(self) -> float:
+        """What this rank's sum of squares counts in the norm."""
+        return self.share if self.in_norm else 0.0
+
+    @property
+    def handle(self) -> torch.Tensor:
+        """The tensor as users have it."""
+        return self.param if self.whole is None else self.whole
+
+
+def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
+    """A group's row of the hyperparameter table; a tensor on a device leaves NaN, to be copied on the device."""
+    row = []
+    for name in names:
+        value = group_value(group, name)
+        if name == "max_grad_norm" and group.get("in_norm") is False:
+            row.append(math.inf)
+        elif isinstance(value, ZClip):
+            row.append(clip_code(value))
+        elif value is None:
+            row.append(math.inf)
+        elif isinstance(value, torch.Tensor):
+            row.append(math.nan if value.is_cuda else float(value))
+        else:
+            row.append(float(value))
+    return row
+
+
+class Segment:
+    """Tensors with one spec on one device: their tiles, addresses and layouts, as numpy arrays."""
+
+    tile_size = 0
+    """Elements in a tile."""
+
+    reads_gradients = False
+    """Whether passes read gradients as tensors rather than by address."""
+
+    unscales = False
+    """Whether this step's gradients carry a loss scale, which the last pass that reads them takes away."""
+
+    may_skip = False
+    """Whether the device may decide to skip this step."""
+
+    can_be_captured = False
+    """Whether its passes can go into a CUDA graph, but for what `choices` says of matrices."""
+
+    mover: Mover | None = None
+    """What brings arrays that live elsewhere to where tile passes work on them, and back."""
+
+    windows: Sequence[Window] = ()
+    """Runs of tiles that passes can work on one by one."""
+
+    built_ahead: frozenset[bool] = frozenset()
+    """For which values of `unscales` the kernels of a step were built together."""
+
+    has_taps = True
+    """Whether its kernels can put out statistics and bits of changed weights."""
+
+    taps: SegmentTaps | None = None
+    """What it puts out beside updates."""
+
+    batches_matrices = True
+    """Whether matrix passes run on batches; else the segment does their work its own way."""
+
+    step: torch.Tensor
+    """float32[tensors], step counts."""
+
+    scalar_states: dict[str, torch.Tensor]
+    """float32[tensors] for each scalar state."""
+
+    sums: torch.Tensor
+    """float64[tensors][reductions], reductions over one tensor; a segment without works them out by itself."""
+
+    across: torch.Tensor
+    """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
+
+    totals: torch.Tensor
+    """float64[slots], the combined values."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        entries: Sequence[Entry],
+        groups: Sequence[Mapping[str, Any]],
+        grads: torch.Tensor,
+        control: torch.Tensor,
+    ) -> None:
+        self.spec = spec
+        self.entries = list(entries)
+        self.groups = groups
+        self.grads = grads
+        self.gradients: Sequence[torch.Tensor | None] = ()
+        self.control = control
+        self.device = entries[0].param.device
+        self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
+        numels = [entry.param.numel() for entry in self.entries]
+        if spec.has_blocks:
+            numels = [_padded(numel, int(columns)) for numel, columns in zip(numels, self.columns)]
+        self.tiles = cut_tiles(numels, self.tile_size)
+        used = sorted({entry.group for entry in self.entries})
+        self.group_indices = used
+        position = {group: index for index, group in enumerate(used)}
+        self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
+        self.sizes = np.asarray([_sizes(entry.handle, spec.sizes) for entry in self.entries], dtype=np.int64)
+        scratch = spec.program.library.scratch
+        if not self.batches_matrices:
+            _require_no_exchange(self.entries, spec)
+        self.matrices = MatrixBatches(self) if scratch and self.batches_matrices else None
+        if self.matrices is not None and self.matrices.conditions is not None:
+            # What a step needs is decided on the host, from which tensors have gradients.
+            self.reads_gradients = True
+        self.array_names = [array.name for array in spec.arrays if self.matrices or array.name not in scratch]
+        self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
+        self.read_addresses()
+        self._apart = {
+            *spec.program.graph.slice_states,
+            *(array.name for array in spec.arrays if array.elements != 1),
+        }
+        by_rows = bool(spec.program.slices.views) or spec.has_blocks
+        self.own_strided = [
+            index
+            for index, entry in enumerate(self.entries)
+            if not _is_plain(entry, self._apart, by_rows) or (spec.draws and not _is_counted(entry))
+        ]
+        self.set_strided({})
+        self._seeds: list[int] = []
+        self.streams = np.zeros((len(self.entries), 2), dtype=np.int64)
+        """int64[tensors][2]: what makes a tensor's random bits its own, and its first element's index in the whole."""
+        if spec.draws:
+            self.streams[:, 1] = [entry.origin for entry in self.entries]
+        self.follow_seeds()
+
+    def follow_seeds(self) -> bool:
+        """Take over the groups' seeds; whether one is another than it was."""
+        seeds = [self.groups[index].get("seed", 0) for index in self.group_indices] if self.spec.draws else []
+        if seeds == self._seeds:
+            return False
+        self._seeds = seeds
+        own = zip(self.entries, self.group_of.tolist())
+        self.streams[:, 0] = [stream_of(seeds[group], entry.ordinal) for entry, group in own]
+        return True
+
+    def upload(self) -> None:
+        """Bring changed tables to the device."""
+        raise NotImplementedError
+
+    def tap(self, *, stats: bool, changes: bool) -> None:
+        """Make room for what passes are to put out beside updates."""
+        self.taps = SegmentTaps(self, stats=stats, changes=changes)
+        if stats and not self.taps.by_kernels:
+            self.reads_gradients = True
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step's passes measure."""
+        return self.taps is not None and self.taps.measures and self.taps.by_kernels
+
+    def finish_taps(self) -> None:
+        """After the passes of a step: what tiles have put out becomes numbers of tensors."""
+        if self.taps is not None:
+            self.taps.end()
+
+    def keeps_graph(self, group: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
+        """Whether the rule would take the same branches with other hyperparameters."""
+        graph = self.spec.program.graph
+        if not graph.guards:
+            return True
+        shapes: set[tuple[int, ...]] = {()}
+        if graph.branches_on_sizes:
+            shapes = {tuple(entry.handle.shape) for entry in self.entries if entry.group == group}
+        now = hyperparameters()
+        return all(guards_hold(graph, now, shape) for shape in shapes)
+
+    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
+        """Copy a hyperparameter that lives on a device into the table, on the device."""
+        raise NotImplementedError
+
+    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
+        """Bring the hyperparameter table to the device."""
+        raise NotImplementedError
+
+    def take_gradients_from(self, grads: torch.Tensor) -> None:
+        """Let passes read the gradients' addresses from another table, int64[tensors] on the device."""
+        raise NotImplementedError
+
+    def launches(self, unscales: bool) -> list[Launch]:
+        """What a step launches that Triton builds."""
+        return []
+
+    def build(self) -> None:
+        """Build every kernel that a step like the last one launches."""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether every kernel is built that a step launches which unscales as `unscales` says."""
+        return True
+
+    def scalar_pass(self, index: int) -> None:
+        """Run scalar pass `index`."""
+        raise NotImplementedError
+
+    def scalar_call(self, index: int) -> Callable[[], object]:
+        """What runs scalar pass `index`, at every step the same."""
+        return partial(self.scalar_pass, index)
+
+    def tile_pass(self, index: int) -> None:
+        """Run tile pass `index`, if there is one."""
+        raise NotImplementedError
+
+    def run_tiles(self, index: int) -> None:
+        """Run tile pass `index` where its arrays are, or as the mover brings them."""
+        if self.mover is None:
+            self.tile_pass(index)
+        else:
+            self.mover.run(index)
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Get ready to run tile passes over elements window by window."""
+        raise NotImplementedError
+
+    def tile_window(self, index: int, position: int) -> None:
+        """Run tile pass `index` over the tiles of the window at this position."""
+        raise NotImplementedError
+
+    def finish_windows(self, index: int) -> None:
+        """After all windows: finish the reductions of tile pass `index`."""
+        raise NotImplementedError
+
+    def window_addresses(self, window: Window) -> np.ndarray:
+        """int64[arrays][tensors of the window], where the arrays of its tensors begin while it is worked on."""
+        chosen = self.addresses[:, window.tensors.start : window.tensors.stop].copy()
+        for name, addresses in window.addresses.items():
+            chosen[self.array_names.index(name)] = addresses
+        return chosen
+
+    def row_table(self) -> torch.Tensor:
+        """The row table, [tensors, columns] on the device."""
+        raise NotImplementedError
+
+    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
+        """What passes have left in a slot: all slices of a kind; where each tensor's begin, and the last one's end."""
+        raise NotImplementedError
+
+    def library_pass(self, index: int) -> None:
+        """Run the matrix pass after tile pass `index`, if there is one."""
+        if self.matrices is not None:
+            self.matrices.run(index)
+
+    def adopt_scalars(self) -> None:
+        """Take the entries' step counts and scalar states into the flat arrays and give back views of them."""
+        for name, array in {"step": self.step, **self.scalar_states}.items():
+            known = {index: entry.scalars[name] for index, entry in enumerate(self.entries) if name in entry.scalars}
+            for device in {value.device for value in known.values()}:
+                # One copy for all of them: an assignment for each would be a launch for each.
+                indices = [index for index, value in known.items() if value.device == device]
+                values = torch.stack([known[index] for index in indices]).to(array.device, array.dtype)
+                if len(indices) == len(self.entries):
+                    array.copy_(values)
+                else:
+                    array[torch.tensor(indices, device=array.device)] = values
+            for entry, view in zip(self.entries, array.unbind()):
+                entry.scalars[name] = view
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The updated tensors in order."""
+        return [entry.param for entry in self.entries]
+
+    def element_at(self, place: int, counted: int) -> int:
+        """The element of a tensor at which tiles count so many, if rows that end inside of a block count as longer."""
+        columns, numel = int(self.columns[place]), self.entries[place].param.numel()
+        if columns in (0, numel):
+            return min(counted, numel)
+        line, column = divmod(counted, -(-columns // BLOCK) * BLOCK)
+        return min(line * columns + min(column, columns), numel)
+
+    def read_addresses(self) -> None:
+        """Take the arrays' addresses as they are now."""
+        found = [[_address(entry, name) for entry in self.entries] for name in self.array_names]
+        self.addresses[: len(found)] = found
+
+    def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Describe the tensors that must be walked by coordinates."""
+        indices = sorted({*self.own_strided, *gradients})
+        self.layout_index = np.full(len(self.entries), -1, dtype=np.int64)
+        width = 1 + MAX_DIMS * (2 + len(self.array_names) + bool(self.spec.draws))
+        self.layouts = np.zeros((max(len(indices), 1), width), dtype=np.int64)
+        for row, index in enumerate(indices):
+            entry = self.entries[index]
+            gradient = gradients.get(index, entry.param)
+            walked = [gradient, *(self._walked(entry, name) for name in self.array_names)]
+            if self.spec.draws:
+                walked.append(torch.empty_strided(entry.param.shape, strides_of(entry), device="meta"))
+            record = layout_record(walked)
+            self.layouts[row, : len(record)] = record
+            self.layout_index[index] = row
+
+    def _walked(self, entry: Entry, name: str) -> torch.Tensor:
+        """An array to take strides from; one of rows, columns or blocks is never walked with the others."""
+        return entry.param if name in self._apart else entry.arrays[name]
+
+    def hyper_rows(self) -> list[list[float]]:
+        """The hyperparameter table as it should be now, a row per group of this segment."""
+        return [hyper_row(self.spec.hypers, self.groups[index]) for index in self.group_indices]
+
+    def device_hypers(self) -> list[tuple[int, int, torch.Tensor]]:
+        """Row, column and tensor of each hyperparameter that lives on a device."""
+        found = []
+        for row, index in enumerate(self.group_indices):
+            for column, name in enumerate(self.spec.hypers):
+                value = group_value(self.groups[index], name)
+                if isinstance(value, torch.Tensor) and value.is_cuda:
+                    found.append((row, column, value))
+        return found
+
+
+def _require_no_exchange(entries: Sequence[Entry], spec: KernelSpec) -> None:
+    for entry in entries:
+        if entry.exchange is not None:
+            raise GradientError(
+                f"{entry.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
+                "C++ compiler, or Triton on a GPU"
+            )
+
+
+def _address(entry: Entry, name: str) -> int:
+    tensor = entry.arrays[name]
+    if not has_memory(tensor):
+        what = entry.label if name == "param" else f"state {name!r} of {entry.label}"
+        error = GradientError if name == "param" else StateError
+        raise error(f"{what} has no memory: its storage was freed, or it is of a type that keeps its values elsewhere")
+    return tensor.data_ptr()
+
+
+def strides_of(entry: Entry) -> tuple[int, ...]:
+    """How elements are counted in the whole tensor along the dimensions of what is here.
+
+    Along its memory, as pieces of it are; in the order of indices where that has gaps.
+    """
+    if entry.strides is not None:
+        return entry.strides
+    if is_dense(entry.param):
+        return tuple(entry.param.stride())
+    return tuple(torch.empty(entry.param.shape, device="meta").stride())
+
+
+def _is_counted(entry: Entry) -> bool:
+    """Whether elements that lie behind each other have indices behind each other in the whole tensor."""
+    return all(
+        size == 1 or own == whole
+        for size, own, whole in zip(entry.param.shape, entry.param.stride(), strides_of(entry))
+    )
+
+
+def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:
+    """Sizes of a tensor, counted from the last as 1; 1 where it has fewer dimensions; 0 for all elements."""
+    return [(tensor.shape[-each] if each <= tensor.dim() else 1) if each else tensor.numel() for each in from_end]
+
+
+def _columns(entry: Entry) -> int:
+    """Elements of a row of blocks; all of a tensor whose rows hold whole blocks."""
+    columns = entry.columns or rows_of(entry.param.shape)[1]
+    return columns if columns % BLOCK else entry.param.numel()
+
+
+def _padded(numel: int, columns: int) -> int:
+    """Elements of a tensor whose rows end with whole blocks."""
+    return numel // columns * -(-columns // BLOCK) * BLOCK if numel else 0
+
+
+def _is_plain(entry: Entry, apart: Collection[str], by_rows: bool) -> bool:
+    """Whether all arrays of a tensor are walked in memory order; by rows, that must be the order of its indices."""
+    arrays = [array for name, array in entry.arrays.items() if name not in apart]
+    if all(map(torch.Tensor.is_contiguous, arrays)):
+        return True
+    return not by_rows and all(same_walk(entry.param, array) for array in arrays)

@@ -1,0 +1,223 @@
+"""What a segment puts out beside its updates: statistics of each tensor, bits of the weights that have changed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..backends.taps import NEAR, kept_states, tap_columns, taps_fit
+from ..control_numbers import SKIP
+from ..devices import is_host
+from ..storage import values_of
+from ..tensor_watch import sum_of_versions
+
+WORD = 32
+"""Weights whose bits are in one word."""
+
+
+def extent_of(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory, gaps included.
+
+    Example:
+        >>> extent_of(torch.zeros(3, 4)[:, :2])
+        10
+    """
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def words_of(tensor: torch.Tensor) -> int:
+    """Words that hold a bit for each element of a tensor, counted along its memory."""
+    return -(-extent_of(tensor) // WORD)
+
+
+class SegmentTaps:
+    """Room for what a segment puts out, and the way round where its kernels cannot do it.
+
+    Passes over rows and columns, and eager ones, put nothing out: then the parameters are copied before the step and
+    compared after it.
+
+    stats: whether some steps measure. changes: whether bits of changed weights are wanted.
+    """
+
+    def __init__(self, segment: Any, *, stats: bool, changes: bool) -> None:
+        self._segment, self.stats, self.changes = segment, stats, changes
+        self.by_kernels = segment.has_taps and taps_fit(segment.spec)
+        self.columns = tap_columns(segment.spec)
+        self.measures = False
+        self.has_run = False
+        """Whether its passes have run in this step."""
+        device, entries = segment.device, segment.entries
+        width = len(self.columns)
+        self.totals = torch.full((len(entries), width), math.nan, dtype=torch.float64, device=device)
+        counts = np.asarray([words_of(entry.param) if changes else 0 for entry in entries], dtype=np.int64)
+        self.first_word = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        self.words = torch.zeros(max(int(self.first_word[-1]), 1), dtype=torch.int32, device=device)
+        self._before: list[torch.Tensor] = []
+        self._raw: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._arrays = [dict(entry.arrays) for entry in entries]
+        """Where the arrays live; what is streamed is elsewhere while passes work on it."""
+        self.watched: list[list[torch.Tensor]] = [[entry.param] for entry in entries]
+        """The tensors whose versions tell of writes to each parameter."""
+        self.writes = np.zeros(len(entries), dtype=np.int64)
+        """Versions of these that a step's own torch operations have counted."""
+
+    def bits(self, position: int) -> torch.Tensor:
+        """int32[words], a view of the bits of the tensor at this position."""
+        return self.words[int(self.first_word[position]) : int(self.first_word[position + 1])]
+
+    def carry(self, position: int, other: SegmentTaps, place: int) -> None:
+        """Take over what another segment has measured of a tensor in the same step."""
+        if other.has_run and other.columns.names == self.columns.names:
+            self.totals[position] = other.totals[place].to(self.totals.device)
+            self.has_run = True
+
+    @property
+    def goes_round(self) -> bool:
+        """Whether this step's parameters are compared with copies."""
+        return not self.by_kernels and (self.measures or self.changes)
+
+    def begin(self) -> None:
+        """Before the passes: copy parameters and look at gradients, where kernels do not."""
+        if self.measures and (is_host(self.totals.device) or not self.by_kernels):
+            self.totals.fill_(math.nan)
+        self.has_run = True
+        if self._sees_writes:
+            self._versions = list(map(sum_of_versions, self.watched))
+        if not self.goes_round:
+            return
+        segment = self._segment
+        self._settle()
+        self._raw = [entry.param.detach().clone() for entry in segment.entries]
+        if self.measures:
+            self._before = [self._number("param", position) for position in range(len(segment.entries))]
+            self._gradient_columns()
+
+    @property
+    def _sees_writes(self) -> bool:
+        """Whether parameters are written by torch operations: of passes, or of what brings them where they live."""
+        return self.changes and (not self.by_kernels or self._segment.mover is not None)
+
+    def _settle(self) -> None:
+        """Where statistics read arrays on the host: have them arrive there."""
+        if self.measures and self._segment.mover is not None:
+            self._segment.mover.settle()
+
+    def _number(self, name: str, position: int) -> torch.Tensor:
+        """A buffer's numbers, in float64 beside the parameter."""
+        segment = self._segment
+        entry, storage = segment.entries[position], segment.spec.storages[name]
+        here = {own.name: self._arrays[position][own.name].to(segment.device) for own in storage.arrays(name)}
+        shape, columns = entry.param.shape, entry.columns or None
+        return values_of(storage, here, name, segment.spec.compute, shape, columns).to(torch.float64)
+
+    def _put(self, position: int, column: str, value: torch.Tensor) -> None:
+        self.totals[position, self.columns.slot(column)] = value
+
+    def _gradient_columns(self) -> None:
+        for position, gradient in enumerate(self._segment.gradients):
+            if gradient is not None:
+                exact = gradient.detach().to(self._segment.device, torch.float64)
+                self._put(position, "grad_squares", exact.square().sum())
+                self._put(position, "grad_max", _largest(exact))
+                self._put(position, "grad_zeros", (exact == 0).sum())
+
+    def end(self) -> None:
+        """After the passes: compare."""
+        if self._sees_writes and self._versions:
+            self.writes += np.asarray(list(map(sum_of_versions, self.watched))) - np.asarray(self._versions)
+        if not self.goes_round:
+            return
+        segment = self._segment
+        self._settle()
+        before, self._before = self._before, []
+        raw, self._raw = self._raw, []
+        for position, entry in enumerate(segment.entries):
+            others = _bits_of(entry.param.detach()) != _bits_of(raw[position])
+            if self.changes:
+                _mark(self.bits(position), others, entry.param)
+            if self.measures and segment.gradients[position] is not None:
+                self._columns_after(position, before[position], others)
+
+    def _columns_after(self, position: int, before: torch.Tensor, others: torch.Tensor) -> None:
+        segment = self._segment
+        now = self._number("param", position)
+        update = now - before
+        gradient = segment.gradients[position]
+        assert gradient is not None
+        taken = segment.control[SKIP] == 0
+        has_gradient = gradient.detach().to(others.device) != 0
+        same = has_gradient & (update == 0) & ~others & taken.to(others.device)
+        self._put(position, "param_squares", now.square().sum())
+        self._put(position, "param_max", _largest(now))
+        self._put(position, "update_squares", update.square().sum())
+        self._put(position, "update_max", _largest(update))
+        self._put(position, "lost", same.sum())
+        for name in self.columns.states:
+            self._put_state(name, position)
+
+    def _put_state(self, name: str, position: int) -> None:
+        state = self._number(name, position)
+        self._put(position, f"{name}_near", state.square().sum() * NEAR**2)
+        self._put(position, f"{name}_far", torch.zeros((), dtype=torch.float64, device=state.device))
+        self._put(position, f"{name}_max", _largest(state))
+
+    def put_kept_states(self, grads: torch.Tensor) -> None:
+        """After kernels that measured: add the states that they do not write."""
+        names = kept_states(self._segment.spec)
+        if names:
+            self._settle()
+        for name in names:
+            for position in range(len(self._segment.entries)):
+                self._put_state(name, position)
+        self.totals.masked_fill_((grads == 0)[:, None], math.nan)
+
+    def table(self) -> torch.Tensor:
+        """float64[tensors, columns]: sums, counts and extremes of the last step that measured."""
+        return self.totals
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude; 0 of nothing."""
+    return values.abs().amax() if values.numel() else values.new_zeros(())
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def _mark(bits: torch.Tensor, flags: torch.Tensor, like: torch.Tensor) -> None:
+    """Set the bits of the elements that have a flag.
+
+    bits: int32[words]. flags: bool, of the parameter's shape. like: the parameter, along whose memory bits count.
+    """
+    if not len(bits):
+        return
+    laid = torch.zeros(len(bits) * WORD, dtype=torch.int32, device=bits.device)
+    laid.as_strided(like.shape, like.stride()).copy_(flags)
+    weights = torch.ones((), dtype=torch.int32, device=bits.device) << torch.arange(WORD, device=bits.device)
+    bits |= (laid.view(-1, WORD) * weights.to(torch.int32)).sum(1, dtype=torch.int32)
+
+
+def chunks_of(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of at most so many of each tensor's tiles: first and one past the last of each run, and of each tensor's.
+
+    Example:
+        >>> runs, tensors = chunks_of(np.asarray([5, 0, 2]), 4)
+        >>> runs.tolist(), tensors.tolist()
+        ([[0, 4, 5], [4, 5, 7]], [[0, 2, 2], [2, 2, 3]])
+    """
+    runs = -(-counts // size)
+    stops, ends = np.cumsum(counts), np.cumsum(runs)
+    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - runs, runs)
+    first = np.repeat(stops - counts, runs) + within * size
+    last = np.minimum(first + size, np.repeat(stops, runs))
+    return np.stack([first, last]), np.stack([ends - runs, ends])

@@ -1,0 +1,252 @@
+"""`capture`: an optimizer's step, or a whole training step around it, as a CUDA graph that knows when it is stale."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..combinations import refusal
+from ..compat import addresses_equal
+from ..errors import CaptureError, GradientError
+from ..marks import REPLAY, marked
+from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
+from ..runtime import Stale
+from ..runtime.capturing import require
+from ..runtime.decider import HostChoices
+
+if TYPE_CHECKING:
+    from ..optimizer import Optimizer
+    from ..optimizer.plan import StepPlan
+
+
+_ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32
+"""Tensors whose place is compared at a replay; the other ones' turn comes at the next."""
+
+
+def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> CapturedStep:
+    """Capture an optimizer's step in a CUDA graph.
+
+    Nothing is updated until the first `replay()`. The gradients stay where they are: let backward accumulate into
+    them, and clear them with `zero_grad(set_to_none=False)`. With `work`, gradients may be None: those that backward
+    makes inside the capture have their own memory in the graph.
+
+    Args:
+        optimizer: an optimizer of tilestep's, all of its parameters on one GPU.
+        work: what to capture instead of `optimizer.step` alone: a whole training step, or the calls of a scaler. It is
+            called once; it steps the optimizer, and every kernel in it has run before, in steps outside the graph.
+
+    Returns:
+        The captured step; keep the optimizer, which it does not keep alive.
+
+    Raises:
+        CaptureError: for what a graph cannot hold, with the reason; nothing is changed then.
+
+    Source: torch.cuda.graph, torch.cuda.CUDAGraph.
+
+    Example:
+        >>> import torch, tilestep
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> try:
+        ...     tilestep.capture(tilestep.AdamW([weight]))
+        ... except tilestep.CaptureError as error:
+        ...     print(str(error)[:69])
+        the step cannot be captured: its parameters are on the CPU, which has
+    """
+    reason = refusal("capture", optimizer.attached)
+    if reason:
+        raise CaptureError(reason)
+    with optimizer.schedule.for_graph(optimizer, alone=work is None) as updating:
+        return _captured(optimizer, updating, work)
+
+
+def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
+    """Capture a step that works on the tables of `updating`."""
+    if updating is not optimizer:
+        require_no_waits(optimizer)
+    tables = prepare_capture(updating, alone=work is None)
+    engine = tables.engines[0]
+    choices = HostChoices(engine.segments)
+    table = None
+    if work is None:
+        _require_unscaled(optimizer)
+        with choices.left_out():
+            seen = engine.check_capture(tables.gradients()[0])
+        table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
+    before = [param.grad for param in engine.params]
+    known = updating.graphs.captured
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads, of data loaders say, may go on allocating.
+        mode = "thread_local"
+        with choices.left_out(), torch.cuda.device(engine.device), torch.cuda.graph(graph, capture_error_mode=mode):
+            output = (work or optimizer.step)()
+    finally:
+        engine.graph_tables.forget()
+    require(updating.graphs.captured > known, "work() did not step the optimizer")
+    # Those that were made inside are memory of the graph.
+    kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]
+    return CapturedStep(optimizer, updating, graph, output, table, kept, choices)
+
+
+class CapturedStep:
+    """A captured step; made by `capture`.
+
+    Args:
+        optimizer: whose step it is.
+        updating: the optimizer whose tables it works on.
+        graph: the CUDA graph.
+        output: what the captured function has returned: tensors that each replay writes anew.
+        table: the table of addresses that the graph reads, to be kept.
+        gradients: the gradients that must stay where they are, by the place of their parameter.
+        choices: what the graph leaves out.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        updating: Optimizer,
+        graph: torch.cuda.CUDAGraph,
+        output: Any,
+        table: torch.Tensor | None,
+        gradients: Sequence[torch.Tensor | None],
+        choices: HostChoices,
+    ) -> None:
+        assert updating.tables is not None
+        self.output = output
+        self._optimizer, self._updating = weakref.ref(optimizer), weakref.ref(updating)
+        self._tables = weakref.ref(updating.tables)
+        self._graph = graph
+        self._table = table
+        self._choices = choices
+        self._is_alone = table is not None
+        self._memory = _Memory(updating.tables, gradients)
+
+    def replay(self) -> Any:
+        """Run the captured step on the current stream, with the hyperparameters that the param groups have now.
+
+        Costs the host no wait and no look at the device. Steps in which a rule decomposes matrices (SOAP's) run outside
+        the graph.
+
+        Returns:
+            `output`.
+
+        Raises:
+            CaptureError: if the step is stale; nothing is run then.
+            ValueError: for a hyperparameter that is NaN.
+        """
+        optimizer = self._known_optimizer()
+        if optimizer.is_evaluating:
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before replay()")
+        if self._is_alone:
+            _require_unscaled(optimizer)
+        with optimizer.schedule.for_graph(optimizer, alone=self._is_alone, replays=True) as updating:
+            tables = self._current()
+            try:
+                tables.engines[0].push_hypers()
+            except Stale as stale:
+                raise _stale(str(stale)) from None
+            with marked(REPLAY) if self._is_alone else nullcontext():
+                tables.begin_states(updating, all_of_them=True)
+                if not self._choices.suffices():
+                    with torch.no_grad():
+                        optimizer.schedule.step(optimizer.update)
+                    return self.output
+                if tables.masters:
+                    tables.follow_parameters()
+                    tables.note_versions()
+                self._graph.replay()
+                self._choices.replayed()
+        return self.output
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `replay()` would refuse because of the optimizer's tables, parameters or gradients."""
+        try:
+            self._current()
+        except CaptureError:
+            return True
+        return False
+
+    def _known_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise CaptureError("the captured step has lost its optimizer: keep a reference to it")
+        return optimizer
+
+    def _current(self) -> StepPlan:
+        self._known_optimizer()
+        updating, tables = self._updating(), self._tables()
+        if updating is None or tables is None or updating.tables is not tables or not tables.same_groups(updating):
+            raise _stale(CHANGED)
+        reason = self._memory.reason()
+        if reason:
+            raise _stale(reason)
+        return tables
+
+
+def _stale(reason: str) -> CaptureError:
+    return CaptureError(f"the captured step is stale: {reason}. Capture it again")
+
+
+def _require_unscaled(optimizer: Optimizer) -> None:
+    if optimizer.control.gradients_scaled:
+        raise GradientError(
+            "the gradients still carry a loss scale, and the captured step does not know it: capture the scaler's "
+            "calls, capture(optimizer, lambda: (scaler.step(optimizer), scaler.update()))"
+        )
+
+
+class _Memory:
+    """Notices when tensors that a graph reads have moved, at a cost that does not grow with their number.
+
+    Memory that is given back says so at once, through its weak reference. Tensors that have moved while something
+    else still holds their old memory are found by looking at some of them at each replay.
+    """
+
+    def __init__(self, tables: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
+        engine = tables.engines[0]
+        self._lost: list[str] = []
+        self._tables = weakref.ref(tables)
+        labels = [entry.label for entry in engine.entries]
+        self._addresses = list(engine.addresses)
+        self._turns = _chunks(len(labels), _ADDRESSES_AT_ONCE)
+        self._references: list[Any] = [
+            weakref.ref(param.untyped_storage(), partial(note_lost, self._lost, label))
+            for param, label in zip(engine.params, labels)
+            if param.numel()
+        ]
+        notes = [partial(note_lost, self._lost, f"the gradient of {label}") for label in labels]
+        self._gradients: list[Any] = [
+            None if gradient is None else weakref.ref(gradient, note) for gradient, note in zip(gradients, notes)
+        ]
+        self._gradient_turns = _chunks(len(self._gradients), _GRADIENTS_AT_ONCE)
+        self._turn = 0
+
+    def reason(self) -> str:
+        """Why the graph must not be replayed; empty while it may."""
+        if self._lost:
+            return f"the memory of {self._lost[0]} was given back; {KEEP}"
+        tables = self._tables()
+        assert tables is not None
+        engine = tables.engines[0]
+        turn = self._turn
+        self._turn += 1
+        if not addresses_equal(engine.params, self._addresses, self._turns[turn % len(self._turns)]):
+            return "parameters have moved"
+        if not engine.states_are_unmoved:
+            return "state was given other memory"
+        if self._gradients:
+            for index in self._gradient_turns[turn % len(self._gradient_turns)]:
+                known = self._gradients[index]
+                if known is not None and engine.params[index].grad is not known():
+                    return f"the gradient of {engine.entries[index].label} is another tensor; {KEEP}"
+        return ""
+
+
+def _chunks(count: int, size: int) -> list[list[int]]:
+    return [list(range(start, min(start + size, count))) for start in range(0, count, size)] or [[]]

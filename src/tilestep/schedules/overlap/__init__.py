@@ -1,0 +1,8 @@
+"""When a step runs beside other work: inside backward, or inside the next forward."""
+
+from __future__ import annotations
+
+from .overlap import overlap
+from .schedule import OverlappedOptimizer, OverlapReport
+
+__all__ = ["OverlapReport", "OverlappedOptimizer", "overlap"]

@@ -1,0 +1,142 @@
+"""Updates that are decided and not yet waited for: the parameters of each group are there when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat import before_gathering
+from ...guards import guard_forwards, guard_model, guard_sharers
+from ...side_stream import SideStream
+from .groups import Group, Grouping
+
+
+class _Update:
+    """One group's update."""
+
+    def __init__(self, group: Group, work: Callable[[], None]) -> None:
+        self.group = group
+        self._work: Callable[[], None] | None = work
+        self._event: torch.cuda.Event | None = None
+        self._waited: set[int] = set()
+
+    def launch(self, lane: SideStream) -> None:
+        """Run it, or on a GPU have it run in the lane; only the first call does anything."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work()
+            self._event = lane.mark()
+
+    def wait(self, streams: Sequence[torch.cuda.Stream]) -> bool:
+        """Let streams wait for it; whether nobody else has to any more."""
+        if self._event is None:
+            return True
+        for stream in streams:
+            if stream.cuda_stream not in self._waited:
+                stream.wait_event(self._event)
+                self._waited.add(stream.cuda_stream)
+        return self._event.query()
+
+
+class Pending:
+    """The updates of the last step.
+
+    On a GPU they have been launched on the lane, in the order in which forward needs them, and who needs one waits for
+    its event. On a CPU nothing runs beside the host: an update is run when its parameters are asked for.
+    """
+
+    def __init__(self, model: nn.Module, grouping: Callable[[], Grouping], lane: SideStream) -> None:
+        self._grouping = grouping
+        self._lane = lane
+        self.updates: dict[int, _Update] = {}
+        """Updates that may still have to be run or waited for, by group."""
+        self._made: dict[int, torch.cuda.Event] = {}
+        """Events of updates that backward has made, which its step waits for."""
+        self._needed: list[int] = []
+        """Groups in the order in which they were asked for since the last step."""
+        self.compiled = False
+        """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
+        guard_model(model, self, lambda param: True)
+        guard_sharers(model, self)
+        guard_forwards(self)
+        for group in grouping().groups:
+            if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
+                group.module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an update may still have to be waited for."""
+        return bool(self.updates or self._made)
+
+    def knows(self, param: Any) -> bool:
+        """Whether something is a parameter that gets updates."""
+        return id(param) in self._grouping().of
+
+    def note(self, group: Group, event: torch.cuda.Event | None) -> None:
+        """Note an update that backward has made; whoever looks its parameters up before the step waits for it."""
+        if event is not None:
+            self._made[group.index] = event
+
+    def joined(self) -> None:
+        """The current stream has waited for all updates that backward has made."""
+        self._made.clear()
+
+    def order(self, groups: Sequence[Group]) -> list[Group]:
+        """Groups in the order in which the last forward needed them; at first from the last to the first."""
+        places = {index: place for place, index in enumerate(self._needed)}
+        unknown = len(places)
+        return sorted(reversed(groups), key=lambda group: places.get(group.index, unknown))
+
+    def put(self, works: Sequence[tuple[Group, Callable[[], None]]], *, at_once: bool = False) -> None:
+        """Take over updates; those before are complete."""
+        self.updates = {group.index: _Update(group, work) for group, work in works}
+        self._needed = []
+        if self._lane.stream is not None or at_once:
+            for update in self.updates.values():
+                update.launch(self._lane)
+
+    def settle(self) -> None:
+        """Wait for what nobody could be made to wait for later."""
+        if self.compiled:
+            self.complete()
+            # Whatever compiled code does comes after that on this stream.
+            self.updates.clear()
+            return
+        for update in list(self.updates.values()):
+            if not update.group.is_guarded:
+                self._wait(update.group)
+
+    def wait(self, param: Any) -> None:
+        """Let the current stream wait for the update of a parameter; others are there already."""
+        group = self._grouping().of.get(id(param))
+        if group is None:
+            return
+        if group.index in self.updates:
+            self._wait(group)
+        event, current = self._made.get(group.index), self._lane.current()
+        if event is not None and current is not None:
+            current.wait_event(event)
+
+    def complete(self) -> None:
+        """Wait for all of them."""
+        for update in list(self.updates.values()):
+            self._wait(update.group)
+
+    def _gather(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> None:
+        if group.index in self.updates:
+            self._wait(group, streams)
+
+    def _wait(self, group: Group, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
+        update = self.updates[group.index]
+        if group.index not in self._needed:
+            self._needed.append(group.index)
+        update.launch(self._lane)
+        current = self._lane.current()
+        if streams is None:
+            streams = [] if current is None else [current]
+        if update.wait(streams):
+            self.updates.pop(group.index, None)

@@ -1,0 +1,519 @@
+"""What `overlap` attaches to an optimizer: updates in backward or in the next forward, whichever is faster."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...amp import GradScaler
+from ...combinations import refuse_replaced, wrappers_around
+from ...compat import is_capturing, local_parts, ready
+from ...devices import has_streams
+from ...errors import CaptureError
+from ...optimizer import Optimizer
+from ...optimizer.attached import AttachedType
+from ...optimizer.checkpoint import unchanged_on_error
+from ...optimizer.parameters import labelled, require_listed_once
+from ...optimizer.plan import StepPlan
+from ...placement.local import is_distributed
+from ...side_stream import SideStream
+from ..schedule import Schedule
+from .groups import Group, Grouping, divide
+from .pending import Pending
+from .tracker import BackwardTracker, CommHook, EarlyNorms, follow_buckets, scale_error, wrappers
+
+TRIED = ("serial", "forward")
+"""Schedules that take gradients at `step()`, and so mean the same to whoever trains."""
+
+WARM_UP = 3
+"""Steps before the first that counts: they build kernels and grow memory."""
+
+BLOCK = 4
+"""Steps of one schedule before the other's turn; the first belongs to both."""
+
+ROUNDS = 3
+"""Blocks of each schedule."""
+
+WORTH = 0.995
+"""What part of the serial iteration's time another must take at most: less than that is noise."""
+
+
+@dataclass(frozen=True)
+class OverlapReport:
+    """When updates run, and why."""
+
+    during: str  # "serial", "backward" or "forward"
+    reason: str  # why
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {value:.3g} ms" for name, value in self.milliseconds.items())
+        return f"updates run: {self.during} ({self.reason}{': ' + times if times else ''})"
+
+
+class Clock(Protocol):
+    """Tells when a device has come to a point of its work."""
+
+    def mark(self) -> Any:
+        """The point after all that was asked for so far."""
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """Milliseconds between two points; may wait for the later one."""
+
+
+class DeviceClock:
+    """The current stream's time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that is recorded now."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """Milliseconds between two events."""
+        later.synchronize()
+        return earlier.elapsed_time(later)
+
+
+def device_clock(device: torch.device) -> Clock | None:
+    """A device's clock; None for a CPU, beside whose host nothing runs."""
+    return DeviceClock(device) if has_streams(device) else None
+
+
+class Trial:
+    """Runs steps in one schedule and in the other, by turns, and chooses at a step that is the same on all ranks.
+
+    Numbers do not depend on the schedule, so trying costs none. The host waits for the device once, when it chooses.
+
+    Example:
+        >>> class Steps:
+        ...     "Forward takes 9 ms, serial 10."
+        ...     now = 0.0
+        ...     def mark(self):
+        ...         Steps.now += {"serial": 10.0, "forward": 9.0}[trial.during]
+        ...         return Steps.now
+        ...     def between(self, earlier, later):
+        ...         return later - earlier
+        >>> trial = Trial(Steps(), lambda times: None)
+        >>> while trial.report is None:
+        ...     trial.note_step()
+        >>> print(trial.report)
+        updates run: forward (as measured in this training: serial 10 ms, forward 9 ms)
+    """
+
+    def __init__(self, clock: Clock, slowest: Callable[[torch.Tensor], None]) -> None:
+        self._clock, self._slowest = clock, slowest
+        self._marks: list[Any] = []
+        self._blocks: list[tuple[str, list[Any]]] = []
+        self._steps = 0
+        self.during = TRIED[0]
+        """The schedule of the coming step."""
+        self.report: OverlapReport | None = None
+        """What was chosen, once it is."""
+
+    def note_step(self) -> None:
+        """After a step."""
+        self._steps += 1
+        counted = self._steps - WARM_UP
+        if counted <= 0:
+            return
+        self._marks.append(self._clock.mark())
+        if counted % BLOCK:
+            return
+        self._blocks.append((self.during, self._marks))
+        self._marks = []
+        if len(self._blocks) == ROUNDS * len(TRIED):
+            self._choose()
+        else:
+            self.during = TRIED[len(self._blocks) % len(TRIED)]
+
+    def _choose(self) -> None:
+        found: dict[str, list[float]] = {name: [] for name in TRIED}
+        for name, marks in self._blocks:
+            found[name].extend(self._clock.between(*pair) for pair in pairwise(marks))
+        medians = torch.tensor(
+            [statistics.median(times) for times in found.values()], dtype=torch.float64, device="cpu"
+        )
+        self._slowest(medians)
+        known = dict(zip(found, medians.tolist()))
+        best = min(known, key=known.__getitem__)
+        self.during = best if known[best] < WORTH * known[TRIED[0]] else TRIED[0]
+        self.report = OverlapReport(self.during, "as measured in this training", known)
+        self._blocks = []
+
+
+class OverlapSchedule(Schedule):
+    """The schedule of an overlapped optimizer; the optimizer has its public methods, `offers`, while it is attached.
+
+    Args:
+        optimizer: the optimizer.
+        model: has its parameters.
+        grouping: what is updated together.
+        device: where the parameters are.
+        during: as for `overlap`.
+        bucket_bytes: of parameters in a bucket.
+        scaler: as for `overlap`.
+        comm_hook: as for `overlap`.
+        early_norm: as for `overlap`.
+    """
+
+    not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
+    begins_together = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        grouping: Grouping,
+        device: torch.device,
+        during: str,
+        bucket_bytes: int,
+        scaler: torch.amp.GradScaler | None,
+        comm_hook: CommHook | None,
+        early_norm: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self.model, self.grouping, self._bucket_bytes = model, grouping, bucket_bytes
+        clock = device_clock(device) if during == "auto" else None
+        self._trial = None if clock is None else Trial(clock, self._slowest)
+        self.during = "serial" if during == "auto" else during
+        self._scaler = scaler
+        self._had_gradients = False
+        self._knows_ranks = during != "backward"
+        self.elsewhere: set[int] = set()
+        """Parameters whose complete gradients are announced by DistributedDataParallel, by `id`."""
+        self.lane = SideStream(device)
+        self.tracker = BackwardTracker(self, optimizer, self.lane, updates=during == "backward")
+        self._comm_hook = comm_hook
+        if during == "backward":
+            for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.tracker.holds)]):
+                self.follow_wrapper(wrapper)
+        self.norms, self._early_norm = EarlyNorms(), early_norm
+        self.pending = Pending(model, lambda: self.grouping, self.lane)
+        self.tracker.watch(self.elsewhere)
+
+    @property
+    def offers(self) -> dict[str, Any]:
+        """What the optimizer has besides."""
+        return {method.__name__: method for method in (self.overlap_report, self.no_sync, self.synchronize)}
+
+    def follow_wrapper(self, wrapper: Any) -> None:
+        """Take the gradients of a DistributedDataParallel when it has reduced them."""
+        elsewhere = follow_buckets(wrapper, self.tracker, self._comm_hook)
+        self.elsewhere |= elsewhere
+        self.tracker.unwatch(elsewhere)
+
+    def settle(self) -> None:
+        """Let what comes next see all updates."""
+        if self.pending.is_pending:
+            self.synchronize()
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Every parameter."""
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def label(self, param: torch.Tensor) -> str:
+        """What messages call a parameter."""
+        label = next(label for label, _, _, each in labelled(self._optimizer) if each is param)
+        name = next((name for name, each in self.model.named_parameters() if each is param), None)
+        return label if name is None or label.endswith(")") else f"{label} ({name})"
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients carry a loss scale that the step takes away."""
+        return bool(self._optimizer.control.gradients_scaled) or (
+            self._scaler is not None and self._scaler.is_enabled()
+        )
+
+    @property
+    def needs_norm_early(self) -> bool:
+        """Whether the step is going to ask for the norm of the gradients, as far as can be seen in backward."""
+        control = self._optimizer.control
+        scaled = control.gradients_scaled or isinstance(self._scaler, GradScaler)
+        return (
+            self._early_norm and control.joint is None and (scaled or control.needs_norm(self._optimizer.param_groups))
+        )
+
+    def part_of(self, param: torch.Tensor) -> Any:
+        """The group that a parameter is updated with."""
+        return None if self.during == "serial" else self.grouping.of[id(param)].index
+
+    def _slowest(self, times: torch.Tensor) -> None:
+        """Replace times by those of the slowest rank."""
+        agreement = self._optimizer.agreement
+        if agreement is not None:
+            agreement.largest(times)
+            return
+        for wrapper in wrappers(self.model)[:1]:
+            there = times.to(self.grouping.groups[0].params[0].device)
+            dist.all_reduce(there, dist.ReduceOp.MAX, group=wrapper.process_group)
+            times.copy_(there)
+
+    def overlap_report(self) -> OverlapReport:
+        """When updates run and why; with "auto" the times of both schedules, once they are measured.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters()), model)
+            >>> print(optimizer.overlap_report())
+            updates run: serial (nothing runs beside the host of a CPU)
+        """
+        if self._trial is None:
+            is_chosen = self.during == "serial"
+            return OverlapReport(self.during, "nothing runs beside the host of a CPU" if is_chosen else "as asked for")
+        return self._trial.report or OverlapReport(self.during, "still trying which is the fastest")
+
+    @contextmanager
+    def making_tables(self) -> Iterator[None]:
+        """A block in which no update runs, with the groups that there are now."""
+        self.pending.complete()
+        with self.lane.left():
+            if not self.grouping.knows(self._optimizer):
+                self.grouping = divide(self._optimizer, self.model, self._bucket_bytes)
+            yield
+
+    @property
+    def applied_groups(self) -> tuple[str, ...]:
+        """The groups that backward has updated since the last step; after one that was broken off, what it has done."""
+        return tuple(group.name for group in self.tracker.applied)
+
+    def no_sync(self) -> Any:
+        """A block in which backward only accumulates; the first one outside of it updates with the sums."""
+        return self.tracker.no_sync()
+
+    def synchronize(self) -> None:
+        """Let what comes next see all updates.
+
+        Only needed before tensors are read that are not looked up in a module of the model: parameters in a list of
+        one's own or in `param_groups`, and what was taken out of `optimizer.state` before.
+        """
+        self.pending.complete()
+        self.lane.join()
+
+    def step(self, plain: Callable[[], None]) -> None:
+        """Take a step, or end the one that backward has begun."""
+        if self._optimizer.is_evaluating:
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
+        if is_capturing():
+            raise CaptureError("a step that overlaps other work cannot be captured in a CUDA graph")
+        if self.during == "serial":
+            self._step_at_once(plain)
+        else:
+            self._step_beside()
+        if self._trial is not None and self._trial.report is None:
+            self._trial.note_step()
+            if self._trial.during != self.during:
+                self.during = self._trial.during
+                self._optimizer.rebuild()
+
+    def _step_at_once(self, plain: Callable[[], None]) -> None:
+        """The optimizer's own step; gradients are used up as by any other schedule."""
+        self.synchronize()
+        params = self.params
+        self._had_gradients = any(param.grad is not None for param in params)
+        if not self._had_gradients:
+            refuse_replaced(self.model, params)
+        plain()
+        for param in params:
+            param.grad = None
+
+    def _step_beside(self) -> None:
+        self.tracker.require_whole()
+        if not self._knows_ranks and self.tracker.has_updated:
+            self._warn_of_ranks()
+        optimizer = self._optimizer
+        is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
+        decides = is_run_by_scaler or optimizer.control.needs_norm(optimizer.param_groups)
+        if self.tracker.meets_a_scaler and is_run_by_scaler:
+            raise scale_error()
+        if self.tracker.applies and (self.tracker.has_updated or not decides):
+            self.tracker.finish()
+        else:
+            self._step_later()
+            self.tracker.forget()
+
+    def _step_later(self) -> None:
+        """Decide the step, and let its updates wait for whoever needs them."""
+        self.pending.complete()
+        self.lane.join()
+        optimizer = self._optimizer
+        with self.lane.after():
+            tables, gradients = optimizer.prepared()
+            tables.begin_states(optimizer, all_of_them=True)
+            tables.follow_parameters()
+            if hasattr(optimizer, "found_inf"):
+                # A scaler has divided the gradients since backward, which their versions do not tell.
+                self.norms.forget()
+            elif optimizer.control.needs_norm(optimizer.param_groups):
+                self.norms.complete(tables)
+            optimizer.control.decide(optimizer, tables)
+            self.norms.forget()
+            measures = optimizer.taps is not None and optimizer.taps.begin(tables.engines) and optimizer.taps.measures
+            self._count_versions(tables)
+            groups = self.pending.order(self.grouping.groups)
+            held = {group: self._take_gradients(group) for group in groups}
+            tables.release()
+            self._had_gradients = any(held.values())
+            if not self._had_gradients:
+                refuse_replaced(self.model, self.params)
+            works = [(group, self._work(tables, gradients, group, held[group])) for group in groups if held[group]]
+            # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
+            decided = self.lane.mark()
+            taken = [gradient for each in held.values() for gradient in each]
+            self.lane.keep(*map(ready, local_parts(taken)))
+            # Ranks send one another what they have measured: at the step, not where one of them asks for it.
+            with torch.no_grad():
+                self.pending.put(works, at_once=measures)
+            if optimizer.taps is not None:
+                optimizer.taps.finish()
+        current = self.lane.current()
+        if current is not None and decided is not None:
+            current.wait_event(decided)
+        self.pending.settle()
+
+    def _warn_of_ranks(self) -> None:
+        """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
+        self._knows_ranks = True
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several and not self.elsewhere and not any(map(is_distributed, self.params)):
+            warnings.warn(
+                'overlap(during="backward"): there are several ranks, and each has updated with its own gradients, '
+                "which are let go before they could be summed by hand: a loop that all-reduces `param.grad` after "
+                "backward finds None. Wrap the model in DistributedDataParallel or FSDP2, use tilestep.shard, or take "
+                'during="forward"; where every rank trains a model of its own, ignore this',
+                stacklevel=6,
+            )
+
+    def _count_versions(self, tables: StepPlan) -> None:
+        """Tell autograd which parameters are going to be written."""
+        for place, engine in enumerate(tables.engines):
+            if place in tables.scans:
+                tables.scans[place].mark_written(engine.looking_threads)
+            else:
+                torch.autograd.graph.increment_version(engine.gradients.active)
+        for engine in tables.engines:
+            engine.note_written()
+        tables.note_versions()
+
+    def _take_gradients(self, group: Group) -> list[torch.Tensor]:
+        taken = [param.grad for param in group.params if param.grad is not None]
+        for param in group.params:
+            param.grad = None
+        return taken
+
+    def _work(
+        self,
+        tables: StepPlan,
+        gradients: list[list[torch.Tensor | None]],
+        group: Group,
+        held: list[torch.Tensor],
+    ) -> Callable[[], None]:
+        places = tables.places.get(group.index, ())
+        runs_later = self.lane.stream is None
+
+        def work() -> None:
+            if runs_later:
+                for place in places:
+                    tables.engines[place].follow_memory()
+            tables.update(gradients, places, counts_versions=False, measures=self._optimizer.taps is not None)
+            held.clear()
+            for place in places:
+                gradients[place] = []
+
+        return torch.no_grad()(work) if runs_later else work
+
+    def before_zero_grad(self) -> None:
+        """After a backward that was broken off drop what it has left behind, and the next one may begin.
+
+        Raises:
+            RuntimeError: after a backward that has updated parameters; `step()` must end it.
+        """
+        if self.tracker.is_broken:
+            self.lane.join()
+            self.tracker.forget()
+        elif self.tracker.has_updated:
+            raise RuntimeError(
+                "backward has updated parameters already, so these gradients cannot be dropped: call step() first; "
+                'to decide after backward whether there is a step use during="forward"'
+            )
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A checkpoint after all updates."""
+        self.synchronize()
+        return plain()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
+        """Take a checkpoint after all updates."""
+        self.synchronize()
+        plain(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
+        """Add parameters as a group of their own, between a step and the next backward.
+
+        Raises:
+            RuntimeError: after a backward that has updated parameters; `step()` must end it.
+        """
+        if self.tracker.has_updated:
+            raise RuntimeError("backward has updated parameters already: call step() before add_param_group()")
+        self.synchronize()
+        with unchanged_on_error(self._optimizer):
+            plain(param_group)
+            require_listed_once("overlap()", self._optimizer)
+        self.tracker.watch(self.elsewhere)
+
+    def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
+        """Exchange weights after all updates."""
+        self.synchronize()
+        plain()
+
+    def had_gradients(self, optimizer: Any) -> bool:
+        """Whether the last step had gradients, which it has used up."""
+        return self._had_gradients
+
+    def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Unscale gradients that no update has used."""
+        if self.tracker.meets_a_scaler:
+            raise scale_error()
+        self.norms.forget()
+        return super().unscale(optimizer, unscale, *args, **kwargs)
+
+    def prepare_capture(self, optimizer: Any) -> None:
+        """Refused: steps that overlap other work are not captured."""
+        raise CaptureError("a step that overlaps other work cannot be captured in a CUDA graph")
+
+    push = prepare_capture
+
+
+if TYPE_CHECKING:
+
+    class OverlappedOptimizer(Optimizer):
+        """For type checkers: an optimizer with the methods that `overlap` adds."""
+
+        no_sync: Callable[[], Any]
+        synchronize: Callable[[], None]
+        overlap_report: Callable[[], OverlapReport]
+
+else:
+
+    class OverlappedOptimizer(metaclass=AttachedType):
+        """An optimizer whose updates run beside other work; made by `tilestep.overlap`, of the class it was before.
+
+        It is used as before, with `overlap_report()`, `no_sync()`, `synchronize()` and `applied_groups` besides.
+        """
+
+        attached_as = ("overlap",)

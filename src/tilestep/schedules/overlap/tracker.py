@@ -1,0 +1,602 @@
+"""Gradients as backward or DistributedDataParallel completes them, their norm, and the updates made right then."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...accumulation import Accumulating, AwaitedGradients, GradientHooks, GradReadiness, announce_taker, gradientless
+from ...combinations import follow_wrappers, refusal
+from ...compat import (
+    after_backward,
+    backward_pass,
+    count_scaled_losses,
+    local_parts,
+    ready,
+    step_is_ordinary,
+    version_of,
+)
+from ...devices import is_host
+from ...errors import GradientError
+from ...optimizer.plan import StepPlan
+from ...optimizer.protocol import Optimizer
+from ...placement.local import is_distributed
+from ...runtime import JointNorm, Stale
+from ...side_stream import SideStream
+from .groups import Group
+
+Seen = list[tuple[Any, int, int]]
+"""For each gradient of an engine a weak reference, its version, and that of its local part."""
+
+
+class EarlyNorms:
+    """Which engines' gradients are summed already, and whether they are still those that were summed."""
+
+    def __init__(self) -> None:
+        self._joint: JointNorm | None = None
+        self._seen: dict[int, Seen] = {}
+
+    def put(self, tables: StepPlan, places: Sequence[int]) -> None:
+        """Sum the gradients of some engines."""
+        for place in places:
+            joint = tables.engines[place].decider.joint
+            if joint is None or not joint.takes_pieces or len({engine.decider for engine in tables.engines}) > 1:
+                return
+            if joint is not self._joint:
+                self._joint, self._seen = joint, {}
+            joint.put(tables.engines[place])
+            self._seen[place] = _look(tables.members[place])
+
+    def complete(self, tables: StepPlan) -> None:
+        """Before the step's norm pass: sum what is missing or has changed, if anything can be kept."""
+        joint = self._joint
+        if joint is None or not tables.engines or tables.engines[0].decider.joint is not joint:
+            return
+        kept = {place for place, seen in self._seen.items() if _same(seen, tables.members[place])}
+        if kept:
+            for place, engine in enumerate(tables.engines):
+                if place not in kept:
+                    joint.put(engine)
+            joint.is_put = True
+
+    def forget(self) -> None:
+        """After a step."""
+        self._seen.clear()
+
+
+def _look(params: Sequence[torch.Tensor]) -> Seen:
+    gradients = [param.grad for param in params]
+    return [
+        (None, 0, 0) if gradient is None else (weakref.ref(gradient), version_of(gradient), version_of(part))
+        for gradient, part in zip(gradients, local_parts(gradients))
+    ]
+
+
+def _same(seen: Seen, params: Sequence[torch.Tensor]) -> bool:
+    gradients = [param.grad for param in params]
+    for (reference, version, part_version), gradient, part in zip(seen, gradients, local_parts(gradients)):
+        if reference is None or gradient is None:
+            if reference is not None or gradient is not None:
+                return False
+        elif reference() is not gradient or version_of(gradient) != version or version_of(part) != part_version:
+            return False
+    return True
+
+
+_NONE: Set[int] = frozenset()
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Overlapped(Protocol):
+    """`schedule.OverlapSchedule`, as far as its tracker is concerned."""
+
+    elsewhere: set[int]
+    grouping: Any
+    model: nn.Module
+    norms: Any
+    pending: Any
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Every parameter."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients carry a loss scale."""
+
+    @property
+    def needs_norm_early(self) -> bool:
+        """Whether a norm is needed before the last gradient is there."""
+
+    def follow_wrapper(self, wrapper: Any) -> None:
+        """Look at a wrapper that has come around the model."""
+
+    def label(self, param: torch.Tensor) -> str:
+        """What messages call a parameter."""
+
+
+class BackwardTracker(Accumulating):
+    """What has happened to gradients since the last step, and the updates that this makes.
+
+    A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
+    a clip, a loss scale and a skipped step are decided by the step.
+    """
+
+    def __init__(self, schedule: Overlapped, optimizer: Optimizer, lane: SideStream, *, updates: bool) -> None:
+        self._schedule, self._optimizer = schedule, optimizer
+        self._lane = lane
+        self._updates = updates
+        self._hooks = GradientHooks()
+        self._grouping: Any = None
+        """What the following two are made for."""
+        self._readiness: list[GradReadiness] = []
+        """For each group what counts its gradients: streams that have written some are known group by group."""
+        self._place_of: dict[int, tuple[Group, AwaitedGradients, int]] = {}
+        """For each parameter, by id, its group, what that waits for, and its place there."""
+        self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
+        """Gradients that are used up, until the streams whose memory they are have waited for their update."""
+        self._scaled_losses = count_scaled_losses()
+        """As it was after the last step: a loss that was scaled since may be that of the gradients to come."""
+        self._later_wrappers: list[Any] = []
+        """DistributedDataParallels that have come around the model since, to be followed before a backward."""
+        self._begin()
+        follow_wrappers(self, schedule.model)
+        announce_taker(self)
+
+    def _begin(self) -> None:
+        self.is_open = False
+        self._sums = False
+        self.applies = False
+        self.meets_a_scaler = False
+        """Whether updates have waited only because of a scaler that nobody has spoken of."""
+        self.applied: list[Group] = []
+        self._updated: set[int] = set()
+        """Parameters of the applied groups, by id."""
+        self._pass: int | None = None
+        """The backward pass whose gradients are counted."""
+        self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
+        self._reduced: dict[int, torch.Tensor] = {}
+        """Gradients that are somewhere else than in their parameter's `grad`."""
+        self._announced: set[int] = set()
+        """Parameters whose gradients have been taken from their collective, by id."""
+        self._running: set[int] = set()
+        """Backward passes that have begun and not ended."""
+        self._awaited: deque[tuple[Any, Callable[[], None]]] = deque()
+        """Reductions that a CPU's threads are busy with, and what to do once they are done."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward pass has not come to its end."""
+        return bool(self._running)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether some group's update is made."""
+        return bool(self.applied)
+
+    def watch(self, elsewhere: set[int]) -> None:
+        """Look at the gradients of every parameter that trains."""
+        if self._grouping is not self._schedule.grouping:
+            self._regroup()
+        made = self._hooks.made
+        for param in self._schedule.params:
+            if param.requires_grad and id(param) not in made and id(param) not in elsewhere:
+                _, awaited, place = self._place_of[id(param)]
+                self._hooks.add(param, self.arrived, through=partial(awaited.hook, place))
+
+    def _regroup(self) -> None:
+        """Count the gradients of other groups, or count them in C++ now that this has been built."""
+        self._hooks.remove()
+        self._grouping = self._schedule.grouping
+        self._readiness, self._place_of = [], {}
+        for group in self._grouping.groups:
+            readiness = self._new_readiness()
+            awaited = readiness.awaited()
+            self._readiness.append(readiness)
+            self._place_of.update((id(param), (group, awaited, place)) for place, param in enumerate(group.params))
+
+    def _new_readiness(self) -> GradReadiness:
+        return GradReadiness(len(self._schedule.grouping.of), by_stream=self._lane.stream is not None)
+
+    def arrived(self, param: torch.Tensor) -> None:
+        """Note that a parameter's gradient is complete."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrived(param)
+            return
+        if self._schedule.pending.updates:
+            self._schedule.pending.complete()
+        if not (self.syncing and self._updates):
+            return
+        current = backward_pass()
+        moved = _NONE if self.is_open and current == self._pass else self._note_pass(current)
+        # A hook of its own that is still to come changes it, or a reduction: the step takes what they leave.
+        if id(param) not in moved and (self.applies or self._sums):
+            self._arrived(param)
+
+    def holds(self, param: Any) -> bool:
+        """Whether a parameter is updated here."""
+        return id(param) in self._schedule.grouping.of
+
+    def wrapped(self, wrapper: nn.Module, kind: str) -> None:
+        """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper.
+
+        It is not complete yet: that is done before its first forward, or in a backward that comes without one.
+        """
+        reason = refusal("overlap", [kind])
+        if reason:
+            raise ValueError(f"what the model is being wrapped in {reason}")
+        if self._updates:
+            living = weakref.WeakMethod(self.follow_later_wrappers)
+            self._later_wrappers.append(weakref.ref(wrapper))
+            wrapper.register_forward_pre_hook(lambda *_: _call(living))
+
+    def follow_later_wrappers(self) -> Set[int]:
+        """Take gradients from the DistributedDataParallels that have come around the model when they are reduced."""
+        wrappers, self._later_wrappers = self._later_wrappers, []
+        for wrapper in filter(None, (each() for each in wrappers)):
+            self._schedule.follow_wrapper(wrapper)
+        return self._schedule.elsewhere
+
+    def unwatch(self, elsewhere: set[int]) -> None:
+        """Look no more at gradients that somebody else announces, by the parameters' `id`."""
+        self._hooks.remove(elsewhere)
+
+    taken_by = (
+        'overlap(during="backward") has used them up while backward ran: set max_grad_norm on the optimizer, which '
+        'clips inside the step, or use during="forward" and clip before step()'
+    )
+
+    @property
+    def has_taken_some(self) -> bool:
+        """Whether backward has used gradients up, before their step."""
+        return bool(self._updated or self._announced)
+
+    def has_taken(self, param: Any) -> bool:
+        """Whether backward has used a parameter's gradient up, before its step."""
+        return id(param) in self._updated or id(param) in self._announced
+
+    @gradientless
+    def reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
+        """Note gradients that are complete when a collective has run."""
+        self._schedule.pending.complete()
+        if not self.syncing or not self._updates:
+            return
+        self._note_pass(backward_pass())
+        if self.applies:
+            self._announced.update(map(id, params))
+
+        def take() -> None:
+            with self._lane.after():
+                future.wait()
+            for param, gradient in zip(params, gradients):
+                self._reduced[id(param)] = gradient
+                self._arrived(param)
+
+        self._awaited.append((future, take))
+        while self._awaited and (self._lane.stream is not None or self._awaited[0][0].done()):
+            self._awaited.popleft()[1]()
+
+    def _note_pass(self, current: int | None) -> Set[int]:
+        """Begin a round if there is none; the parameters whose hooks have only now become the last ones, by `id`."""
+        moved = _NONE if self.is_open else self._open()
+        if current is not None and current not in self._running and after_backward(partial(self._end_of_pass, current)):
+            self._running.add(current)
+        if current != self._pass:
+            self._pass = current
+            for readiness in self._readiness:
+                readiness.follow(-1 if current is None else current)
+        return moved
+
+    def _end_of_pass(self, number: int) -> None:
+        self._running.discard(number)
+
+    def _open(self) -> Set[int]:
+        optimizer = self._optimizer
+        if optimizer.is_evaluating:
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
+        if self._later_wrappers:
+            moved = self.follow_later_wrappers() | self._hooks.move_last()
+        else:
+            moved = self._hooks.move_last()
+        tables = optimizer.fitting_tables(parts=False)
+        if tables.ahead:
+            tables.begin_states(optimizer, all_of_them=True)
+        self.applies = not (self._schedule.is_scaled or optimizer.control.needs_norm(optimizer.param_groups))
+        if self.applies and count_scaled_losses() != self._scaled_losses:
+            self.applies, self.meets_a_scaler = False, True
+        self._sums = not self.applies and self._schedule.needs_norm_early
+        self.is_open = True
+        self.watch(self._schedule.elsewhere)
+        for group in self._grouping.groups:
+            self._begin_group(group)
+        if not self.applies:
+            return moved
+        if optimizer.taps is not None:
+            optimizer.taps.begin(tables.engines)
+        if not tables.decided_plainly or tables.follows:
+            with self._lane.after():
+                if not tables.decided_plainly:
+                    optimizer.control.decide(optimizer, tables)
+                if tables.follows:
+                    tables.follow_parameters()
+                    tables.note_versions()
+        return moved
+
+    def _arrived(self, param: torch.Tensor) -> None:
+        known = self._place_of.get(id(param))
+        if known is None or not (self.applies or self._sums):
+            return
+        group, awaited, place = known
+        if id(param) in self._updated:
+            raise RuntimeError(
+                f"a gradient of {self._schedule.label(param)} came after {group.name} was updated in backward: run "
+                "all but the last backward before a step inside optimizer.no_sync(); after a backward that was broken "
+                'off call zero_grad() first; for parameters that reentrant checkpoints share use during="forward"'
+            )
+        number = None if self._lane.stream is None else self._lane.current_number()
+        if number is not None:
+            streams = self._streams.setdefault(group.index, {})
+            if number not in streams and (stream := self._lane.current()) is not None:
+                streams[number] = stream
+            self._readiness[group.index].know_stream(param)
+        if not awaited.left():
+            # Its norm is known; backward runs once more.
+            self._begin_group(group)
+        if awaited.come(place):
+            return
+        if self.applies:
+            self._update(group)
+        else:
+            self._sum(group)
+
+    def _begin_group(self, group: Group) -> None:
+        """Wait for the gradients of a group."""
+        _, awaited, _ = self._place_of[id(group.params[0])]
+        awaited.begin(bytes([param.requires_grad for param in group.params]))
+
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        return self._reduced.get(id(param), param.grad)
+
+    def _update(self, group: Group) -> None:
+        """Update a group from the gradients that it has, and let these go."""
+        lane = self._lane
+        if group.is_copied_to_host:
+            _await_copies(group)
+        if lane.stream is None:
+            self._run(group)
+            self._note_updated(group)
+            return
+        current = lane.current()
+        streams = list(self._streams.pop(group.index, {}).values()) or ([] if current is None else [current])
+        with lane.after(*streams):
+            self._run(group)
+            event = lane.mark()
+        self._schedule.pending.note(group, event)
+        gradients = self._note_updated(group)
+        if self._on_two_streams(group, streams):
+            lane.keep(*map(ready, local_parts(gradients)))
+            gradients = []
+        # A stream that computes backward would stand still for this update; one that only communicates can wait for it.
+        at_once = bool(gradients) and _come_from_collectives(group)
+        if not at_once:
+            self._let_go()
+        self._held.append((gradients, event, streams))
+        if at_once:
+            self._let_go()
+
+    def _note_updated(self, group: Group) -> list[torch.Tensor]:
+        """Take the gradients of a group that is updated from its parameters; they are still to be kept on a GPU."""
+        own = [param for param in group.params if id(param) not in self._reduced] if self._reduced else group.params
+        gradients = [param.grad for param in own if param.grad is not None]
+        self.applied.append(group)
+        self._updated.update([id(param) for param in own if param.grad is not None])
+        if self._reduced:
+            self._updated.update(key for key in map(id, group.params) if key in self._reduced)
+        for param in own:
+            param.grad = None
+        return gradients
+
+    def _run(self, group: Group) -> None:
+        optimizer = self._optimizer
+        plan, find = optimizer.tables, (self._gradient,) if self._reduced else ()
+        assert plan is not None
+        places = plan.places.get(group.index, ())
+        try:
+            gradients = plan.refresh_places(places, *find)
+        except Stale:
+            plan = optimizer.rebuild()
+            places = plan.places.get(group.index, ())
+            gradients = plan.refresh_places(places, *find)
+        with plan.own_writes(group.params) if plan.has_masters else _NOTHING:
+            is_marked, measures = not step_is_ordinary(), optimizer.taps is not None
+            plan.update(gradients, places, counts_versions=True, marked=is_marked, measures=measures)
+
+    def _sum(self, group: Group) -> None:
+        """Sum the squares of a group's gradients, for a norm that the step finishes."""
+        optimizer = self._optimizer
+        tables = optimizer.tables
+        if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
+            return
+        if group.is_copied_to_host:
+            _await_copies(group)
+        places = tables.places.get(group.index, ())
+        with self._lane.after(*self._streams.pop(group.index, {}).values()):
+            try:
+                tables.refresh_places(places)
+            except (Stale, GradientError):
+                # The step says so, if it is still true then.
+                return
+            self._schedule.norms.put(tables, places)
+        tables.release()
+
+    def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
+        """Whether gradients may be memory of other streams than the one that completes them."""
+        if self._lane.stream is None or len(streams) > 1:
+            return self._lane.stream is not None
+        meshes = (getattr(param, "device_mesh", None) for param in group.params)
+        return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
+
+    def _let_go(self) -> None:
+        """Let the streams that gradients come from wait for the updates of those held, and have their memory back.
+
+        So memory is free at a point of each stream, however far the host is ahead of it. The next group's gradients may
+        come from another stream: its waiting would not keep the first from using the memory again.
+        """
+        while self._held:
+            _, event, streams = self._held[0]
+            if event is not None:
+                for stream in streams:
+                    stream.wait_event(event)
+            self._held.popleft()
+
+    def finish(self) -> None:
+        """Update what is left, and let the current stream wait for all updates; the next round may begin."""
+        optimizer = self._optimizer
+        while self._awaited:
+            self._awaited.popleft()[1]()
+        for param in self._schedule.params:
+            if id(param) in self._updated:
+                param.grad = None
+        tables = optimizer.fitting_tables(parts=False)
+        changed = [
+            group.name
+            for group in self.applied
+            if any(tables.engines[place].hypers_changed for place in tables.places.get(group.index, ()))
+        ]
+        # What was reduced has been given to the parameters at the end of backward.
+        self._reduced.clear()
+        for group in self._schedule.grouping.groups:
+            if any(param.grad is not None for param in group.params):
+                self._update(group)
+        if optimizer.taps is not None:
+            with self._lane.after():
+                optimizer.taps.finish()
+        self._lane.join()
+        self.forget()
+        if changed:
+            raise RuntimeError(
+                f"hyperparameters have changed since backward, which has updated {_listed(changed)} with those before: "
+                "set them before backward, or after step()"
+            )
+
+    def forget(self) -> None:
+        """Let the next round begin; the current stream has waited for the updates of this one."""
+        self._let_go()
+        self._schedule.pending.joined()
+        self._scaled_losses = count_scaled_losses()
+        self._begin()
+        if self._readiness and not self._readiness[0].is_native and self._new_readiness().is_native:
+            self._regroup()
+            self.watch(self._schedule.elsewhere)
+
+    def require_whole(self) -> None:
+        """Raise if a backward pass was broken off."""
+        if self.is_broken and self.applied:
+            raise RuntimeError(
+                f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
+                "call zero_grad() to drop the other gradients and go on"
+            )
+
+
+def _call(living: Callable[[], Callable[[], Any] | None]) -> None:
+    method = living()
+    if method is not None:
+        method()
+
+
+def _come_from_collectives(group: Group) -> bool:
+    """Whether gradients are memory of FSDP2's reduce-scatters, and not of a stream that computes backward."""
+    return group.module is not None and all(map(is_distributed, group.params))
+
+
+def _await_copies(group: Group) -> None:
+    """Wait for gradients that are still on their way from a GPU to the host, as FSDP2's CPU offloading leaves them."""
+    if any(is_host(param.device) for param in group.params):
+        torch.cuda.current_stream().synchronize()
+
+
+def _may_be_summed(group: Group) -> bool:
+    """Whether somebody may still sum gradients over ranks by hand, which their versions would not tell."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and not all(map(is_distributed, group.params))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more groups" if len(names) > 3 else "")
+    return shown or "nothing"
+
+
+def scale_error() -> GradientError:
+    """For a loss scale that updates in backward know nothing of."""
+    return GradientError(
+        "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
+        "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"
+    )
+
+
+CommHook = tuple[Any, Callable[[Any, Any], Any]]
+"""State and function, as `DistributedDataParallel.register_comm_hook` takes them."""
+
+
+def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Every DistributedDataParallel in a model."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def follow_buckets(
+    wrapper: DistributedDataParallel, gradients: BackwardTracker, comm_hook: CommHook | None
+) -> set[int]:
+    """Have a tracker see the gradients that are reduced."""
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        option = "static_graph" if wrapper.static_graph else "find_unused_parameters"
+        raise ValueError(
+            f"DistributedDataParallel with {option}=True says at the end of backward which gradients there are, and "
+            'puts zeros in the place of others before: use during="forward"'
+        )
+    if any(param.is_complex() for param in wrapper.module.parameters()):
+        raise ValueError(
+            "buckets of DistributedDataParallel do not hold complex gradients as their parameters have them: use "
+            'during="forward"'
+        )
+    group = wrapper.process_group
+    state, reduce = comm_hook or (None, lambda _, bucket: _mean(group, bucket))
+
+    # The module must not keep who is told, who keeps the module.
+    living = weakref.ref(gradients)
+
+    def reduce_and_note(_: object, bucket: Any) -> Any:
+        future = reduce(state, bucket)
+        told = living()
+        if told is not None:
+            told.reduced(bucket.parameters(), bucket.gradients(), future)
+        return future
+
+    # Their text is not the class that is looked for.
+    reduce_and_note.__annotations__.clear()
+    try:
+        wrapper.register_comm_hook(None, reduce_and_note)
+    except RuntimeError as error:
+        raise ValueError(
+            "DistributedDataParallel has a comm hook already, and takes only one: give it to overlap(), as "
+            "comm_hook=(state, hook), before it is registered"
+        ) from error
+    ignored = set(wrapper.parameters_to_ignore)
+    named = wrapper.module.named_parameters()
+    return {id(param) for name, param in named if param.requires_grad and name not in ignored}
+
+
+def _mean(group: Any, bucket: Any) -> torch.futures.Future[Any]:
+    """To the bit what DistributedDataParallel does without a hook."""
+    buffer = bucket.buffer().mul_(1 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]

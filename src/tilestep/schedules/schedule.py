@@ -1,0 +1,125 @@
+"""When an optimizer's updates run: at its step, unless `shard` or `overlap` have attached another schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ..optimizer.graphs import prepare_by_hand, push
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Schedule:
+    """At the step, all updates together. A new schedule is a class derived from this one.
+
+    `plain` is always what the optimizer does by itself; it is passed in so that a schedule may do something around it.
+    """
+
+    not_copied = ""
+    """Why an optimizer with this schedule cannot be copied or pickled; empty if it can."""
+
+    begins_together = False
+    """Whether the state of all parameters begins at the first step, and not that of each with its first gradient."""
+
+    @property
+    def applied_groups(self) -> tuple[str, ...]:
+        """The groups that were updated since the last step, before the next one."""
+        return ()
+
+    makes_tables = True
+    """Whether updates work on tables of the optimizer itself."""
+
+    def step(self, plain: Callable[[], None]) -> None:
+        """Take a step."""
+        plain()
+
+    def settle(self) -> None:
+        """Let what comes next see all updates: before parameters or state are read."""
+
+    def follow_parameters(self, optimizer: Any) -> None:
+        """Have what updates work on see all updates, and what other code has written to parameters."""
+        self.settle()
+        if optimizer.tables is not None:
+            optimizer.tables.home.follow_parameters()
+            optimizer.tables.home.note_parameters()
+
+    def complete_gradients(self, optimizer: Any) -> Any:
+        """Have all gradients where updates look for them; the optimizer whose updates these are, see `updating`."""
+        self.settle()
+        return optimizer
+
+    def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
+        """The step count of a param group; None before its first step."""
+        states = (optimizer.state.get(param, {}) for param in group["params"])
+        return next((state["step"] for state in states if "step" in state), None)
+
+    def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
+        """Parameters with what there is of their gradients on this rank."""
+        return optimizer.memory.present_gradients(p for group in optimizer.param_groups for p in group["params"])  # type: ignore[no-any-return]
+
+    def before_zero_grad(self) -> None:
+        """Let go of gradients that are kept elsewhere."""
+
+    def part_of(self, param: torch.Tensor) -> Any:
+        """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""
+        return None
+
+    def making_tables(self) -> AbstractContextManager[None]:
+        """A block in which tables are made anew."""
+        return _NOTHING
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A checkpoint."""
+        self.settle()
+        return plain()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
+        """Take a checkpoint."""
+        self.settle()
+        plain(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
+        """Add parameters as a group of their own."""
+        plain(param_group)
+
+    def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
+        """Let the parameters hold the weights that train, or those to evaluate."""
+        self.settle()
+        plain()
+
+    def had_gradients(self, optimizer: Any) -> bool:
+        """Whether the last step had gradients."""
+        with_gradients = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+        return with_gradients or optimizer.memory.had_gradients
+
+    def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Have a scaler's function unscale the gradients; see `StateHome.unscale`."""
+        return optimizer.memory.unscale(optimizer, unscale, *args, **kwargs)
+
+    def updating(self, optimizer: Any) -> Any:
+        """The optimizer on whose tables the updates work: itself, or that of this rank's pieces."""
+        return optimizer
+
+    def states_replaced(self, optimizer: Any) -> None:
+        """The states of what `updating` gives are others."""
+
+    @contextmanager
+    def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[Any]:
+        """A block in which a step is captured or replayed on the optimizer that it gives."""
+        yield optimizer
+
+    def prepare_capture(self, optimizer: Any) -> None:
+        """Get everything ready for a capture by hand."""
+        prepare_by_hand(optimizer)
+
+    def push(self, optimizer: Any) -> None:
+        """Bring what changed to the device before a replay."""
+        push(optimizer)
+
+
+AT_STEP = Schedule()
+"""The plain schedule, which every optimizer begins with."""

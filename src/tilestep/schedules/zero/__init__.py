@@ -1,0 +1,9 @@
+"""Optimizers split over data-parallel ranks: flat buckets, summed gradients, 1/N of the state on each."""
+
+from __future__ import annotations
+
+from .checkpoint import LoadPlanner, load_checkpoint, save_checkpoint
+from .schedule import ShardedOptimizer
+from .shard import shard
+
+__all__ = ["LoadPlanner", "ShardedOptimizer", "load_checkpoint", "save_checkpoint", "shard"]

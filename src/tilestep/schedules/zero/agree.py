@@ -1,0 +1,326 @@
+"""What cannot be sharded is refused on all ranks at once; hyperparameters are the same on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...combinations import kind_of, refusal, split_kind, wrappers_around
+from ...compat import uncompiled
+from ...graph import Graph, ancestors
+from ...optimizer import Optimizer
+from ...optimizer.build import graph_of
+from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys
+from ...placement import is_distributed
+from ...rules import Rule
+from .buckets import Options, loses_bits, memory_order
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from ...optimizer import Optimizer
+    from .ranks import Ranks
+
+
+Found = TypeVar("Found")
+
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules of models that have a sharded optimizer."""
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module itself where a compiled one is given."""
+    model = uncompiled(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard() takes the module that is trained, not {type(model).__name__}")
+    return model
+
+
+def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dict[Any, str]:
+    """What a rank can see by itself."""
+    options.check()
+    for index, group in enumerate(optimizer.param_groups):
+        about_group(index, partial(options.check_group, group))
+        if any(loses_bits(param.dtype, options.sync_dtypes(group)[1]) for param in group["params"]):
+            reason = refusal("shard with narrower parameters", optimizer.attached)
+            if reason:
+                raise ValueError(reason)
+    for name, module in model.named_modules():
+        _refuse(f"module {name!r}" if name else "the model", kind_of(module))
+    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
+    found = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    if not found:
+        raise ValueError("the optimizer has no parameters to shard")
+    for wrapper in wrappers_around(lambda param: param in found):
+        _refuse("what the model is wrapped in", kind_of(wrapper))
+    for param in found:
+        _refuse("what parameters of the optimizer are wrapped in", split_kind(param))
+    for param, index in found.items():
+        if param not in names:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} in group {index} is not one of the model's")
+        if is_distributed(param):
+            raise ValueError(f"{names[param]} is a DTensor already: shard() takes plain parameters")
+        if param.is_meta:
+            raise ValueError(f"{names[param]} is on the meta device: give it memory and values first")
+    devices = {param.device: names[param] for param in found}
+    if len(devices) > 1:
+        described = " and ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"shard() takes parameters on one device for each rank, not {described}")
+    return {param: name for param, name in names.items() if param in found}
+
+
+def _refuse(label: str, kind: str) -> None:
+    reason = refusal("shard", [kind])
+    if reason:
+        raise ValueError(f"{label} {reason}")
+
+
+def tried_together(ranks: Ranks, attempt: Callable[[], Found]) -> Found:
+    """What each rank finds, if every one of them does: else they all raise."""
+    error: Exception | None = None
+    try:
+        found = attempt()
+    except Exception as own:
+        error = own
+    everyone = ranks.everyone("" if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(everyone):
+        if text:
+            raise ValueError(f"rank {rank} cannot be sharded: {text}")
+    return found
+
+
+def check_together(
+    optimizer: Optimizer,
+    model: nn.Module,
+    ranks: Ranks,
+    options: Options,
+    also: Callable[[], Iterable[str]] = tuple,
+) -> dict[Any, str]:
+    """`check_alone`, with its errors raised on every rank; and the first thing in which ranks differ."""
+
+    def described() -> tuple[dict[Any, str], list[str]]:
+        names = check_alone(optimizer, model, options)
+        return names, [*_described(optimizer, model, names, ranks, options), *also()]
+
+    names, lines = tried_together(ranks, described)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(ranks.everyone(digest))) > 1:
+        raise ValueError(first_difference(ranks.everyone(lines)))
+    return names
+
+
+def first_difference(everyone: list[list[str]]) -> str:
+    for at_each in itertools.zip_longest(*everyone, fillvalue="nothing more"):
+        other = next((rank for rank, line in enumerate(at_each) if line != at_each[0]), None)
+        if other is not None:
+            return (
+                f"ranks disagree, and would wait for each other forever: rank 0 has {at_each[0]}; rank {other} has "
+                f"{at_each[other]}"
+            )
+    return "ranks disagree"
+
+
+def _described(
+    optimizer: Optimizer, model: nn.Module, names: dict[Any, str], ranks: Ranks, options: Options
+) -> Iterator[str]:
+    """What must be the same everywhere, a line each."""
+    yield f"{ranks.size} ranks that split the state and {ranks.copies} copies"
+    for name, value in vars(options).items():
+        yield f"{name}={value}"
+    yield f"{optimizer.control.policy}"
+    groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    for param, name in names.items():
+        trains = "trains" if param.requires_grad else "frozen"
+        yield (
+            f"parameter {name} {tuple(param.shape)} {param.dtype} on {param.device.type} in group {groups[param]}, "
+            f"{trains}, in memory by dimensions {memory_order(param)}"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor not in names:
+            described = f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+            yield f"beside the optimizer's parameters {described}"
+    for index, group in enumerate(optimizer.param_groups):
+        rule = optimizer.rule_of(group)
+        yield f"group {index} rule={rule.name}"
+        for key in sorted({*group, *GROUP_OPTIONS}, key=str):
+            if key not in ("params", "param_names", "rule"):
+                yield f"group {index} {key}={plain_value(group.get(key, GROUP_OPTIONS.get(key)))}"
+        for graph in {id(each): each for each in _graphs(rule, group)}.values():
+            yield from (f"in group {index} rule {rule.name} with {step}" for step in _steps(graph))
+
+
+def _graphs(rule: Rule, group: Mapping[str, Any]) -> Iterator[Graph]:
+    for shape in dict.fromkeys(param.shape for param in group["params"]):
+        yield graph_of(rule, group, shape)
+
+
+def _steps(graph: Graph) -> Iterator[str]:
+    """What a rule computes: rules of one name, and functions of the step, may differ in numbers inside of them."""
+    places: dict[int, int] = {}
+    for value in (*graph.values(), *ancestors(guard.condition for guard in graph.guards)):
+        if id(value) in places:
+            continue
+        places[id(value)] = len(places)
+        operands = [f"[{places[id(each)]}]" for each in value.args]
+        given = [] if value.attribute is None else [repr(value.attribute)]
+        over = "" if value.over is None else f" over {value.over}"
+        yield f"[{places[id(value)]}] = {value.operation}({', '.join([*operands, *given])}){over}"
+    yield ", ".join(f"new {name} [{places[id(value)]}]" for name, value in graph.outputs.items())
+
+
+def plain_value(value: Any) -> str:
+    """A hyperparameter as text that is the same in every process."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(plain_value, value))})"
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if callable(value) and not dataclasses.is_dataclass(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(value)
+
+
+def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
+    """The ranks, over groups of their own if another optimizer is sharded that has parameters of the same modules.
+
+    One backward completes buckets of both, which may come in other orders on other ranks.
+    """
+    modules = set(model.modules())
+    is_first = _models.isdisjoint(modules)
+    _models.update(modules)
+    return ranks if is_first else ranks.apart()
+
+
+_BITS = 11
+"""Of each part of a digest: as float32 numbers, sums of thousands of them are exact."""
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+@dataclass
+class _Heard:
+    """The sums of all ranks' digests, on their way to the host."""
+
+    wanted: list[float]
+    values: torch.Tensor
+    event: torch.cuda.Event
+
+
+class Alike:
+    """Finds out whether ranks step with other hyperparameters than each other: a scheduler may run on one alone.
+
+    Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If all are alike
+    the sums are the rank's own parts times the number of ranks; if not, no rank finds them so. On a CPU that is known
+    before the step. The host of a GPU does not wait for it: it is known before the next step, but for what makes ranks
+    send other messages, a clip that one of them does not have, for which it waits when that changes.
+    """
+
+    PARTS = 3
+
+    def __init__(self, optimizer: Callable[[], Optimizer | None], ranks: Ranks) -> None:
+        self._optimizer, self._ranks = optimizer, ranks
+        self._values: Any = None
+        self._parts = [0.0] * self.PARTS
+        self._written: list[float] = []
+        self._wanted: list[float] = []
+        self._now: list[float] | None = None
+        self._heard: deque[_Heard] = deque()
+        self._messages: Any = None
+        self._keys: dict[Any, tuple[str, ...]] = {}
+
+    def begin(self) -> None:
+        """The numbers that are summed are others, and have no digest yet."""
+        self._written = []
+
+    def write(self, parts: torch.Tensor) -> None:
+        """Put this rank's digest into numbers that are going to be summed; the last ones stay there."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        values: list[Any] = []
+        for group in optimizer.param_groups:
+            keys = self._keys.get(group.get("rule")) or self._keys_of(optimizer, group)
+            values.append(tuple(map(group.get, keys)))
+            if not _TENSORS.isdisjoint(map(type, values[-1])):
+                # One that has been written to is the same tensor.
+                self._values = None
+        if values != self._values:
+            self._values = values
+            digest = zlib.crc32(repr(list(_described_value(optimizer))).encode())
+            self._parts = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
+        if self._parts != self._written:
+            self._written = self._parts
+            self._wanted = [part * self._ranks.count for part in self._parts]
+            for part, value in zip(parts.unbind(), self._parts):
+                part.fill_(value)
+
+    def _keys_of(self, optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+        name = group.get("rule")
+        if name not in self._keys:
+            self._keys[name] = deciding_keys(optimizer.rule_of(group))
+        return self._keys[name]
+
+    def hear(self, sums: torch.Tensor) -> None:
+        """Have the sums come to the host."""
+        if not sums.is_cuda:
+            self._now = sums.tolist()
+            return
+        there = torch.empty(self.PARTS, dtype=torch.float32, device="cpu", pin_memory=True)
+        there.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._heard.append(_Heard(self._wanted, there, event))
+
+    def check(self) -> None:
+        """Raise on all ranks if they are not alike; before a step."""
+        if self._now is not None:
+            now, self._now = self._now, None
+            if now != self._wanted:
+                raise ValueError(self._difference(known_now=True))
+        if self._heard:
+            self._check_heard()
+
+    def _check_heard(self) -> None:
+        optimizer = self._optimizer()
+        messages = [group.get("max_grad_norm") is None for group in optimizer.param_groups] if optimizer else None
+        waits, self._messages = messages != self._messages, messages
+        while len(self._heard) > 1 or (waits and self._heard):
+            heard = self._heard.popleft()
+            heard.event.synchronize()
+            if heard.values.tolist() != heard.wanted:
+                self._heard.clear()
+                raise ValueError(self._difference(known_now=False))
+
+    def _difference(self, *, known_now: bool) -> str:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        lines = list(_described_value(optimizer))
+        if known_now:
+            return f"{first_difference(self._ranks.everyone(lines))}; nothing was updated"
+        return (
+            "ranks step with other hyperparameters than each other, for a step or two by now: a scheduler, or a clip, "
+            f"that one rank alone has changed; rank {self._ranks.rank} has {', '.join(lines)}"
+        )
+
+
+def _described_value(optimizer: Optimizer) -> Iterator[str]:
+    """Everything that decides what a step makes of the same gradients, in words."""
+    for index, group in enumerate(optimizer.param_groups):
+        for key in deciding_keys(optimizer.rule_of(group)):
+            yield f"group {index} {key}={_told(group.get(key, GROUP_OPTIONS.get(key)))}"
+
+
+def _told(value: Any) -> str:
+    # What only a device knows would have to be waited for.
+    return "a number on the device" if isinstance(value, torch.Tensor) and value.is_cuda else plain_value(value)

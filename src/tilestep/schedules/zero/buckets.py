@@ -1,0 +1,554 @@
+"""Flat buckets: where each parameter lies, which piece belongs to which rank, and the memory they are views of."""
+
+from __future__ import annotations
+
+import math
+import socket
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...compat import PeerMemory
+from ...runtime import is_dense
+from .ranks import Ranks
+
+ALIGNMENT = 16
+"""Elements to which parameters and ranks' sections are aligned: at least 16 bytes in every dtype, 8-bit ones too."""
+
+
+LEAST_PADDING = 2**20
+"""Bytes of padding that are worth another mesh."""
+
+_LARGEST_SHARED_UNIT = 128
+"""Units that divide it share buckets with each other; those of any other unit have buckets of their own."""
+
+LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
+"""Bytes between which the first and last buckets are where nobody says: smaller ones cost the host more than the
+network, and the last of larger ones is waited for too long."""
+
+PARTS = 16
+"""Such a part of all are the first and last buckets: little that backward does not hide."""
+
+LARGEST_PARTS = 6
+"""No bucket between them is a larger part of all: what is communicated has ended soon after what it runs beside."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter that needs a place."""
+
+    numel: int  # its elements
+    itemsize: int  # bytes of one of them
+    kind: Hashable = None  # only parameters of the same kind share a bucket
+    whole: bool = False  # whether one rank must have all of it, since its rule works on whole tensors
+    cost: int = 0  # what the update of a whole one costs, in any unit
+    trains: bool = True  # whether it has gradients; those that have none are in buckets of their own
+    unit: int = ALIGNMENT  # neighbours that stay together: pieces begin at multiples of it, which is one of `ALIGNMENT`
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in a bucket."""
+
+    index: int  # the parameter, by its place among all items
+    offset: int  # its first element in the bucket
+    numel: int  # its elements
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A bucket: parameters one after the other, cut into as many equal sections as there are ranks."""
+
+    slots: tuple[Slot, ...]  # the parameters in it
+    section: int  # elements of one rank's section
+    ranks: int  # how many there are
+    whole: bool = False  # whether no parameter is cut
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return self.section * self.ranks
+
+    def piece(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """The elements of a parameter, first and one past the last in storage order, that belong to a rank.
+
+        Example:
+            >>> layout = BucketLayout((Slot(0, 0, 40),), section=32, ranks=2)
+            >>> layout.piece(layout.slots[0], 0), layout.piece(layout.slots[0], 1)
+            ((0, 32), (32, 40))
+        """
+        start = max(slot.offset, rank * self.section)
+        stop = min(slot.offset + slot.numel, (rank + 1) * self.section)
+        return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
+
+
+def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
+    """Bytes of a bucket where nobody says how large it is: small ones at both ends of backward, large ones between.
+
+    The first begins to travel early, the last has nothing beside it, and the next forward begins with it. Those between
+    travel beside the model, and each costs the host as much whatever its size: so a bucket has as many bytes as all
+    before it, or half of what is left, within limits.
+
+    Example:
+        >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
+        [25.0, 100.0, 256.0]
+        >>> [round(default_cap(1600 * 2**20, done * 2**20) / 2**20) for done in (0, 100, 200, 400, 1200, 1400)]
+        [100, 100, 200, 267, 200, 100]
+    """
+    least = min(max(gradient_bytes / PARTS, LEAST_CAP), LARGEST_CAP)
+    most = max(least, min(gradient_bytes / LARGEST_PARTS, 2 * LARGEST_CAP))
+    return min(max(min(done, (gradient_bytes - done) / 2), least), most)
+
+
+def default_sizes(gradient_bytes: float) -> list[float]:
+    """Bytes of the buckets that `default_cap` makes of parameters that fit into them.
+
+    Example:
+        >>> [round(size / 2**20) for size in default_sizes(1600 * 2**20)]
+        [100, 100, 200, 267, 267, 267, 200, 100, 100]
+    """
+    sizes: list[float] = []
+    done = 0.0
+    while gradient_bytes - done >= 1:
+        sizes.append(min(default_cap(gradient_bytes, done), gradient_bytes - done))
+        done += sizes[-1]
+    return sizes
+
+
+def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = None) -> list[BucketLayout]:
+    """Put parameters into buckets, in the order in which backward completes them: the last first.
+
+    A bucket is full when it holds at least `cap_bytes`; one of whole parameters when it does so for every rank, so that
+    there are enough of them to share out. Every rank computes the same.
+
+    Example:
+        >>> [layout.slots for layout in plan_buckets([Item(3, 4), Item(20, 4)], ranks=2, cap_bytes=64)]
+        [(Slot(index=1, offset=0, numel=20),), (Slot(index=0, offset=0, numel=3),)]
+    """
+    filling: dict[Hashable, list[int]] = {}
+    sizes: dict[Hashable, int] = {}
+    done: list[list[int]] = []
+    # Those that are frozen now are counted by themselves: they have gradients once they are thawed.
+    totals = {False: 0, True: 0}
+    in_full = {False: 0, True: 0}
+    for item in items:
+        totals[item.trains] += item.numel * item.itemsize
+    for index in reversed(range(len(items))):
+        item = items[index]
+        # Sections are multiples of the largest unit in a bucket, and so of the others.
+        apart = item.unit if _LARGEST_SHARED_UNIT % item.unit else 0
+        key = (item.kind, item.itemsize, item.whole, item.trains, apart)
+        filling.setdefault(key, []).append(index)
+        sizes[key] = sizes.get(key, 0) + item.numel * item.itemsize
+        if sizes[key] >= _full_at(item, ranks, cap_bytes, totals[item.trains], in_full[item.trains]):
+            done.append(filling.pop(key))
+            in_full[item.trains] += sizes.pop(key)
+    # One that was never full is complete when its last parameter is.
+    done.extend(filling.values())
+    done.sort(key=lambda members: -members[-1])
+    costs = [0] * ranks
+    return [_layout(members, items, ranks, costs) for members in done]
+
+
+def padding_advice(items: Sequence[Item], layouts: Sequence[BucketLayout], cap_bytes: float | None = None) -> str:
+    """What to change where buckets are mostly padding; empty where they are not, or where nothing would help.
+
+    Example:
+        >>> tiny = [Item(20, 4)] * 64
+        >>> padding_advice(tiny, plan_buckets(tiny, ranks=16, cap_bytes=64), 64)[:64]
+        'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): a l'
+    """
+    used = sum(item.numel * item.itemsize for item in items)
+    total = _bytes(items, layouts)
+    if total <= 2 * used:
+        return ""
+    ranks = layouts[0].ranks
+    padding = f"{1 - used / total:.0%} padding ({(total - used) / 2**10:.1f} KiB)"
+    if cap_bytes is not None and _bytes(items, plan_buckets(items, ranks, math.inf)) < 0.75 * total:
+        return f"buckets of bucket_cap_mb={cap_bytes / 2**20:.2g} are {padding}: a larger bucket_cap_mb makes fewer"
+    if total - used < LEAST_PADDING:
+        return ""
+    return (
+        f"buckets are {padding}: parameters that are not cut fill a few of the sections of {ranks} ranks; split the "
+        'state over fewer, by mesh=, with two dimensions called "replicate" and "shard"'
+    )
+
+
+def _bytes(items: Sequence[Item], layouts: Sequence[BucketLayout]) -> int:
+    return sum(layout.numel * items[layout.slots[0].index].itemsize for layout in layouts)
+
+
+def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int, in_full: int) -> float:
+    """Bytes of a bucket that takes no more."""
+    if cap_bytes is not None:
+        return cap_bytes * (ranks if item.whole else 1)
+    cap = default_cap(total, in_full)
+    return max(cap, LEAST_CAP * ranks) if item.whole else cap
+
+
+def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
+    if items[members[0]].whole:
+        return _whole_layout(members, items, ranks, costs)
+    slots, end = [], 0
+    for index in members:
+        begin = _aligned(end, items[index].unit)
+        slots.append(Slot(index, begin, items[index].numel))
+        end = begin + _aligned(items[index].numel)
+    unit = max(items[index].unit for index in members)
+    return BucketLayout(tuple(slots), max(_aligned(-(-end // ranks), unit), unit), ranks)
+
+
+def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
+    """The most expensive first, each to the rank that has least to do, in sections as short as they can be made."""
+    sizes = {index: _aligned(items[index].numel) for index in members}
+    by_size = sorted(members, key=lambda each: (-items[each].numel, each))
+    section = max(*_dealt(by_size, sizes, [0] * ranks)[1], ALIGNMENT)
+    loads = [0] * ranks
+    owners: dict[int, int] = {}
+    for index in sorted(members, key=lambda each: (-items[each].cost, -items[each].numel, each)):
+        fitting = [rank for rank in range(ranks) if loads[rank] + sizes[index] <= section]
+        if not fitting:
+            # What is balanced by size alone always fits.
+            owners, loads = _dealt(by_size, sizes, [0] * ranks)
+            break
+        owners[index] = rank = min(fitting, key=lambda each: (costs[each] + _cost(owners, items, each), each))
+        loads[rank] += sizes[index]
+    for index, rank in owners.items():
+        costs[rank] += items[index].cost
+    return _placed(members, items, owners, section, ranks)
+
+
+def _cost(owners: Mapping[int, int], items: Sequence[Item], rank: int) -> int:
+    return sum(items[index].cost for index, owner in owners.items() if owner == rank)
+
+
+def _dealt(members: Sequence[int], sizes: Mapping[int, int], loads: list[int]) -> tuple[dict[int, int], list[int]]:
+    """Each in turn to the rank that has fewest elements; who has what, and how much."""
+    owners: dict[int, int] = {}
+    for index in members:
+        owners[index] = rank = loads.index(min(loads))
+        loads[rank] += sizes[index]
+    return owners, loads
+
+
+def _placed(
+    members: Sequence[int], items: Sequence[Item], owners: Mapping[int, int], section: int, ranks: int
+) -> BucketLayout:
+    """One after the other in the sections of their owners."""
+    ends = [rank * section for rank in range(ranks)]
+    slots = []
+    for index in members:
+        slots.append(Slot(index, ends[owners[index]], items[index].numel))
+        ends[owners[index]] += _aligned(items[index].numel)
+    return BucketLayout(tuple(slots), section, ranks, whole=True)
+
+
+def _aligned(numel: int, unit: int = ALIGNMENT) -> int:
+    return -(-numel // unit) * unit
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor's elements."""
+
+    offsets: tuple[int, ...]  # its first element in each dimension
+    sizes: tuple[int, ...]  # its elements in each dimension
+    start: int  # its first element, counted along the memory of a tensor without gaps
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.sizes)
+
+
+def boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Blocks, each without gaps in memory, that together are a range of a tensor's elements.
+
+    Example:
+        >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]
+        [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return []
+    if not sizes:
+        return [Box((), (), 0)]
+    row = math.prod(sizes[1:])
+    found: list[Box] = []
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        return _in_row(sizes, first, start, stop)
+    if start % row:
+        found += _in_row(sizes, first, start, (first + 1) * row)
+        first += 1
+    whole_rows = stop // row - first
+    if whole_rows:
+        found.append(Box((first, *[0] * (len(sizes) - 1)), (whole_rows, *sizes[1:]), first * row))
+    if stop % row:
+        found += _in_row(sizes, last, last * row, stop)
+    return found
+
+
+def _in_row(sizes: Sequence[int], place: int, start: int, stop: int) -> list[Box]:
+    base = place * math.prod(sizes[1:])
+    inner = boxes(sizes[1:], start - base, stop - base)
+    return [Box((place, *box.offsets), (1, *box.sizes), base + box.start) for box in inner]
+
+
+_CALLER = 6
+"""Frames from a warning about buckets to the call of `shard`."""
+
+_BUFFERS = ("contiguous", "bucket")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients and parameters travel; the arguments of `shard`."""
+
+    overlap_grad_sync: bool  # reduce a bucket as soon as backward has completed it
+    overlap_param_sync: bool  # gather buckets while what follows the step already runs
+    bucket_cap_mb: float | None  # MiB of gradients in a bucket; None for a part of all
+    grad_sync_dtype: torch.dtype | None
+    param_sync_dtype: torch.dtype | None  # the type that parameters travel in; None for their own
+    grad_buffer: str  # "contiguous" keeps memory for all gradients, "bucket" only while a bucket is being filled
+    param_buffer: str  # "contiguous" for one allocation, "bucket" for one for each bucket, "peers" for what GPUs share
+    average: bool  # whether gradients are averaged over the ranks, not summed
+
+    def check(self) -> None:
+        """Raise `ValueError` for an option that is none of those."""
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}; it must be positive")
+        for name, kinds in (("grad_buffer", _BUFFERS), ("param_buffer", (*_BUFFERS, "peers"))):
+            if getattr(self, name) not in kinds:
+                listed = f"{', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}"
+                raise ValueError(f"Invalid {name}: {getattr(self, name)!r}; it must be {listed}")
+
+    def sync_dtypes(self, group: Mapping[str, Any]) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What gradients and parameters of a param group travel in: what the group says, or else these options."""
+        return group.get("grad_sync_dtype") or self.grad_sync_dtype, group.get(
+            "param_sync_dtype"
+        ) or self.param_sync_dtype
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for what a param group cannot travel in."""
+        grad, param = self.sync_dtypes(group)
+        for name, dtype in (("grad_sync_dtype", grad), ("param_sync_dtype", param)):
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise ValueError(f"Invalid {name}: {dtype!r}; it must be a torch.dtype, or None for the parameter's")
+        if grad is not None and not grad.is_floating_point:
+            raise ValueError(f"Invalid grad_sync_dtype: {grad}; sums need a floating-point type")
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a parameter is divided over the ranks."""
+
+    cost: int | None = None  # what its update costs the rank that has all of it; None where it is cut
+    unit: int = ALIGNMENT  # neighbours in memory that stay together where it is cut
+    by_rows: bool = False  # whether pieces are whole rows of blocks, and of their shape; others are flat
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether no block of a state is cut."""
+        return self.unit != ALIGNMENT
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest in memory to the fastest; of a tensor with gaps, those of a contiguous one.
+
+    Example:
+        >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        (0, 2, 3, 1)
+    """
+    strides = tensor.stride()
+    dims = range(tensor.dim())
+    return tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)) if is_dense(tensor) else dims)
+
+
+def loses_bits(dtype: torch.dtype, sync_dtype: torch.dtype | None) -> bool:
+    """Whether numbers lose bits when they travel in another type; in an integer type their bytes travel."""
+    sent = sync_dtype or dtype
+    return sent.is_floating_point and torch.promote_types(dtype, sent) != sent
+
+
+def view_of(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and memory format of another, over flat memory."""
+    strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+    return flat.as_strided(like.shape, strides, flat.storage_offset())
+
+
+class Bucket:
+    """A bucket's memory on one rank."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[torch.Tensor],
+        ranks: Ranks,
+        sync_dtypes: tuple[torch.dtype | None, torch.dtype | None],
+        memory: torch.Tensor,
+        peers: PeerMemory | None = None,
+    ) -> None:
+        self.layout = layout
+        self.peers = peers
+        """What it lies in, if the other ranks read its memory by themselves."""
+        self.params = list(params)
+        self.ranks = ranks
+        self.dtype = memory.dtype
+        self.grad_dtype, self.sync_dtype = (dtype or memory.dtype for dtype in sync_dtypes)
+        self.flat = memory
+        self.own = range(ranks.rank * layout.section, (ranks.rank + 1) * layout.section)
+        self._section = self.section_of(memory)
+        self.views: list[torch.Tensor] = []
+        with torch.no_grad():
+            for slot, param in zip(layout.slots, self.params):
+                view = view_of(memory[slot.offset : slot.offset + slot.numel], param)
+                view.copy_(param)
+                param.data = view
+                self.views.append(view)
+        self.exact: torch.Tensor | None = None
+        """This rank's section as the optimizer keeps it, where what travels has lost bits."""
+        if loses_bits(self.dtype, self.sync_dtype):
+            self.exact = self.section_of(memory).clone()
+
+    def theirs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each other rank its section of this rank's memory, and the same in its own: what is fetched from it."""
+        if self.peers is None:
+            return []
+        begin, size = int(self.flat.storage_offset()), self.layout.section
+        found = []
+        for rank in range(self.ranks.size):
+            first, stop = rank * size, (rank + 1) * size
+            if rank != self.ranks.rank:
+                found.append((self.flat[first:stop], self.peers.of(rank, begin + first, begin + stop)))
+        return found
+
+    def follow_writes(self) -> None:
+        """Take over what other code has written to this rank's section, where that is not what the optimizer keeps."""
+        if self.exact is None:
+            return
+        here = self._section
+        sent = self.exact.to(self.sync_dtype).to(self.dtype)
+        # A NaN is what was sent of a NaN.
+        same = (sent == here) | ((sent != sent) & (here != here))
+        self.exact.copy_(torch.where(same, self.exact, here))
+
+    def section_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's section of flat memory of the bucket."""
+        return flat[self.own.start : self.own.stop]
+
+    @property
+    def updated(self) -> torch.Tensor:
+        """This rank's section of the parameters, where the optimizer updates them."""
+        return self._section if self.exact is None else self.exact
+
+    def piece(self, slot: Slot) -> tuple[int, int]:
+        """The elements of a parameter that are this rank's, first and one past the last in storage order."""
+        return self.layout.piece(slot, self.ranks.rank)
+
+    def cut(self, section: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """This rank's piece of a parameter, out of memory for this rank's section."""
+        start, stop = self.piece(slot)
+        if start == stop:
+            return section[:0]
+        first = slot.offset + start - self.own.start
+        return section[first : first + stop - start]
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter of it does; the same on every rank."""
+        return any(param.requires_grad for param in self.params)
+
+    def take_back(self) -> None:
+        """Let parameters whose memory somebody has replaced be views of the bucket again, with their values."""
+        with torch.no_grad():
+            for param, view in zip(self.params, self.views):
+                if param.data_ptr() == view.data_ptr():
+                    continue
+                if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                    raise RuntimeError(
+                        f"a parameter was {tuple(view.shape)}, {view.dtype} on {view.device} when shard() was called, "
+                        f"and is {tuple(param.shape)}, {param.dtype} on {param.device} now: move and convert a model "
+                        "before sharding its optimizer"
+                    )
+                view.copy_(param)
+                param.data = view
+
+
+def make_buckets(
+    params: Sequence[torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    divisions: Sequence[Division],
+    ranks: Ranks,
+    options: Options,
+) -> tuple[list[Bucket], list[tuple[int, ...]]]:
+    """Bring parameters into buckets, in the order in which backward completes them."""
+    items = []
+    dtypes = list(map(options.sync_dtypes, groups))
+    for param, sync_dtypes, division in zip(params, dtypes, divisions):
+        itemsize = (sync_dtypes[0] or param.dtype).itemsize
+        whole, cost, trains = division.cost is not None, division.cost or 0, param.requires_grad
+        kind = (param.dtype, *sync_dtypes)
+        items.append(Item(param.numel(), itemsize, kind, whole, cost, trains, division.unit))
+    cap = None if options.bucket_cap_mb is None else options.bucket_cap_mb * 2**20
+    layouts = plan_buckets(items, ranks.size, cap)
+    advice = padding_advice(items, layouts, cap)
+    if advice:
+        warnings.warn(f"shard(): {advice}", stacklevel=_CALLER)
+    members = [tuple(slot.index for slot in layout.slots) for layout in layouts]
+    device, kinds = params[0].device, [params[places[0]].dtype for places in members]
+    sizes, peers = [layout.numel for layout in layouts], dict[torch.dtype, PeerMemory]()
+    if options.param_buffer == "peers" and ranks.size > 1:
+        for dtype in dict.fromkeys(kinds):
+            own = [size for size, kind in zip(sizes, kinds) if kind == dtype]
+            peers[dtype] = _shared(sum(own), dtype, device, ranks)
+    memories = _allocate(sizes, kinds, device, options.param_buffer != "bucket", peers)
+    buckets = [
+        Bucket(layout, [params[place] for place in places], ranks, dtypes[places[0]], memory, peers.get(memory.dtype))
+        for layout, places, memory in zip(layouts, members, memories)
+    ]
+    return buckets, members
+
+
+def _shared(numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PeerMemory:
+    """Memory that the ranks that split the state read from each other; they all raise if one of them cannot."""
+    made, hosts = None, set(ranks.each(socket.gethostname()))
+    reason = f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else ""
+    try:
+        made = PeerMemory(numel, dtype, device)
+    except RuntimeError as error:
+        reason = reason or str(error)
+    _require_shared(ranks.everyone(reason))
+    assert made is not None
+    try:
+        made.meet_first(ranks.shard)
+    except RuntimeError as error:
+        reason = str(error)
+    _require_shared(ranks.everyone(reason))
+    return made
+
+
+def _require_shared(reasons: Sequence[str]) -> None:
+    reason = next(filter(None, reasons), "")
+    if reason:
+        raise ValueError(f"param_buffer='peers': {reason}; take 'contiguous', which sends messages")
+
+
+def _allocate(
+    sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    together: bool,
+    peers: Mapping[torch.dtype, PeerMemory],
+) -> list[torch.Tensor]:
+    """Zeroed flat memory of these sizes: one allocation each, or one for all of a dtype, which may be there."""
+    if not together:
+        return [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes)]
+    parts: dict[torch.dtype, Any] = {}
+    for dtype in dict.fromkeys(dtypes):
+        own = [size for size, each in zip(sizes, dtypes) if each == dtype]
+        whole = peers[dtype].memory if dtype in peers else torch.zeros(sum(own), dtype=dtype, device=device)
+        parts[dtype] = iter(whole.split(own))
+    return [next(parts[dtype]) for dtype in dtypes]

@@ -1,0 +1,702 @@
+"""State of a sharded optimizer in and out: pieces, slices of full tensors, checkpoints that are whole or absent."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ...compat import checkpoint_types, is_copy, is_empty_like, load_hooks, wrapper_tensor
+from ...errors import StateError
+from ...memory.memory import StateHome
+from ...optimizer import Optimizer
+from ...optimizer.build import graph_of
+from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value
+from ...optimizer.control import with_limits
+from ...optimizer.groups import OWN_KEYS
+from ...optimizer.masters import MASTER_KEYS
+from ...optimizer.parameters import labelled
+from ...optimizer.states import TRAINING, StateTemplate, begin_missing, storages
+from ...rules import Rule
+from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
+from .buckets import Box, boxes, memory_order
+from .core import ANCHOR, mirror
+from .ranks import rank_monitor
+
+if TYPE_CHECKING:
+    from .core import Member, Sharding
+    from .ranks import Ranks
+
+
+class ShardedTensorPiece(torch.Tensor):
+    """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter.
+
+    It holds no memory but the range; nothing is computed with it. A range of a tensor of several dimensions is not a
+    block of it, but a few blocks side by side: as such a checkpoint stores it, and so reads it on any number of ranks.
+
+    Made by `of` and `alone`.
+    """
+
+    local: torch.Tensor
+    """What of it is here, flat."""
+
+    here: tuple[int, int]
+    """First element and one past the last, in the order of the dimensions in memory."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """The range of every rank."""
+
+    order: tuple[int, ...]
+    """Its dimensions from the slowest in memory to the fastest."""
+
+    ranks: Any
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], ranges: Any, ranks: Any
+    ) -> ShardedTensorPiece:
+        local = local.permute(order if local.shape == shape else memory_order(local)).reshape(-1)
+        made = wrapper_tensor(cls, shape, local.dtype, local.device)
+        made.local, made.order, made.ranges, made.ranks = local, order, ranges, ranks
+        made.here = ranges[ranks.rank]
+        return made
+
+    @classmethod
+    def of(cls, local: torch.Tensor, member: Member, ranks: Ranks, elements: int = 1) -> ShardedTensorPiece:
+        """A buffer beside a parameter, of which this rank has the piece that it has of the parameter."""
+        shape, order = member.entries(elements)
+        ranges = tuple(member.range_of(rank, elements) for rank in range(ranks.size))
+        return cls(local, shape, order, ranges, ranks)
+
+    @classmethod
+    def alone(
+        cls,
+        local: torch.Tensor | None,
+        shape: tuple[int, ...],
+        member: Member,
+        ranks: Ranks,
+        dtype: torch.dtype | None = None,
+    ) -> ShardedTensorPiece:
+        """A buffer of any shape that one rank has alone, as it has the parameter."""
+        numel = math.prod(shape)
+        pieces = [member.bucket.layout.piece(member.slot, rank) for rank in range(ranks.size)]
+        # Of an empty parameter every rank has the buffers.
+        ranges = tuple((0, numel) if start < stop or not member.slot.numel else (0, 0) for start, stop in pieces)
+        if local is None:
+            local = torch.empty(0, dtype=dtype, device=member.param.device)
+        order = memory_order(member.param) if shape == tuple(member.param.shape) else tuple(range(len(shape)))
+        return cls(local, shape, order, ranges, ranks)
+
+    def boxes(self) -> list[Box]:
+        """The blocks that are here, in the order of the dimensions in memory."""
+        sizes = [self.shape[dim] for dim in self.order]
+        if self.numel() == 0:
+            return [Box(tuple(0 for _ in sizes), tuple(sizes), 0)]
+        return boxes(sizes, *self.here)
+
+    def block(self, box: Box) -> torch.Tensor:
+        """The memory of a block, its dimensions in the order of the tensor's."""
+        inverse = [self.order.index(dim) for dim in range(len(self.order))]
+        first = box.start - self.here[0]
+        return self.local[first : first + box.numel].view(box.sizes).permute(inverse)
+
+    def collect(self, *, keep: bool) -> torch.Tensor | None:
+        """All of it, in CPU memory; every rank must call it."""
+        flat = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
+        for rank, (start, stop) in enumerate(self.ranges):
+            if start == stop:
+                continue
+            part = flat[start:stop]
+            if rank == self.ranks.rank:
+                part.copy_(self.local)
+            # As bytes: neither NCCL nor gloo knows 16-bit integers.
+            self.ranks.send(part.view(torch.uint8), rank)
+        if not keep:
+            return None
+        inverse = [self.order.index(dim) for dim in range(len(self.order))]
+        return flat.cpu().view([self.shape[dim] for dim in self.order]).permute(inverse)
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
+        return checkpoint_types().write_items(fqn, self.shape, self.dtype, self._chunks())
+
+    def __create_chunk_list__(self) -> list[Any]:
+        types = checkpoint_types()
+        return [types.chunk(offsets, sizes) for offsets, sizes in self._chunks()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for box, (offsets, _) in zip(self.boxes(), self._chunks()):
+            if index.offset is None or tuple(index.offset) == offsets:
+                return self.block(box)
+        raise ValueError(f"{index.fqn}: this rank has no block at {index.offset}")
+
+    def _chunks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of the blocks, in the order of the tensor's dimensions."""
+        inverse = [self.order.index(dim) for dim in range(len(self.order))]
+        return [
+            (tuple(box.offsets[dim] for dim in inverse), tuple(box.sizes[dim] for dim in inverse))
+            for box in self.boxes()
+        ]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        start, stop = self.here
+        return f"ShardedTensorPiece(shape={tuple(self.shape)}, dtype={self.dtype}, elements {start} to {stop} here)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a piece of a sharded optimizer's state cannot be pickled or copied, as torch.save would: use "
+            "torch.distributed.checkpoint, or full_state_dict(); where one rank saves state_dict(), call "
+            "consolidate_state_dict() on all ranks before it"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        piece = next((each for each in args if isinstance(each, cls)), None)
+        if piece is not None and is_empty_like(function) and tuple(args[1]) == piece.shape:
+            made = {key: (kwargs or {}).get(key) or getattr(piece, key) for key in ("dtype", "device")}
+            return cls._like(piece, torch.empty(piece.local.shape, **made))
+        if piece is None or not is_copy(function):
+            raise TypeError(
+                f"{function}: nothing is computed with a piece of a sharded optimizer's state; full_state_dict() gives "
+                "ordinary tensors"
+            )
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
+        return cls._like(piece, function(piece.local, **kwargs))
+
+    @classmethod
+    def _like(cls, piece: ShardedTensorPiece, local: torch.Tensor) -> ShardedTensorPiece:
+        return cls(local, tuple(piece.shape), piece.order, piece.ranges, piece.ranks)
+
+
+def begun_state(optimizer: Optimizer) -> dict[str, Any] | None:
+    """The state_dict of an optimizer that is going to be sharded; None if it has not stepped yet."""
+    return optimizer.state_dict() if any(steps_behind(optimizer)) else None
+
+
+def steps_behind(optimizer: Optimizer) -> list[float]:
+    """The step counts that parameters of an optimizer have, each once, in order."""
+    steps = [torch.as_tensor(values.get("step", 0.0)).reshape(()).cpu() for values in optimizer.state.values()]
+    return sorted(set(torch.stack(steps).tolist())) if steps else []
+
+
+@contextmanager
+def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
+    """A block in which an optimizer's `state` has what a checkpoint takes: pieces that know where they belong."""
+    state = optimizer.state
+    optimizer.state = _pieces(optimizer, sharding)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        optimizer.state = state
+
+
+def _pieces(optimizer: Optimizer, sharding: Sharding) -> dict[Any, dict[str, Any]]:
+    found: dict[Any, dict[str, Any]] = {}
+    for member in sharding.members:
+        known = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
+        if known:
+            names = optimizer.rule_of(optimizer.param_groups[member.group]).state_names
+            entries = entries_of(known, names)
+            found[member.param] = {
+                name: _as_piece(member, sharding, value, entries.get(name)) for name, value in known.items()
+            }
+        elif member.piece is None and sharding.holds_state(member):
+            found[member.param] = _elsewhere(optimizer, member, sharding)
+    return found
+
+
+def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | None) -> Any:
+    """What a checkpoint takes for a value of the state; `elements` are those of an entry of an array of blocks."""
+    assert member.piece is not None
+    if elements is not None:
+        return ShardedTensorPiece.of(value, member, sharding.ranks, elements)
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and member.piece.dim() != 0):
+        return value
+    if value.shape != member.piece.shape and not member.is_whole:
+        # Something that a user keeps there.
+        return value
+    if value.shape == member.piece.shape:
+        return ShardedTensorPiece.of(value, member, sharding.ranks)
+    # Numbers for each row or column: of whole parameters only.
+    return ShardedTensorPiece.alone(value, tuple(value.shape), member, sharding.ranks)
+
+
+def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict[str, Any]:
+    """State of a parameter that another rank has: buffers of which nothing is here."""
+    group = optimizer.param_groups[member.group]
+    rule = optimizer.rule_of(group)
+    like = torch.empty_like(member.param, device="meta")
+    graph = graph_of(rule, group, like.shape)
+    later: Any = {}
+    formats = storages(like, group, graph, rule, label=f"({member.name})" if group.get("param_names") else "")
+    template = StateTemplate(like, group, graph, rule, formats)
+    state = template.begin(member.name, like, group, {}, later, StateHome(), like.shape)
+    begin_missing(later, StateHome())
+    return {
+        name: ShardedTensorPiece.alone(None, tuple(value.shape), member, sharding.ranks, value.dtype)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    }
+
+
+def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take the state of a checkpoint into the pieces, whole or not at all."""
+    state_dict = with_limits(after_hooks(optimizer, state_dict))
+    groups = loaded_groups(optimizer, state_dict["param_groups"])
+    inner = sharding.inner
+    given = inner.state_dict()
+    states: dict[int, Any] = {}
+    own = {piece: number for number, (_, _, _, piece) in enumerate(labelled(inner))}
+    saved_groups = state_dict["param_groups"]
+    groups_of = {number: group for group in saved_groups for number in group["params"]}
+    numbers = [number for group in saved_groups for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params):
+        member, saved = sharding.member_of[param], state_dict["state"].get(number)
+        if saved is not None and member.piece is not None:
+            rule = optimizer.rule_of(optimizer.param_groups[member.group])
+            saved = read_by_value(member.name, saved, groups_of[number], rule.name, param, rule.state_names)
+            states[own[member.piece]] = _local_state(member, rule, saved)
+    kept = ("params", "param_names", "rule")
+    merged = [
+        {**{key: old[key] for key in kept if key in old}, **_hyperparameters(new)}
+        for old, new in zip(given["param_groups"], groups)
+    ]
+    merged += [group for group in given["param_groups"] if ANCHOR in group]
+    inner.load_state_dict({"state": states, "param_groups": merged})
+    sharding.note_loaded(param for number, param in zip(numbers, params) if state_dict["state"].get(number))
+    mirror([_hyperparameters(group) for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
+    for post in load_hooks(optimizer)[1]:
+        post(optimizer)
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "rule")}
+
+
+def _local_state(member: Member, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a parameter's saved state is this rank's."""
+    entries = entries_of(saved, rule.state_names)
+    if entries and not member.is_whole and not member.division.keeps_blocks:
+        # Pieces that may begin inside of a block take what it has by value.
+        saved = dict(saved)
+        for name in [name for name in rule.state_names if name in entries]:
+            storage = kept_in_blocks(saved, name)
+            assert storage is not None
+            saved[name] = values_of(storage, saved, name, shape=member.param.shape)
+            for array in storage.arrays(name)[1:]:
+                del saved[array.name]
+        entries = {}
+    known = {*MASTER_KEYS, TRAINING, *entries, *(name for name in rule.state_names if _is_like_param(rule, name))}
+    return {
+        name: _local(member, name, value, entries.get(name, 1), is_known=name in known) for name, value in saved.items()
+    }
+
+
+def _is_like_param(rule: Rule, name: str) -> bool:
+    return rule.states[name].shape != "scalar"
+
+
+def _local(member: Member, name: str, value: Any, elements: int, *, is_known: bool) -> Any:
+    """What of a saved value is this rank's."""
+    assert member.piece is not None
+    if not isinstance(value, torch.Tensor):
+        return value
+    (shape, order), here = member.entries(elements), member.range_of(member.bucket.ranks.rank, elements)
+    if isinstance(value, ShardedTensorPiece):
+        is_alike = value.shape == shape
+        here = here if is_alike else (0, value.numel())
+        if value.here != here:
+            raise StateError(
+                f"state {name!r} of {member.name} is the piece {value.here} of another rank or of another layout, this "
+                f"rank has {here}: load it with torch.distributed.checkpoint, or load what full_state_dict() gives"
+            )
+        mine = value.local
+        if not is_alike:
+            return mine.view(value.shape)
+    elif member.is_whole or not is_known:
+        return value
+    elif value.shape != shape:
+        shapes = f"{tuple(value.shape)} in the checkpoint, it needs {shape}"
+        raise StateError(f"state {name!r} of {member.name} has shape {shapes}")
+    else:
+        flat = value.detach().permute(order).reshape(-1)
+        mine = flat[slice(*here)].to(member.piece.device, copy=True)
+    return member.shaped(mine) if elements == 1 else mine.view(shape_of_entries(member.piece.shape, elements))
+
+
+def full_state_dict(
+    optimizer: Optimizer, sharding: Sharding, rank: int | None, packed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All of the state in CPU memory, of which `packed` has this rank's; see `ShardedOptimizer.full_state_dict`."""
+    ranks = sharding.ranks
+    wants = rank is None or ranks.rank == rank
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # What one rank has alone is known there alone, numbers and whether there is any state.
+    wholes = {number: sharding.member_of[param] for number, param in zip(numbers, params)}
+    wholes = {number: member for number, member in wholes.items() if member.is_whole}
+    own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
+    said = ranks.each({number: _told(values) for number, values in own.items()}) if wholes else []
+    told = {number: values for each in reversed(said) for number, values in each.items()}
+    state: dict[Any, Any] = {}
+    for number in numbers:
+        values = packed["state"].get(number, {})
+        if number in wholes:
+            here = values if number in own else {}
+            values = {
+                name: here[name] if name in here else _as_told(value, wholes[number], ranks)
+                for name, value in told[number].items()
+            }
+        if not values:
+            continue
+        gathered = {name: _gathered(value, wants) for name, value in values.items()}
+        if wants:
+            state[number] = gathered
+    return {**packed, "state": state} if wants else {}
+
+
+@dataclass
+class _Elsewhere:
+    """What the other ranks need to know of a buffer that one rank has alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state as its rank tells it: numbers as they are, and of buffers what they are like."""
+    return {
+        name: _Elsewhere(tuple(value.shape), value.dtype)
+        if isinstance(value, ShardedTensorPiece)
+        else value.detach().cpu()
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in values.items()
+    }
+
+
+def _as_told(value: Any, member: Member, ranks: Any) -> Any:
+    if not isinstance(value, _Elsewhere):
+        return value
+    return ShardedTensorPiece.alone(None, value.shape, member, ranks, value.dtype)
+
+
+def _gathered(value: Any, wants: bool) -> Any:
+    if isinstance(value, ShardedTensorPiece):
+        return value.collect(keep=wants)
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) and wants else value
+
+
+_WHOLE = re.compile(r"checkpoint-(\d+)")
+_BEGUN = ".unfinished"
+_MARK = ".tilestep-checkpoint"
+"""A file in every folder that `save_checkpoint` makes. It holds the checkpoint's name: a copy or a renamed folder is no
+longer its own. Folders without it are never removed."""
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """For `torch.distributed.checkpoint.load`: takes checkpoints of torch's optimizers, and misses all else.
+
+    Param groups of tilestep's optimizers have a rule, a clip and a kind of master that those of torch's have not, and
+    every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses such a checkpoint,
+    or, with `allow_partial_load`, takes one without half of the state. Of an optimizer that has no state before its
+    first step, it loads param groups alone; this one brings the state too, as whole tensors in CPU memory. So it does
+    with states in other blocks than the optimizer's (`state_dtype`), for `load_state_dict` to take them by value;
+    `DefaultLoadPlanner` reads their codes as if they were numbers. A checkpoint with masters of another kind
+    (`master_weights`) than a state has is refused, with what to do instead.
+
+    Example:
+        >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
+        >>> weight, folder = torch.ones(2, requires_grad=True), tempfile.mkdtemp()
+        >>> weight.grad = torch.ones(2)
+        >>> theirs, mine = torch.optim.SGD([weight], lr=0.5, momentum=0.9), tilestep.SGD([weight], momentum=0.9)
+        >>> theirs.step()
+        >>> dcp.save({"optimizer": theirs.state_dict()}, checkpoint_id=folder, no_dist=True)  # doctest: +ELLIPSIS
+        Metadata(...)
+        >>> state = {"optimizer": mine.state_dict()}
+        >>> dcp.load(state, checkpoint_id=folder, planner=tilestep.LoadPlanner(), no_dist=True)
+        >>> mine.load_state_dict(state["optimizer"])
+        >>> mine.param_groups[0]["lr"], mine.state[weight]["momentum_buffer"].tolist()
+        (0.5, [1.0, 1.0])
+    """
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        """As `DefaultLoadPlanner` does, with the states that begin here, without what the checkpoint cannot have."""
+        if metadata is not None:
+            _begin_states(state_dict, metadata)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        known = self.state_dict if metadata is None else metadata.state_dict_metadata
+        _check_masters([str(key) for key in self.state_dict], known)
+        if metadata is not None:
+            _check_codes(self.state_dict, known)
+        counts = any(str(key).endswith(".step") for key in known)
+        places = {str(key).rpartition(".")[0] for key in known}
+
+        def is_here_alone(key: str) -> bool:
+            place, _, name = key.rpartition(".")
+            if name == "step":
+                # A plain SGD has nothing else, and torch's not even that.
+                return not counts or place not in places
+            return "param_groups." in f"{place}." and name in OWN_KEYS
+
+        self.state_dict = {
+            key: value for key, value in self.state_dict.items() if key in known or not is_here_alone(str(key))
+        }
+
+
+def _begin_states(state_dict: Any, metadata: Any) -> None:
+    """Make room for a checkpoint's states where an optimizer has none yet, or keeps them in other blocks.
+
+    Codes that were read into what keeps numbers, or other codes, would be nothing: they are read as they are, and
+    `load_state_dict` takes them by value.
+    """
+    optimizers = dict(_optimizers(state_dict))
+    have_begun = {place for place, optimizer in optimizers.items() if optimizer["state"]}
+    saved: dict[tuple[tuple[str, ...], str], dict[str, Any]] = {}
+    for key, path in (metadata.planner_data or {}).items():
+        place = tuple(map(str, path[:-3]))
+        if len(path) >= 3 and place in optimizers and path[-3] == "state":
+            saved.setdefault((place, str(path[-2])), {})[path[-1]] = metadata.state_dict_metadata[key]
+    for (place, param), entries in saved.items():
+        optimizer = optimizers[place]
+        # Paths of checkpoints have strings where states have numbers.
+        numbers = {str(number): number for group in optimizer["param_groups"] for number in group["params"]}
+        state = optimizer["state"]
+        names: Iterable[str] = entries
+        if place in have_begun:
+            if numbers.get(param, param) not in state:
+                continue
+            own = state[numbers.get(param, param)] = dict(state[numbers.get(param, param)])
+            names = _take_out_other_blocks(own, entries)
+        for name in names:
+            entry = entries[name]
+            # What is no tensor is set by `load_bytes`.
+            value = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+            state.setdefault(numbers.get(param, param), {})[name] = value
+
+
+def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> list[str]:
+    """Remove the states that a checkpoint has in other blocks, or in none; the names that it has of these."""
+    dtypes = {name: entry.properties for name, entry in entries.items() if hasattr(entry, "size")}
+    pairs = {name: (kept_in_blocks(own, name), kept_in_blocks(dtypes, name)) for name in own if name in dtypes}
+    found: list[str] = []
+    for name, (mine, theirs) in pairs.items():
+        if mine == theirs:
+            continue
+        for array in (name,) if mine is None else [array.name for array in mine.arrays(name)]:
+            del own[array]
+        found += [name] if theirs is None else [array.name for array in theirs.arrays(name)]
+    return found
+
+
+def _optimizers(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The state_dicts of optimizers, by their places."""
+    if "param_groups" in values and isinstance(values.get("state"), Mapping):
+        yield path, values
+        return
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _optimizers(value, (*path, str(key)))
+
+
+def _check_codes(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise where codes of blocks would be read as numbers or as other codes, in a flattened state_dict."""
+    for key, value in values.items():
+        dtypes = (getattr(value, "dtype", None), getattr(getattr(known.get(key), "properties", None), "dtype", None))
+        if dtypes[0] is not dtypes[1] and None not in dtypes and not _CODES.isdisjoint(dtypes):
+            raise StateError(
+                f"the checkpoint has {key} as {dtypes[1]}, and it is to be read into {dtypes[0]}: load it into the "
+                "state_dict() of the optimizer, not flattened, which takes other formats by value, or give the "
+                "optimizer the state_dtype of the checkpoint"
+            )
+
+
+_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
+
+
+def _check_masters(keys: Iterable[str], known: Collection[str]) -> None:
+    """Raise where a checkpoint has masters of another kind than the optimizer."""
+    for key in keys:
+        place, _, name = key.rpartition(".")
+        others = [other for other in MASTER_KEYS if f"{place}.{other}" in known]
+        if name in MASTER_KEYS and others and key not in known:
+            raise StateError(
+                f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into an "
+                "optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
+            )
+
+
+def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
+    """Save what `torch.distributed.checkpoint` can save, beside the checkpoints there are; all ranks must call it.
+
+    The files go to a folder that does not count as a checkpoint. When every rank has written its own and they are
+    on disk, that folder is renamed, which happens at once or not at all. Its number follows the largest
+    `checkpoint-<number>` in the folder, whoever wrote that.
+
+    Every folder made by this function holds a mark. Nothing without one is ever removed, so that other checkpoints (a
+    trainer's `checkpoint-500`) may stand in the same folder. One training at a time saves to it.
+
+    Args:
+        state: what to save, as `torch.distributed.checkpoint.save` takes it.
+        folder: where the checkpoints are, on a file system that all ranks share.
+        keep: how many checkpoints of this function are to be left, the new one included; older ones are removed after
+            the new one is on disk. None removes none.
+
+    Returns:
+        The folder of the new checkpoint, which `torch.distributed.checkpoint.load` takes too.
+
+    Raises:
+        RankError: if a rank is gone; the checkpoints before it can be loaded then.
+        ValueError: for `keep` below 1.
+
+    Example:
+        >>> import tempfile, torch, tilestep
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
+        >>> tilestep.save_checkpoint(state, folder).name
+        'checkpoint-1'
+        >>> _ = state["weight"].zero_()
+        >>> tilestep.load_checkpoint(state, folder).name, state["weight"].tolist()
+        ('checkpoint-1', [1.0, 1.0])
+        >>> torch.distributed.destroy_process_group()
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"Invalid keep: {keep}; at least the new checkpoint stays")
+    root = Path(folder)
+    with _Named():
+        number = _said_by_first(lambda: _begin(root))
+        begun, whole = root / f"checkpoint-{number}{_BEGUN}", root / f"checkpoint-{number}"
+        dcp.save(state, checkpoint_id=begun)
+        _said_by_first(lambda: _finish(begun, whole, keep))
+    return whole
+
+
+def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
+    """Load the newest checkpoint that `save_checkpoint` has finished, in place; all ranks must call it.
+
+    Folders that `save_checkpoint` did not make are passed over, unless there are no others: then the newest that
+    `torch.distributed.checkpoint` has finished is taken, as earlier versions of tilestep wrote theirs without a mark.
+
+    Args:
+        state: what to load, as `torch.distributed.checkpoint.load` takes it; on any number of ranks.
+        folder: where the checkpoints are.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        RankError: if a rank is gone.
+    """
+    root = Path(folder)
+    with _Named():
+        newest = _said_by_first(lambda: _newest(root))
+        if newest is None:
+            raise FileNotFoundError(f"there is no finished checkpoint in {root}")
+        dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())
+    return root / newest
+
+
+class _Named:
+    """A block in which errors of communication, those of torch's checkpoints too, say which rank is gone."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if dist.is_initialized() and isinstance(error, (RuntimeError, dcp.CheckpointException)):
+            explained = rank_monitor().explained(error)
+            if explained.ranks:
+                raise explained from error
+
+
+def _said_by_first(find: Any) -> Any:
+    """What the first rank finds, on all of them; its error too."""
+    if not dist.is_initialized():
+        return find()
+    said: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said[0] = find()
+        except Exception as error:  # the others wait for an answer, whatever it is
+            said[1] = error
+    dist.broadcast_object_list(said)
+    if said[1] is not None:
+        raise said[1]
+    return said[0]
+
+
+def _is_own(path: Path) -> bool:
+    """Whether `save_checkpoint` made this folder under this name."""
+    try:
+        return (path / _MARK).read_text() == path.name.removesuffix(_BEGUN)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _finished(root: Path) -> list[Path]:
+    """What is named as a finished checkpoint, whoever wrote it, in the order of their numbers."""
+    numbers = {path: _WHOLE.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
+    return sorted((path for path in numbers if numbers[path]), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+def _newest(root: Path) -> str | None:
+    """The name of the checkpoint to be loaded."""
+    paths = _finished(root)
+    own = [path.name for path in paths if _is_own(path)]
+    written = own or [path.name for path in paths if (path / ".metadata").is_file()]
+    return written[-1] if written else None
+
+
+def _begin(root: Path) -> int:
+    """The number of the next checkpoint, whose folder is made; what is left of saves that have died is removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.glob(f"checkpoint-*{_BEGUN}"):
+        if _is_own(path):
+            _remove(path)
+    paths = _finished(root)
+    number = _number(paths[-1]) + 1 if paths else 1
+    while (root / f"checkpoint-{number}{_BEGUN}").exists():
+        number += 1
+    begun = root / f"checkpoint-{number}{_BEGUN}"
+    begun.mkdir()
+    (begun / _MARK).write_text(f"checkpoint-{number}")
+    return number
+
+
+def _finish(begun: Path, whole: Path, keep: int | None) -> None:
+    for path in (begun / _MARK, begun):
+        _to_disk(path)
+    os.rename(begun, whole)
+    _to_disk(whole.parent)  # the name is on disk before anything else is removed
+    if keep is not None:
+        for path in [path for path in _finished(whole.parent) if _is_own(path)][:-keep]:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if not path.is_symlink():
+        shutil.rmtree(path)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

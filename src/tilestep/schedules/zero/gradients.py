@@ -1,0 +1,573 @@
+"""Gradients on their way from backward to the rank that needs them: into buckets, and summed up over the ranks."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...accumulation import Accumulating, AwaitedGradients, GradientHooks, GradReadiness, announce_taker, gradientless
+from ...combinations import follow_wrappers, refusal
+from ...compat import after_backward, backward_pass, copy_all, is_capturing, is_in_another_backward, zero_all
+from ...runtime.capturing import require
+from ...side_stream import SideStream
+from ...tensor_watch import any_gradient, which_train
+from .agree import Alike
+from .buckets import Bucket, Options, view_of
+from .ranks import Ranks
+
+
+class Sums:
+    """The gradients of one bucket."""
+
+    def __init__(self, bucket: Bucket, memory: torch.Tensor | None, awaited: AwaitedGradients) -> None:
+        self.bucket = bucket
+        self.awaited = awaited
+        self._memory = memory
+        self.keeps_memory = memory is not None
+        """Whether its memory is always there."""
+        self.flat: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        # Of fixed size, and so are their values: what is allocated after a backward has the allocator tidy up what that
+        # has freed. Of bytes a copy would be made.
+        self.filled = bytearray(len(bucket.params))
+        """A one for each parameter whose gradient of this rank is in the bucket, else a zero."""
+        self._none, self._all = bytearray(len(self.filled)), bytearray(b"\1" * len(self.filled))
+        self.which_train = b""
+        """For each parameter a one if it did train when that was last noted, else a zero."""
+        self.section: torch.Tensor | None = None
+        """This rank's section of the summed gradients, once they are there."""
+        self.was_summed = False
+        """Whether there was such a section since the last step, which somebody may have dropped."""
+        self.carried: torch.Tensor | None = None
+        """That of earlier rounds since the last step, to be added to the next one."""
+        self.work: Any = None
+        self.comes_averaged = False
+        """Whether what comes from the other ranks is divided by their number already."""
+        self.own_section = None if memory is None else bucket.section_of(memory)
+        """Where this rank's section of the sums goes, if the bucket's memory is always there: into it."""
+        self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
+        """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
+        if memory is not None:
+            self._attach(memory)
+
+    def _attach(self, memory: torch.Tensor) -> None:
+        self.flat = memory
+        self.views = [
+            view_of(memory[slot.offset : slot.offset + slot.numel], param)
+            for slot, param in zip(self.bucket.layout.slots, self.bucket.params)
+        ]
+
+    def open(self) -> None:
+        """Begin a round: gradients that are summed up already are kept beside the new ones."""
+        if self.section is not None:
+            # The section lies where new gradients are going to be written, unless the memory was given back.
+            self.carried = self.section.clone() if self._memory is not None else self.section
+            self.section = None
+        self.filled[:] = self._none
+
+    def note_trains(self) -> None:
+        """Note which parameters train, of which gradients are awaited."""
+        self.which_train = which_train(self.bucket.params)
+
+    def collect(self, *, ends: bool = False) -> None:
+        """Bring gradients into the bucket; backward adds further ones to them there.
+
+        Call it in `torch.no_grad`, as `complete`.
+        """
+        if 1 in self.filled or not self._collect_all(ends):
+            self._collect_some(ends)
+
+    def _collect_all(self, ends: bool) -> bool:
+        """Bring in the gradients of all parameters if all have one and none is in the bucket; whether that was so."""
+        params = self.bucket.params
+        gradients: list[Any] = [param.grad for param in params]
+        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
+            return False
+        views = self.views or self._memory_views()
+        copy_all(views, gradients)
+        if self.accumulates_in_place and not ends:
+            for param, view in zip(params, views):
+                param.grad = view
+        else:
+            for param in params:
+                param.grad = None
+        self.filled[:] = self._all
+        return True
+
+    def _collect_some(self, ends: bool) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        views = self.views
+        for place, param in enumerate(self.bucket.params):
+            gradient = param.grad
+            if gradient is None:
+                if self.accumulates_in_place:
+                    # There was none, or somebody has taken it away.
+                    self.filled[place] = 0
+                continue
+            if not views:
+                views = self._memory_views()
+            view = views[place]
+            if gradient is view:
+                if ends:
+                    param.grad = None
+                continue
+            if self.filled[place] and not self.accumulates_in_place:
+                view.add_(gradient)
+            else:
+                # One that is not the view was put there after it, by backward or by the user: it holds all there is.
+                targets.append(view)
+                sources.append(gradient)
+            param.grad = view if self.accumulates_in_place and not ends else None
+            self.filled[place] = 1
+        copy_all(targets, sources)
+
+    def _memory_views(self) -> list[torch.Tensor]:
+        if self.flat is None:
+            bucket = self.bucket
+            self._attach(torch.empty(bucket.layout.numel, dtype=bucket.grad_dtype, device=bucket.flat.device))
+        return self.views
+
+    def complete(self) -> torch.Tensor:
+        """The bucket with the gradient of every parameter in it, zero for those that have none."""
+        if 1 in self.filled or not self._collect_all(True):
+            self._collect_some(True)
+        if 0 in self.filled:
+            views = self._memory_views()
+            zero_all([view for view, is_there in zip(views, self.filled) if not is_there])
+        assert self.flat is not None
+        return self.flat
+
+    def new_section(self) -> torch.Tensor:
+        """Where this rank's section of the sums goes, if the memory of the bucket is given back."""
+        assert self.flat is not None
+        return self.flat.new_empty(self.bucket.layout.section)
+
+    def let_go(self) -> None:
+        """Give back memory that is only taken for a round."""
+        if self._memory is None:
+            self.flat, self.views = None, []
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.section = self.carried = None
+        self.was_summed = False
+        self.filled[:] = self._none
+        if not self.keeps_memory:
+            self.let_go()
+
+
+def contiguous_memory(buckets: Sequence[Bucket]) -> list[Any]:
+    """Zeroed memory for the gradients of every bucket that trains: one allocation for all of a dtype."""
+    found: list[Any] = [None] * len(buckets)
+    for dtype in dict.fromkeys(bucket.grad_dtype for bucket in buckets):
+        own = [index for index, bucket in enumerate(buckets) if bucket.grad_dtype == dtype and bucket.trains]
+        sizes = [buckets[index].layout.numel for index in own]
+        if not own:
+            continue
+        whole = torch.zeros(sum(sizes), dtype=dtype, device=buckets[own[0]].flat.device)
+        for index, part in zip(own, whole.split(sizes)):
+            found[index] = part
+    return found
+
+
+_NONE: Set[int] = frozenset()
+
+
+class GradientSync(Accumulating):
+    """Sums gradients over the ranks, bucket by bucket in one order on every rank, while backward still runs.
+
+    A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins one
+    if there was none since the last step, or if gradients were accumulated since. So ranks agree on the number of
+    rounds without asking each other, whichever parameters each of them uses.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        places: Sequence[Sequence[int]],
+        ranks: Ranks,
+        options: Options,
+        channel: SideStream,
+        alike: Alike,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        self.alike = alike
+        self.ranks = ranks
+        self.options = options
+        self.channel = channel
+        self._in_order = channel.in_order
+        self._readiness = GradReadiness(sum(map(len, places)), by_stream=channel.in_order)
+        self.sums: list[Sums] = []
+        self._places: list[list[int]] = []
+        self.params: list[torch.Tensor] = []
+        """All parameters by place."""
+        self._used_here = bytearray()
+        """For each parameter a one if this rank has had a gradient of it since the last step, else a zero."""
+        self._hooks = GradientHooks()
+        self._open = False
+        self._next = 0
+        self._rounds = 0
+        self._reducing = False
+        self._is_awaited = False
+        """Whether communication has begun that nobody has waited for."""
+        self._pass: int | None = None
+        self._passes: set[int | None] = set()
+        """That of the current gradient, and all that belong to the same backward."""
+        self._trains = b""
+        """For each parameter whether it did in the last backward."""
+        self.summed_in_graph = False
+        """Whether the last round is a part of a CUDA graph that is being captured."""
+        self._place_of: dict[int, int] = {}
+        self.take_in(buckets, places)
+        follow_wrappers(self, model)
+        announce_taker(self)
+
+    def holds(self, param: Any) -> bool:
+        """Whether it sums up a parameter's gradients."""
+        return id(param) in self._place_of
+
+    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
+        """Raise, in the constructor of a wrapper that would sum gradients up as well."""
+        raise ValueError(f"what the model of a sharded optimizer is being wrapped in {refusal('shard', [kind])}")
+
+    taken_by = (
+        "shard() has summed them up over the ranks while backward ran: set max_grad_norm on the optimizer, which clips "
+        "inside the step, or call clip_grad_norm_() of the optimizer"
+    )
+
+    @property
+    def has_taken_some(self) -> bool:
+        """Whether there are gradients in buckets, for the coming step."""
+        return 1 in self._used_here
+
+    def has_taken(self, param: Any) -> bool:
+        """Whether a parameter's gradient is in a bucket alone, for the coming step."""
+        place = self._place_of.get(id(param))
+        return place is not None and param.grad is None and self._used_here[place] == 1
+
+    def take_in(self, buckets: Sequence[Bucket], places: Sequence[Sequence[int]]) -> None:
+        """Sum up the gradients of further buckets too; there must be none of others now."""
+        memory = contiguous_memory(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
+        self.channel.keep(*memory)
+        added = [Sums(bucket, flat, self._readiness.awaited()) for bucket, flat in zip(buckets, memory)]
+        for sums in added:
+            like = torch.empty(0, dtype=sums.bucket.grad_dtype, device=sums.bucket.flat.device)
+            sums.comes_averaged = self.options.average and self.ranks.can_average(like)
+        self.sums += added
+        self._places += [list(each) for each in places]
+        known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
+        self.params += [known[place] for place in sorted(known)]
+        self._place_of.update((id(param), place) for place, param in known.items())
+        # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
+        self._all_have = (True,) * len(self.params)
+        self._none_used, self._all_used = bytearray(len(self.params)), bytearray(b"\1" * len(self.params))
+        self._used_here = bytearray(self._none_used)
+        size = len(self.params) + Alike.PARTS
+        self.used = torch.zeros(size, dtype=torch.float32, device=buckets[0].flat.device)
+        """For each parameter how many ranks had a gradient of it since the last step; then what `alike` compares."""
+        self._used_work: Any = None
+        self._used_known = bytes(self._none_used)
+        self._used_sent = self.used.clone()
+        self._used_is_due = False
+        """Whether there was a round since other ranks were last told."""
+        self.alike.begin()
+        self._announce(len(self.sums) - len(added))
+
+    def _announce(self, first: int) -> None:
+        """Have gradients announced, of the buckets from one on."""
+        for number, sums in enumerate(self.sums[first:], first):
+            for place, param in enumerate(sums.bucket.params):
+                if param.is_floating_point():
+                    through = partial(sums.awaited.hook, place)
+                    self._hooks.add(param, self._arrived, number, place, through=through)
+
+    def _count_faster(self) -> None:
+        """Between rounds: count gradients in C++ if that has been built by now."""
+        readiness = GradReadiness(len(self.params), by_stream=self._in_order)
+        if not readiness.is_native:
+            return
+        self.close()
+        self._readiness = readiness
+        for sums in self.sums:
+            sums.awaited = readiness.awaited()
+        self._announce(0)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no gradients: after a step, or when they were dropped."""
+        return not self._open and 1 not in self._used_here and not self._was_given()
+
+    def _arrived(self, number: int, place: int, param: torch.Tensor) -> None:
+        # Called for every parameter in every backward, unless C++ has counted it.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._arrived(number, place, param)
+            return
+        sums = self.sums[number]
+        current = backward_pass()
+        moved: Set[int] = _NONE
+        if not self._open or current != self._pass:
+            moved = self._note_pass(current)
+        if self._in_order:
+            self.channel.note_writer()
+            self._readiness.know_stream(param)
+        # A hook of its own that is still to come changes it: then the end of the pass takes what it leaves.
+        if id(param) not in moved and not sums.awaited.come(place):
+            self._completed(sums)
+
+    def _completed(self, sums: Sums) -> None:
+        again = sums.section is not None
+        if again:
+            self._begin_another_round()
+        is_next = self._reducing and self._next < len(self.sums) and self.sums[self._next] is sums
+        if not is_next:
+            sums.collect()
+        elif not again:
+            self._reduce_next()
+        while self._reducing and self._next < len(self.sums) and not self.sums[self._next].awaited.left():
+            self._reduce_next()
+
+    def _note_pass(self, current: int | None) -> Set[int]:
+        """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass.
+
+        Passes that reentrant checkpoints begin belong to the backward that they are begun in.
+        """
+        known = self._open and current in self._passes
+        within = not known and is_in_another_backward()
+        if known or (within and self._open and self._passes):
+            if not known:
+                self._passes.add(current)
+                after_backward(partial(self._end_of_pass, within=True))
+            self._follow(current)
+            return _NONE
+        moved = self._hooks.move_last()
+        if self._open and self._reducing:
+            # The pass before was broken off by an error, after more or fewer buckets on every rank.
+            self._end_round()
+        if not self._open:
+            self._begin_round()
+        trains = self._readiness.survey(self.params)[2]
+        if trains != self._trains:
+            self._trains = trains
+            for sums in self.sums:
+                sums.note_trains()
+        for sums in self.sums:
+            sums.awaited.begin(sums.which_train)
+        self._passes = {current}
+        self._follow(current)
+        ends = after_backward(partial(self._end_of_pass, within=within))
+        self._reducing = ends and not within and self.syncing and self.options.overlap_grad_sync
+        return moved
+
+    def _follow(self, current: int | None) -> None:
+        """Take the gradients that come for those of this pass; None where each has to be looked at."""
+        self._pass = current
+        self._readiness.follow(-1 if current is None else current)
+
+    def _end_of_pass(self, *, within: bool) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._end_of_pass(within=within)
+            return
+        if self._open and self._reducing and not within:
+            self._end_round()
+        elif self._open:
+            # The next pass would add to what is left in the parameters' own type.
+            for sums in self.sums:
+                if not sums.accumulates_in_place:
+                    sums.collect()
+
+    def _begin_round(self) -> None:
+        if self._is_awaited or self._in_order:
+            self._await_all(is_capturing())
+        for sums in self.sums:
+            sums.open()
+        self._open, self._next = True, 0
+
+    def _begin_another_round(self) -> None:
+        """For a gradient that comes when its bucket is sent: checkpoints that are recomputed apart share parameters."""
+        current, passes = self._pass, self._passes
+        self._end_round()
+        self._begin_round()
+        for sums in self.sums:
+            sums.awaited.begin(sums.which_train)
+        self._passes, self._reducing = passes, True
+        self._follow(current)
+        # The stream of the gradient that is in the new round already.
+        self.channel.note_writer()
+
+    def _reduce_next(self) -> None:
+        sums = self.sums[self._next]
+        self._next += 1
+        if not sums.bucket.trains:
+            return
+        flat = sums.complete()
+        self._is_awaited = True
+        section = sums.section = sums.own_section if sums.keeps_memory else sums.new_section()
+        assert section is not None
+        sums.was_summed = True
+        given_back = () if sums.keeps_memory else (flat, section)
+        with self.channel.after_compute(*given_back, sums.carried):
+            sums.work = self.ranks.reduce_scatter(section, flat, mean=sums.comes_averaged)
+            if self._in_order:
+                self._finish(sums)
+        if not sums.keeps_memory:
+            sums.let_go()
+
+    def _finish(self, sums: Sums) -> None:
+        """What remains once the sums over the ranks that split the state, which are on their way, are there."""
+        sums.work.wait()
+        sums.work = None
+        section = sums.section
+        assert section is not None
+        if self.ranks.copies > 1:
+            self.ranks.add_in(self.ranks.replicate, section, mean=sums.comes_averaged)
+        if self.options.average and not sums.comes_averaged and self.ranks.count > 1:
+            section.div_(self.ranks.count)
+        if sums.carried is not None:
+            section.add_(sums.carried)
+            sums.carried = None
+
+    def _end_round(self) -> None:
+        while self._next < len(self.sums):
+            self._reduce_next()
+        if not any(0 in sums.filled for sums in self.sums):
+            self._used_here[:] = self._all_used
+        else:
+            for sums, places in zip(self.sums, self._places):
+                for place, is_there in zip(places, sums.filled):
+                    self._used_here[place] |= is_there
+        self._used_is_due = self.ranks.count > 1
+        if self._in_order:
+            self.channel.forget_writers()
+        self._open, self._reducing, self._passes = False, False, set()
+        self._pass = None
+        self._readiness.follow(-1)
+        self._rounds += 1
+        self.summed_in_graph = is_capturing()
+
+    def _send_used(self, captures: bool) -> None:
+        """Begin to tell the other ranks what this one has used, once for each step, and with what it is going to step.
+
+        Not in backward, where nothing runs in order: another optimizer's may come first on another rank.
+        """
+        self._used_is_due = False
+        with self.channel.after_compute(self.used, self._used_sent):
+            if self._used_here != self._used_known:
+                self._used_known = bytes(self._used_here)
+                source = torch.tensor(list(self._used_known), dtype=torch.float32, device="cpu")
+                if self.used.is_cuda:
+                    source = source.pin_memory()
+                self._used_sent[: len(source)].copy_(source, non_blocking=True)
+            if not captures:
+                self.alike.write(self._used_sent[-Alike.PARTS :])
+            self.used.copy_(self._used_sent)
+            self._used_work = self.ranks.begin_to_add(self.used)
+            self._is_awaited = True
+            if self._in_order:
+                self._finish_used(captures)
+
+    def ask_again(self) -> None:
+        """Have the next `finish` tell the other ranks once more; all of them call it."""
+        self._used_is_due = True
+
+    def _finish_used(self, captures: bool) -> None:
+        """What remains once the numbers of the ranks that split the state are added up."""
+        self._used_work.wait()
+        self._used_work = None
+        if self.ranks.copies > 1:
+            self.ranks.add_in(self.ranks.replicate, self.used)
+        if not captures:
+            self.alike.hear(self.used[-Alike.PARTS :])
+
+    def _await_all(self, captures: bool) -> None:
+        # In this order on every rank: copies exchange sections here.
+        for sums in self.sums:
+            if sums.work is not None:
+                self._finish(sums)
+        if self._used_work is not None:
+            self._finish_used(captures)
+        if self._in_order:
+            self.channel.join()
+        self._is_awaited = False
+
+    def finish(self, captures: bool) -> tuple[int, bytes]:
+        """Have the summed gradients of every bucket; those of one that does not train are None. Without gradients."""
+        versions, given, trains = self._readiness.survey(self.params)
+        if not self._open and (not self._rounds or (given and self._was_given())):
+            self._begin_round()
+        if self._open:
+            self._end_round()
+        if self._used_is_due:
+            self._send_used(captures)
+        if self._is_awaited or self._in_order:
+            self._await_all(captures)
+        return versions, trains
+
+    def _was_given(self) -> bool:
+        """Whether somebody has set gradients by hand since the last round."""
+        if not any_gradient(self.params):
+            return False
+        return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
+
+    def has_gradient(self) -> tuple[bool, ...]:
+        """For each parameter whether any rank had a gradient of it; call it after `finish`.
+
+        The host looks at the device only if this rank had none for a parameter that trains.
+        """
+        if 0 not in self._used_here:
+            return self._all_have
+        found = list(map(bool, self._used_here))
+        unsure = [place for place, known in enumerate(found) if not known and self.params[place].requires_grad]
+        if unsure and self.ranks.count > 1:
+            require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
+            counts = self.used.tolist()
+            for place in unsure:
+                found[place] = counts[place] > 0
+        return tuple(found)
+
+    def updates(self) -> bytes:
+        """For each bucket a one if a step now may update it, else a zero: the same on every rank.
+
+        One that was frozen after its gradients were summed up is updated, as torch does with whatever has a gradient.
+        """
+        return bytes(sums.was_summed or sums.bucket.trains for sums in self.sums)
+
+    @gradientless
+    def reset(self) -> None:
+        """Drop the gradients of every parameter, those on their way too."""
+        if self._open and self._reducing:
+            # A backward pass was broken off; other ranks may be further in this round.
+            self._end_round()
+        self._await_all(is_capturing())
+        rounds, summed = self._rounds, [sums.was_summed for sums in self.sums]
+        self.forget()
+        # A rank that drops its gradients alone must not begin a round that the others have behind them, and takes part
+        # where they gather.
+        self._rounds = rounds
+        for sums, was_summed in zip(self.sums, summed):
+            sums.was_summed = was_summed
+            for param in sums.bucket.params:
+                param.grad = None
+
+    def forget(self) -> None:
+        """After a step: the gradients are used up."""
+        for sums in self.sums:
+            sums.forget()
+        self._used_here[:] = self._none_used
+        self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
+        if self._pass is not None:
+            self._follow(None)
+        self.summed_in_graph = False
+        if not self._readiness.is_native:
+            self._count_faster()
+
+    def close(self) -> None:
+        """Stop looking at gradients."""
+        self._hooks.remove()

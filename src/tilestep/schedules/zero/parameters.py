@@ -1,0 +1,319 @@
+"""Updated parameters on their way from the rank that has updated them to all others, while the next forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat import PeerMemory, is_capturing, version_of
+from ...guards import guard_model, guard_sharers
+from ...side_stream import Mark, SideStream
+from ...tensor_watch import FixedTensors, sum_of_versions
+from .buckets import Bucket, Options
+from .ranks import ARRIVED
+
+
+class _Wave:
+    """Buckets that are gathered together, since calls for each would take the host longer than the network."""
+
+    def __init__(self, buckets: Sequence[Bucket], channel: SideStream) -> None:
+        self.buckets = list(buckets)
+        self._chosen: list[Bucket] = []
+        self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
+        """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
+        self.theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Sections of other ranks, here and in their memory, if this rank fetches them."""
+        self.is_pending = False
+        self._channel = channel
+        self._work: Any = None
+        self._travel: list[tuple[Bucket, torch.Tensor]] = []
+        self.mark: Mark | None = None
+        """After it in the line of communication, where that is a stream."""
+
+    def choose(self, updated: Sequence[Bucket]) -> bool:
+        """Note which buckets are gathered; whether there are any, which is the same on every rank."""
+        self._chosen = [bucket for bucket in self.buckets if bucket in updated]
+        plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.dtype for bucket in self._chosen)
+        self._as_they_are = self._all_sent() if plain else None
+        self.theirs = [each for bucket in self._chosen for each in bucket.theirs()] if plain else []
+        return bool(self._chosen)
+
+    @property
+    def peers(self) -> PeerMemory | None:
+        """What it lies in, if it is fetched and not sent; a graph is sent what it holds."""
+        return self._chosen[0].peers if self.theirs and not is_capturing() else None
+
+    def launch(self) -> None:
+        """Begin, in the stream of communication."""
+        peers = self.peers if self.theirs else None
+        if peers is not None:
+            # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a kernel.
+            for own, other in self.theirs:
+                own.copy_(other)
+            # Nobody writes to a section that another rank has not read.
+            peers.meet()
+            self._work = ARRIVED
+        else:
+            wholes, sections = self._as_they_are or self._all_sent()
+            self._work = self.buckets[0].ranks.all_gather(wholes, sections)
+        if self._channel.in_order:
+            self._arrive()
+            self.mark = self._channel.next_mark(self.mark)
+        self.is_pending = True
+
+    def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        self._travel.clear()
+        wholes, sections = zip(*map(self._sent, self._chosen))
+        return wholes, sections
+
+    def _sent(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """What travels for a bucket, all of it and this rank's section."""
+        if bucket.sync_dtype == bucket.dtype:
+            return bucket.flat, bucket.updated
+        if not bucket.sync_dtype.is_floating_point:
+            # The same bytes, seen as whole numbers.
+            return bucket.flat.view(bucket.sync_dtype), bucket.updated.view(bucket.sync_dtype)
+        whole = torch.empty_like(bucket.flat, dtype=bucket.sync_dtype)
+        own = bucket.section_of(whole)
+        own.copy_(bucket.updated)
+        self._travel.append((bucket, whole))
+        return whole, own
+
+    def _arrive(self) -> None:
+        self._work.wait()
+        self._work = None
+        for bucket, travelled in self._travel:
+            bucket.flat.copy_(travelled)
+        self._travel.clear()
+
+    def wait(self) -> None:
+        """Let the current stream, or the host, wait for the buckets."""
+        if self.mark is not None:
+            self._channel.wait_for(self.mark)
+            return
+        if self._work is not None:
+            self._arrive()
+        self.is_pending = False
+
+    def wait_on_host(self) -> None:
+        """Let the host wait too."""
+        self.wait()
+        if self.mark is not None:
+            self.mark.event.synchronize()
+        self.is_pending = False
+
+    def finish_in_graph(self) -> None:
+        """Have nobody wait for it outside the graph that it is in."""
+        if self._work is not None:
+            self._arrive()
+        self.mark = None
+        self.is_pending = False
+
+
+PARTS = 6
+"""A wave has at most this part of all bytes, but for the last wave: many are gathered while a forward runs."""
+
+
+def _waves(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
+    """Buckets in the order of the forward that needs them, put together: as many bytes as all before, up to a part.
+
+    So the first module waits for one bucket, as if there were no waves, and the number of calls grows with the
+    logarithm of the number of buckets. What is converted for the way goes alone: it takes memory for a bucket.
+    """
+    most = sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets) / PARTS
+    waves: list[list[Bucket]] = []
+    before = size = 0
+    for bucket in buckets:
+        last = waves[-1][-1] if waves else None
+        alike = last is not None and (last.dtype, last.sync_dtype) == (bucket.dtype, bucket.sync_dtype)
+        fits = together and alike and size < min(before, most)
+        if fits and bucket.sync_dtype in (bucket.dtype, torch.uint8):
+            waves[-1].append(bucket)
+        else:
+            waves.append([bucket])
+            before, size = before + size, 0
+        size += bucket.layout.numel * bucket.dtype.itemsize
+    return waves
+
+
+class ParameterSync:
+    """Gathers buckets after a step; whoever looks a parameter up in its module waits for its bucket alone."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: SideStream) -> None:
+        self._channel = channel
+        self._overlaps = options.overlap_param_sync
+        self.params: list[torch.Tensor] = []
+        self._updates: dict[int, int] = {}
+        """How often each bucket was updated, by id: as often `note_update` has counted a version of its parameters."""
+        self._buckets: list[Bucket] = []
+        self._waves: list[_Wave] = []
+        self._of: dict[int, _Wave] = {}
+        self.is_pending = False
+        """Whether a bucket may still be on its way."""
+        self._which = b""
+        """For each bucket a one if it was updated the last time, else a zero."""
+        self._updated: list[Bucket] = []
+        self._updated_waves: list[_Wave] = []
+        self._handles: list[Any] = []
+        self.compiled = False
+        """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
+        self.take_in(model, buckets)
+        if self._overlaps:
+            guard_sharers(model, self)
+
+    def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+        """Gather further buckets too."""
+        parts = _waves(buckets[::-1], together=_is_worth_it(buckets))
+        waves = [_Wave(part, self._channel) for part in parts]
+        own = {id(param): wave for wave in waves for bucket in wave.buckets for param in bucket.params}
+        for bucket in buckets:
+            self._channel.keep(bucket.flat, bucket.exact)
+        self.params += [param for bucket in buckets for param in bucket.params]
+        self._buckets += buckets
+        self._waves += waves
+        self._which = b""
+        self._of.update(own)
+        self.fixed = FixedTensors(self.params)
+        self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
+        self._updates.update((id(bucket), 0) for bucket in buckets)
+        self._note_writes()
+        if self._overlaps:
+            self._handles += guard_model(model, self, lambda param: id(param) in own)
+
+    def knows(self, param: Any) -> bool:
+        """Whether something is a parameter of a bucket."""
+        return id(param) in self._of
+
+    def wait(self, param: Any) -> None:
+        """Let whoever comes next use a parameter: wait for its bucket if that is still on its way."""
+        wave = self._of.get(id(param))
+        if wave is None or not wave.is_pending:
+            return
+        if wave.mark is not None:
+            self._channel.wait_for(wave.mark)
+        else:
+            wave.wait()
+            self._count_pending()
+
+    def wait_all(self) -> None:
+        """Wait for every bucket that is still on its way."""
+        if not self.is_pending:
+            return
+        pending = [wave for wave in self._waves if wave.is_pending]
+        marks = [wave.mark for wave in pending if wave.mark is not None]
+        # Not that of the last wave: if it trains no more it is of an earlier step.
+        last = max(marks, key=lambda mark: mark.place, default=None)
+        if last is None:
+            for wave in pending:
+                wave.wait()
+        else:
+            # They arrive in order: who waits for the last one, or finds it there, has all of them.
+            self._channel.wait_for(last)
+            if last.has_passed:
+                for wave in pending:
+                    wave.is_pending = False
+        self._count_pending()
+
+    def _count_pending(self) -> None:
+        self.is_pending = any(wave.is_pending for wave in self._waves)
+
+    def wait_on_host(self) -> None:
+        """Let the host wait too: what begins now need not know that buckets were on their way."""
+        for wave in self._waves:
+            if wave.is_pending:
+                wave.wait_on_host()
+        self.is_pending = False
+
+    def _note_updated(self, which: bytes) -> None:
+        self._which = which
+        self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
+        self._updated_waves = [wave for wave in self._waves if wave.choose(self._updated)]
+
+    def gather(self, which: bytes | None = None, captures: bool | None = None) -> None:
+        """After a step: let every rank have the parameters that the others have updated."""
+        which = b"\1" * len(self._buckets) if which is None else which
+        if which != self._which:
+            self._note_updated(which)
+        self.is_pending = True
+        with self._channel.after_compute():
+            for peers in dict.fromkeys(wave.peers for wave in self._updated_waves if wave.theirs):
+                if peers is not None:
+                    peers.meet()
+            for wave in self._updated_waves:
+                wave.launch()
+        self._count_update()
+        if is_capturing() if captures is None else captures:
+            self._join_graph()
+        elif self.compiled or not self._overlaps:
+            self.wait_all()
+
+    def note_update(self) -> None:
+        """What was computed from the old values must not be differentiated, as after any step."""
+        self._note_updated(bytes(bucket.trains for bucket in self._buckets))
+        self._count_update()
+
+    def _count_update(self) -> None:
+        for bucket in self._updated:
+            self._updates[id(bucket)] += 1
+        if len(self._updated) == len(self._buckets):
+            self.fixed.count_writes(self.params)
+            self.versions += len(self.params)
+        else:
+            written = [param for bucket in self._updated for param in bucket.params]
+            torch.autograd.graph.increment_version(written)
+            self.versions += len(written)
+
+    def _join_graph(self) -> None:
+        """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
+        for wave in self._waves:
+            wave.finish_in_graph()
+        self._channel.join()
+        self.is_pending = False
+
+    def take_back(self) -> None:
+        """Let parameters that somebody has moved be views of their buckets again."""
+        if not self.fixed.look(1):
+            for bucket in self._buckets:
+                bucket.take_back()
+            self.versions = -1
+            self.fixed = FixedTensors(self.params)
+
+    def _written_by_others(self) -> list[int]:
+        """For each parameter how many of its versions no update has counted, in the order of the buckets."""
+        return [version_of(param) - self._updates[id(bucket)] for bucket in self._buckets for param in bucket.params]
+
+    def _note_writes(self) -> None:
+        self.versions = sum_of_versions(self.params)
+        self._others = self._written_by_others()
+
+    def written(self, versions: int | None = None) -> list[torch.Tensor]:
+        """The parameters that other code has written to since the last call; their values are taken over.
+
+        Call it without gradients.
+        """
+        self.take_back()
+        for bucket in self._buckets:
+            # No version counts what is written through `param.data`.
+            bucket.follow_writes()
+        versions = sum_of_versions(self.params) if versions is None else versions
+        if versions == self.versions:
+            return []
+        moved = self.versions == -1
+        before = self._others
+        self._note_writes()
+        counts = zip(self.params, before, self._others)
+        return self.params if moved else [param for param, old, new in counts if old != new]
+
+    def close(self) -> None:
+        """Stop guarding the model's parameters."""
+        self.wait_all()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_worth_it(buckets: Sequence[Bucket]) -> bool:
+    """Whether to gather buckets together: gloo would copy them, and its calls cost little."""
+    return all(bucket.flat.is_cuda for bucket in buckets)

@@ -1,9 +1,0 @@
-"""Optimizers split over data-parallel ranks: flat buckets, summed gradients, 1/N of the state on each."""
-
-from __future__ import annotations
-
-from .optimizer import shard
-from .saving import LoadPlanner, load_checkpoint, save_checkpoint
-from .schedule import ShardedOptimizer
-
-__all__ = ["LoadPlanner", "ShardedOptimizer", "load_checkpoint", "save_checkpoint", "shard"]
