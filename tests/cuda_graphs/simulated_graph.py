@@ -21,7 +21,7 @@ import tilestep.backends.triton.run
 import tilestep.norm.table
 import tilestep.optimizer.graphs
 import tilestep.optimizer.optimizer
-import tilestep.runtime.capturing
+import tilestep.runtime.engine
 import tilestep.runtime.engine
 from tilestep.backends.triton.launch import Launcher
 from tilestep.norm.triton_backend import TritonNorm
@@ -85,9 +85,8 @@ class Simulation:
         self.on_host: set[int] = set()
         """Addresses of tensors that count as being on the CPU."""
         launch = Launcher.__call__
-        capturing = tilestep.runtime.capturing
         for module in (
-            capturing,
+            tilestep.runtime.engine,
             tilestep.backends.triton.run,
             tilestep.optimizer.graphs,
             tilestep.optimizer.optimizer,
