@@ -22,7 +22,6 @@ import tilestep.norm.table
 import tilestep.optimizer.graphs
 import tilestep.optimizer.optimizer
 import tilestep.runtime.engine
-import tilestep.runtime.engine
 from tilestep.backends.triton.launch import Launcher
 from tilestep.norm.triton_backend import TritonNorm
 

@@ -42,15 +42,18 @@ def test_normal_numbers_and_their_squares_come_back_as_documented(format: str, m
 def test_every_code_is_kept_as_itself(format: str, signed: bool, scale: float) -> None:
     storage, scale = STATE_FORMATS[format](signed), scale if signed else scale**0.5  # their squares are no denormals
     codes, scales = storage.arrays("state")
-    least, largest = {"int8": (-127, 127) if signed else (0, 255), "float8_e4m3": (0, 0x7E), "int4": (signed, 15)}[
-        format
-    ]
+    least, largest = {
+        "int8": (-127, 127) if signed else (0, 255),
+        "float8_e4m3": (0, 0x7E),
+        "int4": (signed, 15),
+        "scaled_float16": (0x2000, 0x7800),  # 2^-7 to 2^15, by their bits
+    }[format]
     # Each block has the largest code, which brings the scale back; the others are filled up with it.
     rows = torch.arange(least, largest + 1).split(127)
     kept = torch.stack([torch.cat([row.new_full((128 - len(row),), largest), row]) for row in rows])
     if codes.elements == 2:
         kept = kept[:, ::2] | (kept[:, 1::2] << 4)
-    kept = kept.to(torch.uint8).view(codes.dtype)
+    kept = kept.to(torch.int16 if codes.dtype == torch.float16 else torch.uint8).view(codes.dtype)
     arrays = {"state": kept, scales.name: torch.full((len(kept), 1), scale, dtype=torch.bfloat16)}
     shape = (len(kept), 128)
     values = values_of(storage, arrays, "state", shape=shape)
