@@ -26,7 +26,7 @@ from tilestep.native import build as native_build
 from tilestep.norm import cpu_backend
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
-MODULES = Path(compile.__file__).parents[2]
+MODULES = Path(compile.__file__).parents[3]
 
 
 def forget() -> None:
