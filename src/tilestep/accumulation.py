@@ -1,4 +1,4 @@
-"""Gradients between backward passes: accumulation, gradients that somebody has taken, methods that need none."""
+"""Gradients between backward passes: accumulation, gradients that were taken away, methods that need none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules whose parameters are still on their way somewhere: whoever looks one up waits for it, and for no other."""
+"""Modules whose parameters are still on their way somewhere: looking one up waits for it, and for no other."""
 
 from __future__ import annotations
 

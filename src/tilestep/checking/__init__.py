@@ -1,4 +1,4 @@
-"""Checking a rule: everything tilestep's own rules are tested for, on a rule written by anybody."""
+"""Checking a rule: everything tilestep's own rules are tested for, on a rule of the user's."""
 
 from __future__ import annotations
 

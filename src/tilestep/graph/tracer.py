@@ -793,7 +793,7 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
 
 
 def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs: Mapping[str, Value]) -> None:
-    """Raise for a new parameter or state that the rule has computed and given to nobody.
+    """Raise for a new parameter or state that the rule has computed and not returned.
 
     A rule that works in place returns nothing; what it gives the name of a buffer instead, as in `m = 0.9 * m + grad`,
     would be lost.

@@ -26,7 +26,7 @@ _RUNS_BEFORE = 2
 class RecordedPass:
     """A pass that launches the same work on the same memory at every step, recorded at its third run.
 
-    Inside somebody else's capture, and where the recording fails, the work is launched as ever.
+    Inside another capture, and where the recording fails, the work is launched as ever.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], None], pool: Any) -> None:

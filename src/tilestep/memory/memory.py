@@ -1,4 +1,4 @@
-"""Where the element buffers of an optimizer's state live: beside their parameters, unless somebody says otherwise."""
+"""Where the element buffers of an optimizer's state live: beside their parameters, unless `offload` says otherwise."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StateHome:
         return [source.norm() for source in sources]
 
     def follow_parameters(self) -> None:
-        """Before a step: take over what somebody else has written to the parameters."""
+        """Before a step: take over what other code has written to the parameters."""
 
     def note_parameters(self) -> None:
         """After a step: the parameters are as the step has left them."""

@@ -188,7 +188,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
             mirror.present, mirror.sent = False, None
 
     def versions(self) -> int:
-        """A number that grows whenever somebody writes to a parameter in place."""
+        """A number that grows with every write to a parameter in place."""
         return sum(
             version_of(each.param) + (0 if each.part is each.param else version_of(each.part)) for each in self.values()
         )

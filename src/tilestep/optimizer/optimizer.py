@@ -87,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """As torch's, with which it wraps `step`; what comes out is one opaque call to `torch.compile`.
 
-        torch marks each step for profilers, which costs more host time than a launch: here only if somebody listens.
+        torch marks each step for profilers, which costs more host time than a launch: so only if one listens.
         """
         hooked = torch.optim.Optimizer.profile_hook_step(func)
 
@@ -643,7 +643,7 @@ class Optimizer(torch.optim.Optimizer):
     def push(self) -> None:
         """Bring hyperparameters that have changed to the device, before a CUDA graph with a step is replayed.
 
-        Not inside the graph, and without waiting for the device. Also takes over what somebody has written to
+        Not inside the graph, and without waiting for the device. Also takes over what other code has written to
         parameters that have a master. `tilestep.capture(optimizer).replay()` needs no push.
 
         Raises:

@@ -1,4 +1,9 @@
-"""Memory and time of a rank in an iteration: the arithmetic behind `tilestep plan` and docs/scaling.md."""
+"""Memory and time of a rank in an iteration: the arithmetic behind `tilestep plan` and docs/scaling.md.
+
+What is hidden is simulated bucket by bucket: a sum begins when backward has completed its bucket and the sum before has
+ended, and the next forward goes on when the parameters that it needs have arrived. What is hidden is not free: its
+kernels take multiprocessors from the model's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from ..rules import Rule
 from ..schedules.zero.buckets import default_sizes
 
 ASSUMED = "assumed"
-"""How the source of a constant begins that nobody has measured."""
+"""How the source of a constant begins that was not measured."""
 
 _DEFAULTS = Path(__file__).with_name("constants.json")
 

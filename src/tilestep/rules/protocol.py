@@ -1,4 +1,8 @@
-"""The values that hyperparameters may take."""
+"""What an update rule is: a plain PyTorch function whose parameters say everything.
+
+The first parameter is the model's parameter, the second its gradient, other positional ones are state buffers (their
+names are the `state_dict` keys), keyword-only ones are hyperparameters with defaults, and `step` is the count from 1.
+"""
 
 from __future__ import annotations
 

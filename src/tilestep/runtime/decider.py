@@ -61,7 +61,12 @@ class _Part:
 
 
 class HostChoices:
-    """What a captured step leaves out, of all segments of an engine."""
+    """What a captured step leaves out, of all segments of an engine.
+
+    Some work is needed in some steps alone, by conditions on hyperparameters and the step count. A CUDA graph does the
+    same at every replay, so it leaves that work out. The host evaluates the conditions without waiting, and
+    only where it is sure that a step needs none of it is the graph replayed; other steps run outside of the graph.
+    """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._parts: list[_Part] = []

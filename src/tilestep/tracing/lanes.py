@@ -323,7 +323,7 @@ class Lanes:
 
     forward: Intervals = field(default_factory=list)  # computing, outside backward and the optimizer
     backward: Intervals = field(default_factory=list)  # computing, launched by autograd
-    communication: Intervals = field(default_factory=list)  # between ranks, whoever asked for it
+    communication: Intervals = field(default_factory=list)  # between ranks, of the optimizer and of others
     update: Intervals = field(default_factory=list)
     copies: Intervals = field(default_factory=list)  # copies and fills, on a GPU
     host: Intervals = field(default_factory=list)

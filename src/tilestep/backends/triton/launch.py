@@ -90,7 +90,11 @@ _THREADS = "TILESTEP_BUILD_THREADS"
 
 
 class Launcher:
-    """One kernel, grid, device and set of constants; made by `prepare`, called with the run-time arguments."""
+    """One kernel, grid, device and set of constants; made by `prepare`, called with the run-time arguments.
+
+    `kernel[grid](...)` takes 20 to 40 us to look at every argument again, for the compiled kernel that fits. A launcher
+    looks once; later calls go to the compiled kernel itself.
+    """
 
     def __init__(
         self, kernel: Any, grid: int, device: torch.device, constants: Mapping[str, Any], options: Mapping[str, Any]

@@ -465,7 +465,11 @@ def slice_kernels(spec: KernelSpec, tile: TilePass) -> list[list[str]]:
 
 
 class _SliceKernel(TileMath):
-    """The kernels that load and store around the math of one pass."""
+    """The kernels that load and store around the math of one pass over rows and columns.
+
+    A program walks its tile a few rows at a time. What it holds at once, and so how many programs are in flight, does
+    not grow with the tile; loads from the tables and what is left of columns are paid once a tile.
+    """
 
     def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
         super().__init__(spec, tile, f"{tile.title}_math")

@@ -62,7 +62,7 @@ def overlap(
         The optimizer that was given.
 
     Raises:
-        TypeError: for an optimizer of somebody else's.
+        TypeError: for an optimizer that is not tilestep's.
         ValueError: for a schedule that there is not; for parameters on several devices; for an optimizer that is
             sharded or overlapped already, or whose updates run on the CPU; for a DistributedDataParallel that says too
             late which gradients there are.

@@ -32,7 +32,7 @@ from .pending import Pending
 from .tracker import BackwardTracker, CommHook, EarlyNorms, follow_buckets, scale_error, wrappers
 
 TRIED = ("serial", "forward")
-"""Schedules that take gradients at `step()`, and so mean the same to whoever trains."""
+"""Schedules that take gradients at `step()`, and so mean the same to a training loop."""
 
 WARM_UP = 3
 """Steps before the first that counts: they build kernels and grow memory."""
@@ -348,7 +348,7 @@ class OverlapSchedule(Schedule):
             self.tracker.forget()
 
     def _step_later(self) -> None:
-        """Decide the step, and let its updates wait for whoever needs them."""
+        """Decide the step, and let its updates wait until they are needed."""
         self.pending.complete()
         self.lane.join()
         optimizer = self._optimizer

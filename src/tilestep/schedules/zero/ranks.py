@@ -51,7 +51,7 @@ ARRIVED = Awaited((), None)
 
 
 class Ranks:
-    """The process groups of a sharded optimizer, as one rank sees them; sums over them as `placements.Agreement` makes.
+    """The process groups of a sharded optimizer, as one rank sees them; sums over them as `Agreement` makes.
 
     Communication that fails because a rank is gone raises `RankError`.
     """
@@ -249,6 +249,11 @@ _SIGNS = "signs_of_life"
 
 class RankMonitor:
     """Finds out which ranks of the default process group are gone; also a block in which communication may fail.
+
+    An error of communication says that something is wrong, not where. So a thread of each process answers roll calls
+    in the store of the process group. A rank that meets an error starts one; ranks that do not answer in time are gone.
+    The first caller keeps its finding for the others: when they meet the error, it may have ended too. NCCL raises no
+    error, it ends the process: there the thread watches the next rank's signs of life, and logs when they stop.
 
     Used as a context manager it raises `RankError` in the place of an error of communication.
     """
