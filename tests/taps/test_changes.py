@@ -163,6 +163,29 @@ def test_writes_from_outside_list_the_whole_tensor_once() -> None:
     assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"0.0": [9], "0.1": [9]}
 
 
+@pytest.mark.parametrize("steps", [False, True], ids=["at_once", "after_a_step"])
+def test_a_parameter_that_was_given_other_memory_is_listed_wholly(steps: bool) -> None:
+    params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(2)]
+    optimizer = tilestep.SGD(params, lr=1.0, track_changes=True)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.zeros(50)
+            param.grad[7] = 1.0
+        optimizer.step()
+
+    step()
+    optimizer.changes()
+    params[1].data = torch.full((50,), 3.0)  # counts no version
+    if steps:
+        step()
+    found = {name: (indices.tolist(), values) for name, indices, values in optimizer.changes()}
+    assert found["0.1"][0] == list(range(50)) and torch.equal(found["0.1"][1], params[1].detach())
+    assert [found[name][0] for name in found if name != "0.1"] == ([[7]] if steps else [])
+    step()
+    assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"0.0": [7], "0.1": [7]}
+
+
 def test_parameters_without_gradients_in_some_steps() -> None:
     params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(3)]
     optimizer = tilestep.SGD(params, lr=1.0, track_changes=True)

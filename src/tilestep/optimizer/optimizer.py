@@ -497,7 +497,7 @@ class Optimizer(torch.optim.Optimizer):
 
         A weight that a step has changed and a later one has changed back is listed; one that no step has changed is
         not. Skipped steps change nothing. A parameter that other code has written to, as far as its version counter
-        tells, is listed wholly. The host waits once for the device.
+        tells, or has given other memory is listed wholly. The host waits once for the device.
 
         Args:
             clear: begin anew after it.

@@ -104,6 +104,7 @@ class Changes:
         self._of_steps = 0
         """Versions of watched tensors that steps have counted, those that `_written` has left out."""
         self._version: int | None = None
+        self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}
 
     def attach(self, tables: Any, rows: Mapping[int, Origin], handles: Sequence[torch.Tensor], names: Names) -> None:
@@ -172,15 +173,17 @@ class Changes:
         return sum_of_versions(self._watched) - own - stepped
 
     def _see_writes(self) -> None:
-        """Take note of parameters that other code than steps has written to."""
-        if self._version is not None and self._versions() == self._version:
+        """Take note of parameters that other code than steps has written to, or given other memory."""
+        # Assigning `param.data` counts no version.
+        lying = [local_part(one.watched[-1]).data_ptr() for one in self._tracked.values()]
+        if self._version is not None and lying == self._lying and self._versions() == self._version:
             return
         self._fold_counts()
-        for one in self._tracked.values():
+        for place, one in enumerate(self._tracked.values()):
             now = one.versions() - sum(self._counts.get(id(each), 0) for each in one.watched)
-            one.wholly |= one.version is not None and now != one.version
+            one.wholly |= one.version is not None and (now != one.version or lying[place] != self._lying[place])
             one.version = now
-        self._version = self._versions()
+        self._version, self._lying = self._versions(), lying
 
     @torch.no_grad()
     def list(self, *, clear: bool, gather: bool) -> Iterator[Change]:

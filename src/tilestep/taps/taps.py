@@ -186,6 +186,9 @@ class Taps:
         if self.asked is None:
             raise RuntimeError(_NO_STATS.format("first_nonfinite"))
         names, places = names_of(groups)
+        if self.measured is not None:
+            # A stream of updates writes `first` after them, and before this.
+            self.measured.follow()
         seen = -1 if self._measurer is None else int(self._measurer.first)
         if seen < 0:
             gradients = {places[id(param)]: gradient for param, gradient in present() if gradient.numel()}
