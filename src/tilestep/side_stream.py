@@ -151,7 +151,7 @@ class SideStream:
                 target.copy_(source, non_blocking=True)
 
     def keep(self, *tensors: torch.Tensor | None) -> None:
-        """Let memory of these tensors be given to nobody else before the work so far has run."""
+        """Let memory of these tensors be given to nothing else before the work so far has run."""
         if self.stream is not None:
             there = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
             for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in there}.values():
@@ -179,7 +179,7 @@ class SideStream:
     def wait_for(self, mark: Mark) -> None:
         """Let the current stream wait for a mark; one that has waited for it, or for a later one, does not again.
 
-        Whoever looks a parameter up comes here.
+        Every look at a parameter comes through this function.
         """
         number = current_stream_number(self._index)
         if self._reached.get(number, 0) < mark.place:

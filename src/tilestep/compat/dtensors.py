@@ -80,7 +80,7 @@ def checkpoint_types() -> CheckpointTypes:
 
 
 def distributed_tensor_type() -> Any | None:
-    """The class of DTensors, or None where nobody has imported it yet, which takes a while: then there are none."""
+    """The class of DTensors, or None where it was not imported yet, which takes a while: then there are none."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 

@@ -27,7 +27,7 @@ def opaque(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def fsdp_module_type() -> Any | None:
-    """The class of modules that FSDP2 shards, or None where nobody has imported it: then there are none."""
+    """The class of modules that FSDP2 shards, or None where it was not imported: then there are none."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 

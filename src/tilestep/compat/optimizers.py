@@ -122,7 +122,7 @@ def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
 
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody wants to know of an optimizer's steps: hooks, its own or of all optimizers, or a profiler.
+    """Whether anything listens to an optimizer's steps: hooks, its own or of all optimizers, or a profiler.
 
     Where torch keeps hooks otherwise the answer is yes.
     """

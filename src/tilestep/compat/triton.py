@@ -71,14 +71,14 @@ def direct_launch(
 
 
 def _is_hooked(hook: Any) -> bool:
-    """Whether somebody wants to know of launches: a profiler. Triton keeps a chain of such functions, or None."""
+    """Whether a profiler wants to know of launches. Triton keeps a chain of such functions, or None."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def compile_together(compilations: Sequence[Callable[[], object]], threads: int) -> None:
     """Let a known Triton compile several kernels at a time into its caches; others do nothing here.
 
-    What fails leaves no trace: whoever asks for that kernel next compiles it, and sees why.
+    What fails leaves no trace: the next launch of that kernel compiles it, and sees why.
     """
     import triton
 

@@ -70,7 +70,7 @@ def measure_bandwidths(device: torch.device) -> Bandwidths:
 
 
 def _seconds(action: Callable[[], None], device: torch.device) -> float:
-    """The fastest of some runs, after one that nobody counts."""
+    """The fastest of some runs, after one that is not counted."""
     found = []
     for _ in range(_ROUNDS + 1):
         _synchronize(device)

@@ -42,7 +42,7 @@ class Lanes:
                 buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
                 self.inward.keep(buffer.memory)
                 self.outward.keep(buffer.memory)
-                # Whoever had this memory before may still be computing with it.
+                # Kernels that used this memory before may still run.
                 buffer.free = self.compute.mark()
 
     def wait(self) -> None:
@@ -107,7 +107,7 @@ class StreamedState(OffloadedState):
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
     ) -> list[list[torch.Tensor | None]]:
-        """Those that are on the host, for kernels that come after their arrival; nobody waits here."""
+        """Those that are on the host, for kernels that come after their arrival; the host does not wait."""
         if self.kept is None:
             return gradients
         check_unchanged(list(self._mirrors.values()))

@@ -161,7 +161,7 @@ def find_recipe(tensors: list[torch.Tensor], positions: Callable[[], Sequence[in
     """The recipe for a list of tensors, made if there is none."""
     first, last = tensors[0], tensors[-1]
     key = (len(tensors), first.shape, last.shape, first.device)
-    # What a capture uploads is there when its graph is replayed, not before: nobody else can use it, nor can it use
+    # What a capture uploads is there when its graph is replayed, not before: nothing else can use it, nor can it use
     # what others have and may change. It is memory of the graph, as any tensor made inside.
     captures = first.is_cuda and torch.cuda.is_current_stream_capturing()
     with _lock:

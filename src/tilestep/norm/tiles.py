@@ -121,7 +121,7 @@ def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Tile
 
 _sources: dict[bytes, torch.Tensor] = {}
 """Pinned memory that captured CUDA graphs copy from at each replay, by its contents' digest. Nothing says when a graph
-is gone; but as nobody writes to it, what has the same contents is there once, however many captures there are."""
+is gone; but as nothing writes to it, what has the same contents is there once, however many captures there are."""
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:

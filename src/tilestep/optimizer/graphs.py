@@ -127,7 +127,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
 
 
 def prepare_by_hand(optimizer: Optimizer) -> None:
-    """`prepare_capture` for a graph that nobody but `push` is going to look after."""
+    """`prepare_capture` for a graph that `push` alone is going to look after."""
     tables = prepare_capture(optimizer)
     kept = KeptGradients(tables.gradients()[0], [entry.label for entry in tables.engines[0].entries])
     optimizer.graphs = replace(optimizer.graphs, kept=kept)

@@ -164,7 +164,7 @@ class StepPlan:
         try:
             return self.look(self._every, known=True)
         except Stale:
-            # Whoever looks at everything finds out what has changed.
+            # A look at everything finds out what has changed.
             return False
 
     def fit(self, optimizer: Optimizer, *, parts: bool = True) -> bool:

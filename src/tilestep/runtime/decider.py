@@ -124,7 +124,7 @@ class Decider:
         """Write the control numbers of a step."""
         is_trivial = not decision.needs_norm and decision.is_trivial
         if is_trivial and captured:
-            # Nobody knows whether a graph was replayed, and what it has decided.
+            # The host cannot know whether a graph was replayed, and what it has decided.
             self.control[: UNSCALE + 1].copy_(self._plain_control)
             return
         if is_trivial and self._was_trivial:

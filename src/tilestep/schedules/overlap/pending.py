@@ -32,7 +32,7 @@ class _Update:
             self._event = lane.mark()
 
     def wait(self, streams: Sequence[torch.cuda.Stream]) -> bool:
-        """Let streams wait for it; whether nobody else has to any more."""
+        """Let streams wait for it; whether no other stream has to any more."""
         if self._event is None:
             return True
         for stream in streams:
@@ -77,7 +77,7 @@ class Pending:
         return id(param) in self._grouping().of
 
     def note(self, group: Group, event: torch.cuda.Event | None) -> None:
-        """Note an update that backward has made; whoever looks its parameters up before the step waits for it."""
+        """Note an update that backward has made; looking its parameters up before the step waits for it."""
         if event is not None:
             self._made[group.index] = event
 
@@ -100,7 +100,7 @@ class Pending:
                 update.launch(self._lane)
 
     def settle(self) -> None:
-        """Wait for what nobody could be made to wait for later."""
+        """Wait for what nothing could be made to wait for later."""
         if self.compiled:
             self.complete()
             # Whatever compiled code does comes after that on this stream.

@@ -157,7 +157,7 @@ class BackwardTracker(Accumulating):
         self._sums = False
         self.applies = False
         self.meets_a_scaler = False
-        """Whether updates have waited only because of a scaler that nobody has spoken of."""
+        """Whether updates have waited only because of a scaler that nothing has told of."""
         self.applied: list[Group] = []
         self._updated: set[int] = set()
         """Parameters of the applied groups, by id."""
@@ -248,7 +248,7 @@ class BackwardTracker(Accumulating):
         return self._schedule.elsewhere
 
     def unwatch(self, elsewhere: set[int]) -> None:
-        """Look no more at gradients that somebody else announces, by the parameters' `id`."""
+        """Look no more at gradients that others announce, by the parameters' `id`."""
         self._hooks.remove(elsewhere)
 
     taken_by = (
@@ -526,7 +526,7 @@ def _await_copies(group: Group) -> None:
 
 
 def _may_be_summed(group: Group) -> bool:
-    """Whether somebody may still sum gradients over ranks by hand, which their versions would not tell."""
+    """Whether a training may still sum gradients over ranks by hand, which their versions would not tell."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return several and not all(map(is_distributed, group.params))
 

@@ -26,7 +26,7 @@ _LARGEST_SHARED_UNIT = 128
 """Units that divide it share buckets with each other; those of any other unit have buckets of their own."""
 
 LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
-"""Bytes between which the first and last buckets are where nobody says: smaller ones cost the host more than the
+"""Bytes between which the first and last buckets are where no size is given: smaller ones cost the host more than the
 network, and the last of larger ones is waited for too long."""
 
 PARTS = 16
@@ -86,7 +86,7 @@ class BucketLayout:
 
 
 def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
-    """Bytes of a bucket where nobody says how large it is: small ones at both ends of backward, large ones between.
+    """Bytes of a bucket where no size is given: small ones at both ends of backward, large ones between.
 
     The first begins to travel early, the last has nothing beside it, and the next forward begins with it. Those between
     travel beside the model, and each costs the host as much whatever its size: so a bucket has as many bytes as all
@@ -462,7 +462,7 @@ class Bucket:
         return any(param.requires_grad for param in self.params)
 
     def take_back(self) -> None:
-        """Let parameters whose memory somebody has replaced be views of the bucket again, with their values."""
+        """Let parameters whose memory was replaced be views of the bucket again, with their values."""
         with torch.no_grad():
             for param, view in zip(self.params, self.views):
                 if param.data_ptr() == view.data_ptr():

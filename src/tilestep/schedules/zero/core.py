@@ -284,7 +284,7 @@ class Sharding:
         self.parameters = ParameterSync(model, self.buckets, options, self.channel)
         self._known: _Known | None = None
         self._stepped: _Known | None = None
-        """What was known at the last step, if nobody has written to the pieces since."""
+        """What was known at the last step, if nothing was written to the pieces since."""
         self._begun: _Known | None = None
         """What was known when it was last noted which parameters have state."""
         self.captures_alone = False
@@ -379,7 +379,7 @@ class Sharding:
             torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
 
     def look_again(self) -> None:
-        """At the next step: take nothing for granted of the pieces, which somebody else has written to."""
+        """At the next step: take nothing for granted of the pieces, which other code has written to."""
         self._stepped = None
 
     @gradientless

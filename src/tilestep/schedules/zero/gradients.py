@@ -42,7 +42,7 @@ class Sums:
         self.section: torch.Tensor | None = None
         """This rank's section of the summed gradients, once they are there."""
         self.was_summed = False
-        """Whether there was such a section since the last step, which somebody may have dropped."""
+        """Whether there was such a section since the last step, which may have been dropped since."""
         self.carried: torch.Tensor | None = None
         """That of earlier rounds since the last step, to be added to the next one."""
         self.work: Any = None
@@ -107,7 +107,7 @@ class Sums:
             gradient = param.grad
             if gradient is None:
                 if self.accumulates_in_place:
-                    # There was none, or somebody has taken it away.
+                    # There was none, or it was taken away.
                     self.filled[place] = 0
                 continue
             if not views:
@@ -215,7 +215,7 @@ class GradientSync(Accumulating):
         self._rounds = 0
         self._reducing = False
         self._is_awaited = False
-        """Whether communication has begun that nobody has waited for."""
+        """Whether communication has begun and was not waited for."""
         self._pass: int | None = None
         self._passes: set[int | None] = set()
         """That of the current gradient, and all that belong to the same backward."""
@@ -511,7 +511,7 @@ class GradientSync(Accumulating):
         return versions, trains
 
     def _was_given(self) -> bool:
-        """Whether somebody has set gradients by hand since the last round."""
+        """Whether gradients were set by hand since the last round."""
         if not any_gradient(self.params):
             return False
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)

@@ -53,7 +53,7 @@ class _Wave:
             # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a kernel.
             for own, other in self.theirs:
                 own.copy_(other)
-            # Nobody writes to a section that another rank has not read.
+            # No rank writes to a section that another rank has not read.
             peers.meet()
             self._work = ARRIVED
         else:
@@ -106,7 +106,7 @@ class _Wave:
         self.is_pending = False
 
     def finish_in_graph(self) -> None:
-        """Have nobody wait for it outside the graph that it is in."""
+        """Have nothing wait for it outside the graph that it is in."""
         if self._work is not None:
             self._arrive()
         self.mark = None
@@ -140,7 +140,7 @@ def _waves(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
 
 
 class ParameterSync:
-    """Gathers buckets after a step; whoever looks a parameter up in its module waits for its bucket alone."""
+    """Gathers buckets after a step; looking a parameter up in its module waits for its bucket alone."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: SideStream) -> None:
         self._channel = channel
@@ -274,7 +274,7 @@ class ParameterSync:
         self.is_pending = False
 
     def take_back(self) -> None:
-        """Let parameters that somebody has moved be views of their buckets again."""
+        """Let parameters that were moved be views of their buckets again."""
         if not self.fixed.look(1):
             for bucket in self._buckets:
                 bucket.take_back()
