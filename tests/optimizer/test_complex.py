@@ -260,3 +260,19 @@ def test_sharding_refuses() -> None:
     weight = torch.nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(GradientError, match=r"is complex, and shard\(\) splits real arrays"):
         prepared(tilestep.AdamW(weight.parameters()), weight, None)
+
+
+@pytest.mark.parametrize("choice", ["int8", "int4", "float8_e4m3", "scaled_float16", torch.bfloat16])
+def test_states_without_a_complex_type_are_refused_by_name(choice: Any) -> None:
+    with pytest.raises(tilestep.StateError, match="parameter 0 of group 0 is complex: its state 'exp_avg' can be kept"):
+        tilestep.AdamW([torch.nn.Parameter(torch.ones(64, 128, dtype=torch.complex64))], state_dtype=choice)
+
+
+def test_full_precision_widens_complex_states() -> None:
+    param = torch.nn.Parameter(torch.ones(64, 128, dtype=torch.complex64))
+    optimizer = tilestep.AdamW([param], state_dtype="float16")
+    param.grad = torch.full_like(param, 1 + 2j)
+    optimizer.step()
+    widened = tilestep.full_precision(optimizer.state_dict())["state"][0]["exp_avg"]
+    assert widened.dtype is torch.complex64
+    torch.testing.assert_close(widened, 0.1 * param.grad, rtol=1e-3, atol=0)

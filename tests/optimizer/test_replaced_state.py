@@ -69,6 +69,26 @@ def test_sophias_estimate_may_be_assigned() -> None:
     assert param.tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("choice", ["int8", "int4", "float8_e4m3", "scaled_float16", lambda name: "int8"])
+def test_sophias_estimate_may_be_written_in_place_whatever_states_are_kept_in(choice: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+    kept = [tilestep.SophiaG([params[0]], bs=1, state_dtype=choice), tilestep.SophiaG([params[1]], bs=1)]
+    train([(one, [param]) for one, param in zip(kept, params)], range(1))
+    for one, param in zip(kept, params):
+        estimate = one.state[param]["hessian"]
+        assert estimate.dtype is torch.float32
+        estimate.mul_(0.5).add_(2e3)
+        estimate[0].copy_(torch.linspace(0.1, 300.5, 128))
+    assert len(kept[0].state[params[0]]) == 4
+    train([(one, [param]) for one, param in zip(kept, params)], range(1, 2))
+    torch.testing.assert_close(*params, rtol=0, atol=4e-5)
+
+
+def test_blocks_for_sophias_estimate_are_refused_by_name() -> None:
+    with pytest.raises(tilestep.StateError, match="parameter 0 of group 0: SophiaG only reads the state 'hessian'"):
+        tilestep.SophiaG([torch.nn.Parameter(torch.ones(64, 128))], state_dtype={"hessian": "int8"})
+
+
 def test_what_no_kernel_reads_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params()
     optimizer = tilestep.Optimizer(params, tilestep.ema(tilestep.registry["AdamW"]))

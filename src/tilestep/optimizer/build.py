@@ -43,6 +43,7 @@ from .states import (
     StateTemplate,
     WatchedState,
     begin_missing,
+    check_complex_states,
     check_cut_blocks,
     compute_dtype,
     has_begun,
@@ -196,6 +197,8 @@ class _Plans:
             own = grad_dtype(part if param.is_complex() else param)
             named = "" if self._optimizer.placement.has_own_names else label
             formats = storages(part, group, graph, rule, own, named, shape)
+            if param.is_complex():
+                check_complex_states(label, formats)
             if is_distributed(param):
                 check_cut_blocks(label, param, formats)
             spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)

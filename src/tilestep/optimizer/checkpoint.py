@@ -81,6 +81,8 @@ def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _values(blocks, name, values)
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
             found[name] = value.to(torch.float32, copy=True)
+        elif isinstance(value, torch.Tensor) and value.dtype is torch.complex32:
+            found[name] = value.to(torch.complex64)
         else:
             found[name] = value
     return {name: value for name, value in found.items() if name not in beside}

@@ -92,8 +92,8 @@ def state_formats(
 
     A state keeps what its rule declares, one that begins as a copy of the parameter and squares of an embedding's
     gradients float32, unless the group names the state; parameters of fewer than `SMALLEST` elements keep float32, and
-    so do those whose rows are shorter than `SHORTEST` in place of blocks. A function that chooses by the parameter's
-    name has the last word.
+    so do those whose rows are shorter than `SHORTEST`, and states that other code writes, in place of blocks. A
+    function that chooses by the parameter's name has the last word.
     """
     named = _NAME.search(label)
     name = named[1] if named else ""
@@ -115,7 +115,14 @@ def state_formats(
         declared_sign = rule.states[state].signed
         signed = not _is_positive(state, rule, graph) if declared_sign is None else declared_sign
         chosen = state_format(kept, signed)
-        if codec_of(chosen).has_blocks:
+        if codec_of(chosen).has_blocks and state not in graph.outputs and rule.states[state].init != "param":
+            if isinstance(choice, Mapping):
+                raise StateError(
+                    f"{label}: {graph.title} only reads the state {state!r}, and what writes it would write numbers in "
+                    f"the place of codes: keep it as 'float32', 'bfloat16' or 'float16' in place of {kept!r}"
+                )
+            chosen = Plain(torch.float32)
+        elif codec_of(chosen).has_blocks:
             chosen = _in_blocks(chosen, kept, signed, shape, graph, label, exactly=is_chosen_by_name)
         formats[state] = Plain(compute_dtype(param)) if chosen == Plain(torch.float32) else chosen
     return formats
@@ -212,6 +219,16 @@ def rounded_as_said(formats: Mapping[str, Storage], group: Mapping[str, Any], gr
         else:
             rounded[name] = Stochastic(storage) if is_coarse else storage  # type: ignore[arg-type]
     return rounded
+
+
+def check_complex_states(label: str, formats: Mapping[str, Storage]) -> None:
+    """Raise for states of a complex parameter in what torch has no complex type of."""
+    for name, storage in formats.items():
+        if codec_of(storage).has_blocks or storage.precision is torch.bfloat16:
+            raise StateError(
+                f"{label} is complex: its state {name!r} can be kept as 'float32' or 'float16', not as {storage}; "
+                "choose for a param group of its own, or by a function of the name"
+            )
 
 
 def check_cut_blocks(label: str, param: torch.Tensor, formats: Mapping[str, Storage]) -> None:
