@@ -84,6 +84,19 @@ def test_sophias_estimate_may_be_written_in_place_whatever_states_are_kept_in(ch
     torch.testing.assert_close(*params, rtol=0, atol=4e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("choice", ["int8", "int4", "float8_e4m3"])
+def test_numbers_of_any_dtype_in_the_place_of_codes_are_numbers(choice: str, dtype: torch.dtype) -> None:
+    param = torch.nn.Parameter(torch.ones(64, 128))
+    optimizer = tilestep.AdamW([param], state_dtype=choice)
+    train([(optimizer, [param])], range(1))
+    optimizer.state[param]["exp_avg"] = torch.full((64, 128), 0.5, dtype=dtype)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    average = tilestep.full_precision(optimizer.state_dict())["state"][0]["exp_avg"]
+    torch.testing.assert_close(average, torch.full_like(average, 0.45), rtol=4e-3, atol=0)
+
+
 def test_blocks_for_sophias_estimate_are_refused_by_name() -> None:
     with pytest.raises(tilestep.StateError, match="parameter 0 of group 0: SophiaG only reads the state 'hessian'"):
         tilestep.SophiaG([torch.nn.Parameter(torch.ones(64, 128))], state_dtype={"hessian": "int8"})

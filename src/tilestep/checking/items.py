@@ -447,7 +447,7 @@ def _keeps(state_dtype: str) -> Item:
         except StateError as error:
             return f"refused: {error}"
         changed = sum(
-            value.dtype is not torch.float32 and name != "step" and not name.endswith(("_scales", "_scales4"))
+            value.dtype is not torch.float32 and name != "step" and "_scales" not in name
             for index in range(len(shapes))
             for name, value in trial.state(index).items()
         )

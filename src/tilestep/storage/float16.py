@@ -38,7 +38,7 @@ class Float16Blocks:
     precision = torch.float16
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, torch.float16), Array(f"{name}_scales", torch.bfloat16, BLOCK))
+        return (Array(name, torch.float16), Array(f"{name}_scales16", torch.bfloat16, BLOCK))
 
     def load(self, elements: Sequence[Term]) -> Term:
         element, scale = elements
