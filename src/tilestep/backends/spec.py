@@ -108,8 +108,8 @@ class KernelSpec:
             f"storage: {storage}; computed in {dtype_name(self.compute)}",
         ]
         for index, tile in enumerate(self.program.tiles):
-            for here in self.program.slices_before(index):
-                lines.append(f"{here.title}: {_described(here)}")
+            for slice_pass in self.program.slices_before(index):
+                lines.append(f"{slice_pass.title}: {_described(slice_pass)}")
             if tile is not None:
                 lines.append(f"pass {index}: {_described(tile)}")
         if self.taps != Taps():
@@ -189,8 +189,8 @@ def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
 def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
     """What passes over elements or slices move together."""
     small = spec.program.graph.slice_states
-    reads = [name for here in passes for name in here.reads()]
-    writes = [name for here in passes for name in here.stores]
+    reads = [name for tile_pass in passes for name in tile_pass.reads()]
+    writes = [name for tile_pass in passes for name in tile_pass.stores]
 
     def arrays(names: Sequence[str], of: Callable[[Storage, str], Sequence[Array]], narrow: bool) -> tuple[Array, ...]:
         chosen = [name for name in names if (name in small) is narrow]

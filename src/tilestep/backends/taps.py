@@ -181,5 +181,7 @@ def taps_fit(spec: KernelSpec) -> bool:
     passes = spec.program.tile_passes()
     columns = tap_columns(spec)
     put_out = {"param", *columns.states}
-    tapped = [here for here in passes if put_out.intersection(here.stores) or spec.program.unscales(here)]
-    return bool(tapped) and all(here.view is None for here in tapped)
+    tapped = [
+        tile_pass for tile_pass in passes if put_out.intersection(tile_pass.stores) or spec.program.unscales(tile_pass)
+    ]
+    return bool(tapped) and all(tile_pass.view is None for tile_pass in tapped)

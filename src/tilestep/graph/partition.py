@@ -275,10 +275,10 @@ class SliceCutter:
             self.at(min(readers + written), value.over).kept.append((self._slot(value), value))
 
     def _ordered(self, stage: int) -> list[TilePass]:
-        here = {over: found for (at, over), found in self._passes.items() if at == stage and not found.is_empty}
+        at_stage = {over: found for (at, over), found in self._passes.items() if at == stage and not found.is_empty}
         ordered: list[TilePass] = []
-        for over in sorted(here, key=_extent, reverse=True):
-            views = self._views(here[over])
+        for over in sorted(at_stage, key=_extent, reverse=True):
+            views = self._views(at_stage[over])
             ordered += [*views[1:], views[0]] if over is not None else views[1:]
         return ordered
 
@@ -292,8 +292,10 @@ class SliceCutter:
         for index, (view, done) in enumerate(choose_views(found.over, self.graph.dims, reduced, read)):
             if index:
                 title = f"{found.title}_{index}"
-                here = TilePass(title=title, stage=found.stage, over=found.over, stages=self.stages, loads=found.loads)
-                passes.append(here)
+                tile_pass = TilePass(
+                    title=title, stage=found.stage, over=found.over, stages=self.stages, loads=found.loads
+                )
+                passes.append(tile_pass)
             passes[index].view = view
             passes[index].parts = [(slot, value) for slot, value in parts if value.over in done]
             if view not in self.slices.views:
@@ -508,10 +510,10 @@ class Program:
     def tile_passes(self) -> list[TilePass]:
         """Every pass over elements or slices, in the order they run."""
         return [
-            here
+            tile_pass
             for index, tile in enumerate(self.tiles)
-            for here in (*self.slices_before(index), tile)
-            if here is not None
+            for tile_pass in (*self.slices_before(index), tile)
+            if tile_pass is not None
         ]
 
     def unscales(self, tile: TilePass) -> bool:
@@ -524,7 +526,7 @@ class Program:
         reading = [
             index
             for index, tile in enumerate(self.tiles)
-            if tile is not None and any("grad" in here.reads() for here in [tile, *self.slices_before(index)])
+            if tile is not None and any("grad" in tile_pass.reads() for tile_pass in [tile, *self.slices_before(index)])
         ]
         return reading[-1] if reading else max(index for index, tile in enumerate(self.tiles) if tile is not None)
 
@@ -569,7 +571,7 @@ def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
     _store_early(tiles, stages, set(exact), bool(library.passes))
     slices = cutter.finish()
     scalars[last].is_last = True
-    columns = _columns(scalars, [*tiles, *(tile for here in slices.passes for tile in here)], stages)
+    columns = _columns(scalars, [*tiles, *(tile for together in slices.passes for tile in together)], stages)
     _library_columns(library, columns, scalars, stages)
     used: list[TilePass | None] = [None if tile.is_empty else tile for tile in tiles]
     return Program(graph, scalars, used, columns, reductions, across, library, slices)

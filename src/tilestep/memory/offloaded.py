@@ -45,16 +45,16 @@ class Bandwidths:
 def measure_bandwidths(device: torch.device) -> Bandwidths:
     """Measure them, in about a tenth of a second."""
     target, source = HostMemory(device, "a measurement of bandwidth").take([_SIZE, _SIZE])
-    here = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
+    buffers = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
     target.zero_()
     source.zero_()
     inward, outward = SideStream(device), SideStream(device)
 
     def into() -> None:
-        inward.copy([(here[0], source)])
+        inward.copy([(buffers[0], source)])
 
     def out() -> None:
-        outward.copy([(target, here[1])])
+        outward.copy([(target, buffers[1])])
 
     def both() -> None:
         into()

@@ -140,16 +140,16 @@ class StreamedState(OffloadedState):
         found: list[tuple[KernelSpec, Sequence[Entry]]] = []
         for spec, entries in parts:
             names = moved_arrays(spec) if spec.program.slices.views else ()
-            here: list[Entry] = []
+            chunk: list[Entry] = []
             size = 0
             for entry in entries:
                 own = sum(entry.arrays[name].nbytes for name in names)
-                if here and size + own > self.chunk_bytes:
-                    found.append((spec, here))
-                    here, size = [], 0
-                here.append(entry)
+                if chunk and size + own > self.chunk_bytes:
+                    found.append((spec, chunk))
+                    chunk, size = [], 0
+                chunk.append(entry)
                 size += own
-            found.append((spec, here))
+            found.append((spec, chunk))
         return found
 
     def attend(self, segment: Segment) -> None:

@@ -268,7 +268,7 @@ def _rows(
 
 def _corrected(label: str, param: torch.Tensor, correction: Any, group: Mapping[str, Any]) -> Any:
     """The float32 value of a parameter with FlashOptim's correction: so many 127ths, or 32767ths, of half a unit."""
-    bits, here = local_part(correction), local_part(param.detach())
+    bits, local = local_part(correction), local_part(param.detach())
     if bits.is_floating_point():
         if "master_bytewidth" not in group:
             raise StateError(
@@ -276,16 +276,16 @@ def _corrected(label: str, param: torch.Tensor, correction: Any, group: Mapping[
                 "needs FlashOptim's 'master_bytewidth', 3 or 4"
             )
         bits = bits.to(torch.int8) if int(group["master_bytewidth"]) == 3 else bits.view(torch.int16)
-    if bits.shape != here.shape:
-        raise StateError(f"{_CORRECTION!r} of {label} has shape {tuple(bits.shape)}, it needs {tuple(here.shape)}")
-    exact = here.double()
+    if bits.shape != local.shape:
+        raise StateError(f"{_CORRECTION!r} of {label} has shape {tuple(bits.shape)}, it needs {tuple(local.shape)}")
+    exact = local.double()
     mantissa, least = (7, -126) if param.dtype is torch.bfloat16 else (10, -14)
     _, exponent = torch.frexp(exact)
     exponent = torch.where(exact == 0, least, exponent - 1).clamp(min=least)
     steps = bits.to(exact.device).double() / torch.iinfo(bits.dtype).max
     value = (exact + torch.ldexp(steps, exponent - mantissa - 1)).float()
     # Half a unit is a tie, which may round to the neighbour: a master belongs to what it rounds to.
-    value = torch.where(value.to(param.dtype) == here, value, torch.nextafter(value, here.float()))
+    value = torch.where(value.to(param.dtype) == local, value, torch.nextafter(value, local.float()))
     return _placed(value, param, param.shape)
 
 

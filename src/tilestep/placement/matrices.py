@@ -39,8 +39,10 @@ class MatrixExchange:
 
     def __init__(self, mesh: Any, along: Sequence[int], everywhere: bool) -> None:
         self._sizes = [mesh.size(at) for at in along]
-        here = mesh.get_coordinate()
-        sharing = mesh.mesh.cpu().numpy()[tuple(slice(None) if at in along else here[at] for at in range(mesh.ndim))]
+        coordinate = mesh.get_coordinate()
+        sharing = mesh.mesh.cpu().numpy()[
+            tuple(slice(None) if at in along else coordinate[at] for at in range(mesh.ndim))
+        ]
         members = sorted(sharing.reshape(-1).tolist())
         self._group = mesh.get_group(along[0]) if len(along) == 1 else group_of(members, [mesh])
         self._coordinates = [tuple(np.argwhere(sharing == rank)[0].tolist()) for rank in members]

@@ -127,10 +127,10 @@ def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
     root = root_mesh(meshes[0])
     if root is not None and all(root_mesh(mesh) is root for mesh in meshes):
         grid = root.mesh.cpu().numpy()
-        here = np.argwhere(grid == dist.get_rank())[0]
+        coordinate = np.argwhere(grid == dist.get_rank())[0]
         reached = np.argwhere(np.isin(grid, list(set().union(*members))))
-        spans = (reached != here).any(axis=0)
-        slices = tuple(slice(None) if spanned else int(at) for spanned, at in zip(spans, here))
+        spans = (reached != coordinate).any(axis=0)
+        slices = tuple(slice(None) if spanned else int(at) for spanned, at in zip(spans, coordinate))
         return sorted(grid[slices].reshape(-1).tolist())
     other = next(place for place, ranks in enumerate(members) if not ranks <= largest)
     raise GradientError(
@@ -237,8 +237,8 @@ def _parts_of(agreement: Agreement, segments: Sequence[Segment], index: int, *, 
     found: list[_Part] = []
     for segment in segments:
         program = segment.spec.program
-        here = [*program.slices_before(index), program.tiles[index]] if index < len(program.tiles) else []
-        passes = [tile for tile in here if tile is not None]
+        tiles = [*program.slices_before(index), program.tiles[index]] if index < len(program.tiles) else []
+        passes = [tile for tile in tiles if tile is not None]
         tensors = [(slot, value) for tile in passes for slot, value in tile.reductions if _adds(value) is adds]
         slices = [(slot, value) for tile in passes for slot, value in tile.parts if _adds(value) is adds]
         if (tensors or slices) and not hasattr(segment, "sums"):

@@ -112,9 +112,9 @@ class SegmentTaps:
         """A buffer's numbers, in float64 beside the parameter."""
         segment = self._segment
         entry, storage = segment.entries[position], segment.spec.storages[name]
-        here = {own.name: self._arrays[position][own.name].to(segment.device) for own in storage.arrays(name)}
+        arrays = {own.name: self._arrays[position][own.name].to(segment.device) for own in storage.arrays(name)}
         shape, columns = entry.param.shape, entry.columns or None
-        return values_of(storage, here, name, segment.spec.compute, shape, columns).to(torch.float64)
+        return values_of(storage, arrays, name, segment.spec.compute, shape, columns).to(torch.float64)
 
     def _put(self, position: int, column: str, value: torch.Tensor) -> None:
         self.totals[position, self.columns.slot(column)] = value

@@ -278,8 +278,8 @@ def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def sent(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Numbers of the host on a device, without a wait."""
-    here = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return here.to(device) if is_host(device) else here.pin_memory().to(device, non_blocking=True)
+    table = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return table.to(device) if is_host(device) else table.pin_memory().to(device, non_blocking=True)
 
 
 class _Whole:

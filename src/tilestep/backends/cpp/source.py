@@ -654,7 +654,7 @@ def source(spec: KernelSpec) -> str:
         parts.append(SLICES_PRELUDE.strip())
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         parts.append(scalar_function(spec, index, scalar_pass))
-        parts += [slice_function(spec, here) for here in spec.program.slices_before(index)]
+        parts += [slice_function(spec, slice_pass) for slice_pass in spec.program.slices_before(index)]
         if tile is not None:
             parts.append(slice_function(spec, tile) if tile.view else _tile_function(spec, index, tile))
     return "\n\n".join(parts) + "\n"

@@ -239,9 +239,9 @@ class CudaSegment(Segment):
     ) -> list[tuple[Launcher, list[torch.Tensor]]]:
         tile = self.spec.program.tiles[index]
         launches = []
-        for here in (*self.spec.program.slices_before(index), tile):
-            if self.slices and here is not None and here.view is not None:
-                launches += self.slices.launches(module, here, self._tables, unscale, self.layout_index >= 0)
+        for tile_pass in (*self.spec.program.slices_before(index), tile):
+            if self.slices and tile_pass is not None and tile_pass.view is not None:
+                launches += self.slices.launches(module, tile_pass, self._tables, unscale, self.layout_index >= 0)
         if tile is None or tile.view is not None:
             return launches
         launches += self._element_launches(module, index, unscale, tables, tiles.count, strided_tiles, tiles.size)

@@ -986,9 +986,9 @@ def source(spec: KernelSpec) -> str:
     parts += random_functions(spec.draws.values()) if spec.draws else []
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         parts.append(scalar_kernel(spec, index, scalar_pass))
-        for here in (*spec.program.slices_before(index), tile):
-            if here is not None and here.view is not None:
-                parts += slice_kernels(spec, here)
+        for tile_pass in (*spec.program.slices_before(index), tile):
+            if tile_pass is not None and tile_pass.view is not None:
+                parts += slice_kernels(spec, tile_pass)
         if tile is not None and tile.view is None:
             kernel = _Kernel(spec, index, tile)
             parts += [kernel.math(), kernel.kernel(), kernel.strided_kernel()]

@@ -429,11 +429,11 @@ class Bucket:
         """Take over what other code has written to this rank's section, where that is not what the optimizer keeps."""
         if self.exact is None:
             return
-        here = self._section
+        section = self._section
         sent = self.exact.to(self.sync_dtype).to(self.dtype)
         # A NaN is what was sent of a NaN.
-        same = (sent == here) | ((sent != sent) & (here != here))
-        self.exact.copy_(torch.where(same, self.exact, here))
+        same = (sent == section) | ((sent != sent) & (section != section))
+        self.exact.copy_(torch.where(same, self.exact, section))
 
     def section_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's section of flat memory of the bucket."""
