@@ -30,15 +30,22 @@ def said(rule: str, mode: str, directory: Path) -> dict[str, Any]:
     return found
 
 
+def kernels(files: dict[str, str]) -> list[tuple[str, str]]:
+    """Kernels and launchers by name and contents: in a process whose tensors are aligned otherwise, their keys differ."""
+    return sorted((Path(name).name, contents) for name, contents in files.items())
+
+
 def test_kernels_and_their_count_are_those_of_serial_builds(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     require_assembler()
     serial, together, failing = [said("LAMB", mode, tmp_path) for mode in ("serial", "together", "failing")]
     assert any(name.endswith(".cubin") for name in serial["files"])
     assert any(name.endswith(".so") for name in serial["files"]), "launchers are built too"
-    assert together["files"] == serial["files"]
+    assert kernels(together["files"]) == kernels(serial["files"])
     assert together["count"] == together["ahead"] == serial["count"] > 0, "nothing was left to build at the launches"
-    assert failing["files"] == serial["files"] and failing["count"] == serial["count"], "built at the launches"
+    assert kernels(failing["files"]) == kernels(serial["files"]) and failing["count"] == serial["count"], (
+        "built at the launches"
+    )
 
 
 def test_unknown_tritons_one_thread_and_single_kernels_compile_at_launches(monkeypatch: pytest.MonkeyPatch) -> None:
