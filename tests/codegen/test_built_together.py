@@ -31,7 +31,7 @@ def said(rule: str, mode: str, directory: Path) -> dict[str, Any]:
 
 
 def kernels(files: dict[str, str]) -> list[tuple[str, str]]:
-    """Kernels and launchers by name and contents: in a process whose tensors are aligned otherwise, their keys differ."""
+    """Kernels and launchers by name and contents: tensors that are aligned otherwise give one another key."""
     return sorted((Path(name).name, contents) for name, contents in files.items())
 
 
