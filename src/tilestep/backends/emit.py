@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,10 +15,14 @@ _LONGEST_INLINE = 60
 
 
 class Names:
-    """Hands out distinct identifiers."""
+    """Hands out distinct identifiers; a language says which names it has for itself."""
+
+    reserved: frozenset[str] = frozenset()
+    slots = re.compile("(?!)")
+    """Names that the code around may have: of macros, constants, reductions and arrays."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._used = set(taken) | _RESERVED
+        self._used = {*taken, *_RESERVED, *self.reserved}
 
     def fresh(self, wanted: str) -> str:
         """The wanted name, with a number behind it where it is taken."""
@@ -31,17 +36,18 @@ class Names:
 
     def is_kept(self, name: str) -> bool:
         """Whether the code around has this name for itself."""
-        return False
+        return self.slots.fullmatch(name) is not None
 
     def within(self) -> Names:
         """Names for a scope inside this one."""
         return type(self)(self._used)
 
     def spelled(self, wanted: str) -> str:
-        """The wanted name as an ASCII identifier that is no keyword; Greek letters by their names."""
+        """The wanted name as an ASCII identifier that is no keyword and is not kept; Greek letters by their names."""
         base = "".join(letter if letter.isascii() else _letter_name(letter) for letter in wanted)
         base = "".join(letter if letter.isalnum() else "_" for letter in base) or "value"
-        return f"{base}_" if keyword.iskeyword(base) or base[0].isdigit() else base
+        base = f"{base}_" if keyword.iskeyword(base) or base[0].isdigit() else base
+        return f"{base}_" if self.is_kept(base) else base
 
 
 def _letter_name(letter: str) -> str:

@@ -294,15 +294,19 @@ class Graph:
         return [value.attribute for value in self.values() if value.operation == "hyper"]
 
 
-def ancestors(roots: Iterable[Value]) -> list[Value]:
-    """The roots and all they depend on, in dependency order."""
+def ancestors(roots: Iterable[Value], is_leaf: Callable[[Value], bool] = lambda value: False) -> list[Value]:
+    """The roots and all they depend on, in dependency order; of leaves, not what these depend on."""
     order: list[Value] = []
     seen: set[int] = set()
+
+    def followed(value: Value) -> tuple[Value, Iterator[Value]]:
+        return value, iter(() if is_leaf(value) else value.args)
+
     for root in roots:
         stack: list[tuple[Value, Iterator[Value]]] = []
         if id(root) not in seen:
             seen.add(id(root))
-            stack.append((root, iter(root.args)))
+            stack.append(followed(root))
         while stack:
             value, remaining = stack[-1]
             following = next((arg for arg in remaining if id(arg) not in seen), None)
@@ -311,7 +315,7 @@ def ancestors(roots: Iterable[Value]) -> list[Value]:
                 stack.pop()
             else:
                 seen.add(id(following))
-                stack.append((following, iter(following.args)))
+                stack.append(followed(following))
     return order
 
 

@@ -58,7 +58,7 @@ class TilePass:
     def values(self) -> list[Value]:
         """What this pass computes and reads, in order; leaves included, not what they depend on."""
         reduced = (reduction.args[0] for _, reduction in (*self.reductions, *self.parts))
-        return _cut([*self.stores.values(), *(value for _, value in self.kept), *reduced], self)
+        return ancestors([*self.stores.values(), *(value for _, value in self.kept), *reduced], self.leaves)
 
     def slices(self) -> list[Value]:
         """The slice-level values that this pass reads because another one keeps them."""
@@ -77,24 +77,6 @@ class TilePass:
             elif value.operation == "load" and not self.leaves(value):
                 names.append(value.attribute)
         return list(dict.fromkeys(names))
-
-
-def _cut(roots: list[Value], tile: TilePass) -> list[Value]:
-    order: list[Value] = []
-    seen: set[int] = set()
-
-    def visit(value: Value) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if not tile.leaves(value):
-            for arg in value.args:
-                visit(arg)
-        order.append(value)
-
-    for root in roots:
-        visit(root)
-    return order
 
 
 @dataclass(frozen=True)
@@ -651,18 +633,4 @@ def scalar_needs(scalar: ScalarPass) -> list[Value]:
         *(value.args[0] for _, value in scalar.across),
         *scalar.stores.values(),
     ]
-    order: list[Value] = []
-    seen: set[int] = set()
-
-    def visit(value: Value) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if value.operation not in REDUCTIONS and value.operation not in ACROSS:
-            for arg in value.args:
-                visit(arg)
-        order.append(value)
-
-    for root in roots:
-        visit(root)
-    return order
+    return ancestors(roots, lambda value: value.operation in REDUCTIONS or value.operation in ACROSS)

@@ -158,10 +158,6 @@ class Masters:
             self._sum = self._total()
             self._versions = self._versions_of(self._params)  # type: ignore[assignment]
 
-    def forget_versions(self) -> None:
-        """Both may have been written by code that loads them: what the masters keep belongs to what comes."""
-        self._sum, self._versions = None, [None] * len(self._params)
-
     @contextmanager
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
         """A block that writes parameters with their masters."""

@@ -50,17 +50,7 @@ class CppNames(Names):
         ['update', 'update_2', 'new_2', 'M_PI_', 'param_array_2', 'beta']
     """
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        super().__init__(_RESERVED.union(taken))
-
-    def is_kept(self, name: str) -> bool:
-        """Whether this is a macro's name or a reduction's."""
-        return _MACRO_OR_SLOT.fullmatch(name) is not None
-
-    def spelled(self, wanted: str) -> str:
-        """The wanted name as an identifier that no macro can be."""
-        base = super().spelled(wanted)
-        return f"{base}_" if self.is_kept(base) else base
+    reserved, slots = _RESERVED, _MACRO_OR_SLOT
 
 
 C_TYPES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ...graph import ScalarPass, TilePass, Value, scalar_needs, size_from_end
 from ...storage import BLOCK, Array, codec_of, dtype_name
@@ -464,6 +464,24 @@ def slice_kernels(spec: KernelSpec, tile: TilePass) -> list[list[str]]:
     return parts
 
 
+def _walked_to(positions: Iterable[int]) -> list[str]:
+    """Where elements lie in strided arrays: their indices, dimension by dimension from the last one, times strides."""
+    chosen = list(positions)
+    return [
+        *(f"at_{position} = index * 0" for position in chosen),
+        "dims = tl.load(layout)",
+        "for back in tl.range(0, loop_bound(dims)):",
+        "    dim = dims - 1 - back",
+        "    size = tl.maximum(tl.load(layout + 1 + dim), 1)",
+        "    coordinate = index % size",
+        "    index = index // size",
+        *(
+            f"    at_{position} += coordinate * tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
+            for position in chosen
+        ),
+    ]
+
+
 class _SliceKernel(TileMath):
     """The kernels that load and store around the math of one pass over rows and columns.
 
@@ -619,18 +637,7 @@ class _SliceKernel(TileMath):
 
     def _located(self, indent: str) -> list[str]:
         lines = [f"layout = layouts + layout_row * {self.layout_width}", "index = corner + place"]
-        lines += [f"at_{position} = index * 0" for position, _ in self.walked]
-        lines += [
-            "dims = tl.load(layout)",
-            "for back in tl.range(0, loop_bound(dims)):",
-            "    dim = dims - 1 - back",
-            "    size = tl.maximum(tl.load(layout + 1 + dim), 1)",
-            "    coordinate = index % size",
-            "    index = index // size",
-        ]
-        for position, _ in self.walked:
-            stride = f"tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
-            lines.append(f"    at_{position} += coordinate * {stride}")
+        lines += _walked_to(position for position, _ in self.walked)
         for position, array in self.used():
             lines.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
         lines += self.element_index("", f"at_{len(self.arrays)}")
@@ -953,17 +960,8 @@ class _Kernel(TileMath):
         used = [(position, array) for position, array in self.walked if array is None or array.elements == 1]
         inside = [
             *self._masks(""),
-            *(f"at_{position} = index * 0" for position, _ in used),
-            "dims = tl.load(layout)",
-            "for back in tl.range(0, loop_bound(dims)):",
-            "    dim = dims - 1 - back",
-            "    size = tl.maximum(tl.load(layout + 1 + dim), 1)",
-            "    coordinate = index % size",
-            "    index = index // size",
+            *_walked_to(position for position, _ in used),
         ]
-        for position, _ in used:
-            stride = f"tl.load(layout + {1 + MAX_DIMS * (1 + position)} + dim)"
-            inside.append(f"    at_{position} += coordinate * {stride}")
         for position, array in used:
             if array is not None:
                 inside.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")

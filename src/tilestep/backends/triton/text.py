@@ -424,17 +424,7 @@ class TritonNames(Names):
         ['update', 'update_2', 'size_2', 'SPAN_', 'start_1_', 'param_array_2']
     """
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        super().__init__(_RESERVED.union(taken))
-
-    def is_kept(self, name: str) -> bool:
-        """Whether this is a constant's name or a slot's."""
-        return _CONSTANT_OR_SLOT.fullmatch(name) is not None
-
-    def spelled(self, wanted: str) -> str:
-        """The wanted name as an identifier that is no constant of a kernel."""
-        base = super().spelled(wanted)
-        return f"{base}_" if self.is_kept(base) else base
+    reserved, slots = _RESERVED, _CONSTANT_OR_SLOT
 
 
 def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]]:
