@@ -15,7 +15,6 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -168,7 +167,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", type=int, nargs=3, help="elements, warps and tiles of a program, in place of the default"
     )
-    parser.add_argument("--out", default=os.environ.get("OUT", ""))
+    parser.add_argument("--out", default="", help="folder for formats.json")
     parser.add_argument("--peers", action="store_true", help="other libraries' optimizers too, of 219 tensors")
     parser.add_argument("--memory", action="store_true", help="peaks of memory in place of times")
     given = parser.parse_args()
