@@ -20,13 +20,13 @@ from . import native
 from .compat import DTENSOR_PARTS, addresses_equal, description, local_parts, tensor_guards, version_of
 
 
-class TensorWatch:
+class TensorFingerprint:
     """Remembers a list of tensors, and tells cheaply whether another list is the same but for numbers in it.
 
     Example:
         >>> import torch
         >>> tensors = [torch.zeros(3), torch.zeros(2, 2)]
-        >>> watch = TensorWatch(tensors)
+        >>> watch = TensorFingerprint(tensors)
         >>> watch.same_metadata(tensors), watch.same_addresses(tensors)
         (True, True)
         >>> watch.same_metadata([torch.zeros(3), torch.zeros(4)])
@@ -124,7 +124,7 @@ class FixedTensors:
         self.tensors = list(tensors)
         self._parts: list[torch.Tensor] = local_parts(self.tensors)
         self._have_parts = any(map(operator.is_not, self._parts, self.tensors))
-        self._watch = TensorWatch(self._parts)
+        self._watch = TensorFingerprint(self._parts)
         self._module: Any = None
         self._fixed: Any = None
         self.look: Callable[[int], bool] = self.are_unmoved

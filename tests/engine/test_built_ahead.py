@@ -91,10 +91,10 @@ def test_what_a_mover_brings_is_left_to_it(noted: Noted) -> None:
     (engine,) = optimizer._current()
     moved: list[int] = []
 
-    class Mover:
+    class TileStreamer:
         run = staticmethod(moved.append)
 
-    engine.segments[0].mover = Mover()  # type: ignore[assignment]
+    engine.segments[0].streamer = TileStreamer()  # type: ignore[assignment]
     optimizer.step()
     assert moved == [0] and not noted.ahead
 

@@ -159,7 +159,7 @@ def test_forward_waits_for_its_own_module_alone() -> None:
         optimizer.step()
     model(data).sum().backward()
     torch.cuda.synchronize()
-    put, late = optimizer.schedule.pending.put, torch.cuda.Event()
+    put, late = optimizer.schedule.deferred.put, torch.cuda.Event()
 
     def put_late(works: Any, **options: Any) -> None:
         # The first layer's weight and bias come first.
@@ -172,7 +172,7 @@ def test_forward_waits_for_its_own_module_alone() -> None:
         put([*works[:2], (group, held_up), *works[3:]], **options)
         late.record(optimizer.schedule.lane.stream)
 
-    optimizer.schedule.pending.put = put_late  # type: ignore[method-assign]
+    optimizer.schedule.deferred.put = put_late  # type: ignore[method-assign]
     optimizer.step()
     done = torch.cuda.Event()
     model[0](data)

@@ -148,10 +148,10 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_a_watch_sees_what_torch_sees() -> None:
-    from tilestep.tensor_watch import TensorWatch
+    from tilestep.tensor_watch import TensorFingerprint
 
     tensors = [torch.zeros(4, 2) for _ in range(200)]
-    watch = TensorWatch(tensors)
+    watch = TensorFingerprint(tensors)
     assert watch.same_metadata(tensors) and watch._known is not None, "so many are compared in C++"
     assert watch.same_addresses(tensors)
     moved = [*tensors[:-1], torch.zeros(4, 2)]

@@ -1,4 +1,4 @@
-"""Run by test_offload_steps.py under TRITON_INTERPRET=1: the Triton kernels over windows, on CPU tensors."""
+"""Run by test_offload_steps.py under TRITON_INTERPRET=1: the Triton kernels over ranges of tiles, on CPU tensors."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_too_little_memory_says_how_much_is_there(tmp_path: Path, monkeypatch: p
     assert "needs 16 MB of host memory" in message
     assert "4 MB would fit (limit of the control group): that is 25% of it" in message
     assert isinstance(raised.value, MemoryError)
-    assert type(optimizer) is tilestep.AdamW and optimizer.memory.__class__.__name__ == "StateHome"
+    assert type(optimizer) is tilestep.AdamW and optimizer.memory.__class__.__name__ == "StateMemory"
     params[0].grad = torch.ones(1_000_000)
     optimizer.step()
     limited(tmp_path, monkeypatch, system=8_000_000, group=64 << 20)

@@ -94,7 +94,7 @@ def run_late(optimizer: Any, device: Device) -> None:
         setattr(home.lanes, name, lane)
     for engine in optimizer._current():
         for segment in engine.segments:
-            for name in ("tile_window", "finish_windows"):
+            for name in ("run_tile_range", "finish_tile_ranges"):
                 before = getattr(segment, name)
                 setattr(
                     segment, name, lambda *args, run=before: device.lanes["compute"].work.append(lambda: run(*args))

@@ -148,7 +148,7 @@ def test_state_of_one_buffer_size_is_on_the_device_at_a_time() -> None:
 
 
 def test_the_gpu_s_kernels_work_window_by_window() -> None:
-    """The Triton kernels in their interpreter, against the same without windows."""
+    """The Triton kernels in their interpreter, against the same without ranges of tiles."""
     pytest.importorskip("triton", reason="Triton is not installed")
     script = Path(__file__).with_name("interpreted_windows.py")
     source = str(Path(tilestep.__file__).parents[1])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilestep.memory.copies import HostMemory
-from tilestep.memory.mirrors import Arrivals, Mirrors
+from tilestep.memory.mirrors import HostCopies, Mirrors
 
 
 class Stream:
@@ -55,16 +55,16 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
     params = [torch.nn.Parameter(torch.zeros(8)) for _ in range(8)]
     mirrors = Mirrors(HostMemory(torch.device("cpu")))
     mirrors.follow(params)
-    compute, copies = Computing(), Copies()
-    arrivals = Arrivals(copies, compute, step_bytes=20)  # type: ignore[arg-type]
+    compute, lane = Computing(), Copies()
+    copies = HostCopies(lane, compute, step_bytes=20)  # type: ignore[arg-type]
     streams, let_go = [Stream(), Stream()], dict[int, bool]()
 
     for place, param in enumerate(params):
         mirrors[param].is_taken = True
         compute.now = own = streams[place % 2]
         gradient = torch.full((8,), float(place))
-        arrivals.send(mirrors[param], gradient)
-        mark = arrivals._held[-1][1]
+        copies.send(mirrors[param], gradient)
+        mark = copies._held[-1][1]
 
         def note(place: int = place, own: Stream = own, mark: Any = mark) -> None:
             let_go[place] = mark in own.waited
@@ -73,6 +73,6 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         del gradient
     assert 0 < len(let_go) < len(params), "some are pushed out by others, some wait for the step"
     compute.now = streams[0]
-    arrivals.forget()
+    copies.forget()
     assert let_go == {place: True for place in range(len(params))}
     assert [mirrors[param].gradient[0].item() for param in params] == list(range(8))

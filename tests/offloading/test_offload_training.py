@@ -280,15 +280,15 @@ def test_the_step_does_not_wait_for_the_state_and_readers_do(monkeypatch: pytest
 def test_the_host_waits_for_the_gradients_of_a_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk: the first update runs while later gradients are on their way."""
     pair = Pair(lambda params: tilestep.AdamW(params), on_host())
-    arrivals = pair.optimizer.memory.arrivals
+    copies = pair.optimizer.memory.copies
     waited: list[int] = []
-    before = arrivals.wait
+    before = copies.wait
 
     def wait(mirrors: Any) -> None:
         waited.append(max(mirror.arrival for mirror in mirrors))
         before(mirrors)
 
-    monkeypatch.setattr(arrivals, "wait", wait)
+    monkeypatch.setattr(copies, "wait", wait)
     pair.step()
     assert waited == sorted(waited) and len(set(waited)) > 3
     pair.compare()

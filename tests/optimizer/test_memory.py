@@ -19,7 +19,7 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 import tilestep
 from tilestep import GradientError, StateError, native
 from tilestep.backends.cpp.run import CpuSegment
-from tilestep.tensor_watch import FixedTensors, TensorWatch
+from tilestep.tensor_watch import FixedTensors, TensorFingerprint
 
 Change = Callable[[torch.Tensor], Any]
 
@@ -431,7 +431,7 @@ def test_what_unchanged_means(change: str, look: str) -> None:
     """One definition, for tensors that stay the same objects and for lists of tensors."""
     tensor = torch.ones(4, 4)
     others = [torch.zeros(3), torch.zeros(2, 3, 4).transpose(0, 1), torch.zeros(()), torch.zeros(0, 2)]
-    fixed, watch = FixedTensors([*others, tensor]), TensorWatch([*others, tensor])
+    fixed, watch = FixedTensors([*others, tensor]), TensorFingerprint([*others, tensor])
     for _ in range(3):
         assert fixed.are_unmoved() and fixed.are_unmoved(threads=2)
         assert watch.unchanged([*others, tensor])
@@ -447,7 +447,7 @@ def test_what_unchanged_means(change: str, look: str) -> None:
 def test_a_subclass_is_not_what_it_looks_like(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     plain = [torch.zeros(3), torch.zeros(2, 2)]
-    watch = TensorWatch(plain)
+    watch = TensorFingerprint(plain)
     placed = [distribute_tensor(tensor, mesh, [Replicate()]) for tensor in plain]
     assert not watch.same_metadata(placed) and watch.same_metadata(plain)
     fixed = FixedTensors(placed)

@@ -109,7 +109,7 @@ def fully_sharded_updates_before_gathering() -> None:
     waiting: list[set[str]] = []
 
     def look(*_: Any) -> None:
-        waiting.append({update.group.name for update in pair.optimizer.schedule.pending.updates.values()})
+        waiting.append({update.group.name for update in pair.optimizer.schedule.deferred.updates.values()})
 
     for block in pair.overlapped.blocks:  # type: ignore[union-attr]
         block.register_forward_hook(look)

@@ -98,15 +98,15 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         bucket_cap_mb=1e-6,
     )
     places = {id(layer.weight): place for place, layer in enumerate(layers)}
-    note = optimizer.schedule.pending.note
+    note = optimizer.schedule.deferred.note
 
     def noting(group: Any, event: Any) -> None:
         updates[places[id(group.params[0])]] = event
         note(group, event)
 
     schedule: Any = optimizer.schedule
-    schedule.lane = schedule.tracker._lane = schedule.pending._lane = lane
-    schedule.pending.note = noting
+    schedule.lane = schedule.tracker._lane = schedule.deferred._lane = lane
+    schedule.deferred.note = noting
     model(torch.ones(2, 4)).sum().backward()
     assert len(optimizer.applied_groups) == 4
     lane.now = lane.others[1]

@@ -16,7 +16,7 @@ from ..devices import has_streams
 from ..errors import HostMemoryError, OffloadError
 from ..pairs import REAL_INSTEAD
 from ..placement.local import local_part
-from ..runtime.segment import Segment, Window
+from ..runtime.segment import Segment, TileRange
 
 
 def part_of(param: torch.Tensor) -> torch.Tensor:
@@ -216,10 +216,10 @@ class Chunk:
     begins: dict[str, np.ndarray] = field(default_factory=dict)
     size: int = 0  # bytes of the buffer that it takes
 
-    def window(self, memory: torch.Tensor) -> Window:
-        """The window of the chunk when it is in this buffer."""
+    def tile_range(self, memory: torch.Tensor) -> TileRange:
+        """The range of the chunk's tiles when it is in this buffer."""
         address = memory.data_ptr()
-        return Window(self.tiles, self.tensors, {name: begins + address for name, begins in self.begins.items()})
+        return TileRange(self.tiles, self.tensors, {name: begins + address for name, begins in self.begins.items()})
 
 
 def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> list[tuple[range, range]]:

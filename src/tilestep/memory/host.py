@@ -15,10 +15,10 @@ from ..errors import OffloadError
 from ..optimizer.parameters import check_not_shared, check_parameter
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
 from ..runtime.gradients import copy_to
-from ..runtime.segment import Segment, Window
+from ..runtime.segment import Segment, TileRange
 from ..side_stream import SideStream
 from .copies import HostMemory, check_device, part_of, sizes_of_chunks
-from .mirrors import Arrivals, KeptGradients, Mirror, Mirrors, check_unchanged, checksums
+from .mirrors import HostCopies, HostGradients, Mirror, Mirrors, check_unchanged, checksums
 from .offloaded import OffloadedState
 
 
@@ -35,11 +35,11 @@ class HostState(OffloadedState):
         self.mirror_memory = HostMemory(device, "copies of parameters and gradients")
         self.inward, self.outward, self.compute = SideStream(device), SideStream(device), SideStream(device, own=False)
         self.mirrors = Mirrors(self.mirror_memory)
-        self.arrivals = Arrivals(self.outward, self.compute, chunk_bytes)
+        self.copies = HostCopies(self.outward, self.compute, chunk_bytes)
         self.mirror_of: dict[int, Mirror] = {}
         self._versions = -1
         self._sums: torch.Tensor | None = None
-        self.kept = KeptGradients(self.mirrors, self.arrivals) if keeps_gradients else None
+        self.kept = HostGradients(self.mirrors, self.copies) if keeps_gradients else None
         self._entries: list[Entry] = []
         self._norm: DeviceNorm | None = None
 
@@ -71,16 +71,16 @@ class HostState(OffloadedState):
         """Buffers in ordinary host memory: nothing copies them."""
         return self.memory.like(params, dtypes)
 
-    def arrange(self, spec: KernelSpec, entry: Entry) -> None:
+    def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
         """Gradients arrive in the order of their parameters."""
         entry.ordered = True
         self._entries.append(entry)
 
-    def attend(self, segment: Segment) -> None:
+    def on_segment(self, segment: Segment) -> None:
         """Let a segment's passes wait for gradients and send parameters."""
         if not isinstance(segment, CpuSegment):
             raise OffloadError("updates on the host need a C++ compiler: install one, or take where='gpu'")
-        segment.mover = HostUpdate(self, segment)
+        segment.streamer = HostUpdate(self, segment)
 
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
@@ -88,9 +88,9 @@ class HostState(OffloadedState):
         """Send gradients to the host, without waiting; where they are going to be."""
         check_unchanged(list(self.mirrors.values()))
         self.inward.follow(self.compute.mark())
-        self.arrivals.begin()
+        self.copies.begin()
         found = [[self._sent(self.mirrors[each], own) for each, own in zip(*one)] for one in zip(params, gradients)]
-        self.arrivals.close()
+        self.copies.close()
         return found
 
     def _sent(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,18 +101,18 @@ class HostState(OffloadedState):
         mirror.sent, mirror.present = gradient, False
         if gradient is None:
             return None
-        self.arrivals.send(mirror, gradient)
+        self.copies.send(mirror, gradient)
         return mirror.gradient
 
     def drop_gradients(self) -> None:
         """Forget the gradients that are here."""
         self.mirrors.drop()
-        self.arrivals.forget()
+        self.copies.forget()
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
         """The sum of squares, computed where the gradients are: on the device while they travel, or here."""
         if self.kept is not None:
-            self.arrivals.wait(list(self.mirrors.values()))
+            self.copies.wait(list(self.mirrors.values()))
             return [source.norm() for source in sources]
         if self._norm is None:
             self._norm = DeviceNorm(self.device, self._entries)
@@ -197,13 +197,13 @@ class HostUpdate:
         width = segment.entries[0].param.element_size()
         room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
         whole = [place in strided for place in range(len(counts))]
-        self.windows = [Window(*each) for each in sizes_of_chunks(counts, whole, room)]
+        self.tile_ranges = [TileRange(*each) for each in sizes_of_chunks(counts, whole, room)]
         if not self._in_slices:
-            segment.set_windows(self.windows)
+            segment.set_tile_ranges(self.tile_ranges)
 
     def settle(self) -> None:
         """Wait for gradients; the state is here."""
-        self._home.arrivals.wait(self._mirrors)
+        self._home.copies.wait(self._mirrors)
 
     @property
     def _segment(self) -> CpuSegment:
@@ -212,27 +212,27 @@ class HostUpdate:
         return segment
 
     def run(self, index: int) -> None:
-        """Wait for a window's gradients, update it, send its parameters; then the next."""
+        """Wait for a range's gradients, update it, send its parameters; then the next."""
         segment, program = self._segment, self._segment.spec.program
         if program.tiles[index] is None and not program.slices_before(index):
             return
-        for position, window in enumerate(self.windows):
-            self._home.arrivals.wait([self._mirrors[place] for place in window.tensors])
+        for position, tile_range in enumerate(self.tile_ranges):
+            self._home.copies.wait([self._mirrors[place] for place in tile_range.tensors])
             if self._in_slices:
                 segment.tile_pass(index)
             else:
-                segment.tile_window(index, position)
+                segment.run_tile_range(index, position)
             if self._writes[index]:
-                self._send(window)
+                self._send(tile_range)
         if not self._in_slices:
-            segment.finish_windows(index)
+            segment.finish_tile_ranges(index)
 
-    def _send(self, window: Window) -> None:
+    def _send(self, tile_range: TileRange) -> None:
         tiles = self._segment.tiles
         pairs = []
-        for place in window.tensors:
-            first = max(window.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
-            stop = min((window.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
+        for place in tile_range.tensors:
+            first = max(tile_range.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
+            stop = min((tile_range.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
             mirror = self._mirrors[place]
             if stop > first and mirror.present:
                 ends = self._segment.element_at(place, first), self._segment.element_at(place, stop)

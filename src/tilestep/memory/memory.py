@@ -13,7 +13,7 @@ from ..runtime import DeviceEngine, Entry, JointNorm
 from ..runtime.segment import Segment
 
 
-class StateHome:
+class StateMemory:
     """Where the element buffers of one optimizer's state live, masters included: here, beside their parameters.
 
     Step counts, other numbers, rows, columns and matrices are always with the parameters. `offload` gives an optimizer
@@ -47,16 +47,16 @@ class StateHome:
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Before tables are built; buffers and segments of earlier ones are used no more."""
 
-    def arrange(self, spec: KernelSpec, entry: Entry) -> None:
+    def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
         """Look at an entry before segments are made of it."""
 
-    def divide(
+    def split_segments(
         self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
     ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
         """Segments to make of these, which go together as they are."""
         return parts
 
-    def attend(self, segment: Segment) -> None:
+    def on_segment(self, segment: Segment) -> None:
         """Look at a segment after it was made."""
 
     def wait(self) -> None:

@@ -194,7 +194,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
         )
 
 
-class Arrivals:
+class HostCopies:
     """Gradients on their way to the host, in one lane, in order."""
 
     def __init__(self, lane: SideStream, compute: SideStream, step_bytes: int) -> None:
@@ -283,7 +283,7 @@ def check_unchanged(mirrors: Sequence[Mirror]) -> None:
         raise Stale("parameters have changed their shape or dtype")
 
 
-class KeptGradients:
+class HostGradients:
     """Takes gradients from parameters while backward runs, without waiting for anything.
 
     Of a DTensor it is this rank's part, once whoever shards it has reduced it: FSDP2 runs hooks after that, in the
@@ -291,8 +291,8 @@ class KeptGradients:
     step, which all ranks take together.
     """
 
-    def __init__(self, mirrors: Mirrors, arrivals: Arrivals) -> None:
-        self._mirrors, self._arrivals = mirrors, arrivals
+    def __init__(self, mirrors: Mirrors, copies: HostCopies) -> None:
+        self._mirrors, self._copies = mirrors, copies
         self._hooks = GradientHooks(self)
         follow_wrappers(self)
         announce_taker(self)
@@ -317,10 +317,10 @@ class KeptGradients:
         if mirror is None or gradient is None or not mirror.takes(gradient):
             return  # the step says what is wrong with it
         if mirror.present:
-            self._arrivals.add(mirror, gradient)
+            self._copies.add(mirror, gradient)
         else:
-            self._arrivals.begin()
-            self._arrivals.send(mirror, gradient)
+            self._copies.begin()
+            self._copies.send(mirror, gradient)
         param.grad = None
 
     def holds(self, param: Any) -> bool:
@@ -362,8 +362,8 @@ class KeptGradients:
         """Parameters with their gradients on the host; the host waits for these."""
         mirrors = [self._mirrors[param] for param in params if param in self._mirrors and self._mirrors[param].present]
         if mirrors:
-            self._arrivals.close()
-            self._arrivals.wait(mirrors)
+            self._copies.close()
+            self._copies.wait(mirrors)
         return [(mirror.param, mirror.gradient) for mirror in mirrors]
 
     @contextmanager

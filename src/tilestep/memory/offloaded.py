@@ -21,10 +21,10 @@ from ..optimizer.parameters import labelled
 from ..runtime import grad_dtype
 from ..side_stream import SideStream
 from .copies import HostMemory, gigabytes, part_of
-from .memory import StateHome
+from .memory import StateMemory
 
 if TYPE_CHECKING:
-    from .mirrors import KeptGradients
+    from .mirrors import HostGradients
 
 
 _SIZE = 128 << 20
@@ -187,7 +187,7 @@ class OffloadReport:
         return "\n".join(lines)
 
 
-class OffloadedState(StateHome):
+class OffloadedState(StateMemory):
     """Where the state of an offloaded optimizer is; an optimizer has its methods while it is attached."""
 
     is_beside = False
@@ -200,7 +200,7 @@ class OffloadedState(StateHome):
 
     _owner: Callable[[], Optimizer | None]
     device: torch.device
-    kept: KeptGradients | None = None
+    kept: HostGradients | None = None
     """Gradients that are taken from the parameters while backward runs, if they are."""
 
     @property

@@ -13,7 +13,7 @@ from ..runtime import DeviceEngine, Entry
 from ..runtime.segment import Segment
 from ..side_stream import Event, SideStream
 from .copies import Chunk, HostMemory, check_device, cut_chunks, staged_view
-from .mirrors import Arrivals, KeptGradients, Mirror, Mirrors, check_unchanged
+from .mirrors import HostCopies, HostGradients, Mirror, Mirrors, check_unchanged
 from .offloaded import OffloadedState, moved_arrays, traffic_of
 
 
@@ -66,8 +66,8 @@ class StreamedState(OffloadedState):
         self._chunks = 0
         self._gradient_memory = HostMemory(device, "the gradients")
         self._mirrors = Mirrors(self._gradient_memory, has_parameters=False)
-        self._arrivals = Arrivals(self.lanes.outward, self.lanes.compute, chunk_bytes)
-        self.kept = KeptGradients(self._mirrors, self._arrivals) if keeps_gradients else None
+        self._copies = HostCopies(self.lanes.outward, self.lanes.compute, chunk_bytes)
+        self.kept = HostGradients(self._mirrors, self._copies) if keeps_gradients else None
         self._returning: set[int] = set()
         """Parts whose gradients come back for the step, by `id`: matrix operations take tensors of the device."""
 
@@ -94,7 +94,7 @@ class StreamedState(OffloadedState):
             self.kept.follow([param for _, param in params])
             self._returning.clear()
 
-    def arrange(self, spec: KernelSpec, entry: Entry) -> None:
+    def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
         """A part of a tensor is a run of bytes in all of its arrays: its gradient must have the same order."""
         entry.ordered = bool(moved_arrays(spec)) and not spec.program.slices.views
         if self.kept is None:
@@ -115,7 +115,7 @@ class StreamedState(OffloadedState):
             [(self._mirrors[param], self.kept.taken(self._mirrors[param], gradient)) for param, gradient in zip(*one)]
             for one in zip(params, gradients)
         ]
-        self._arrivals.order(self.lanes.compute)
+        self._copies.order(self.lanes.compute)
         return [[self._readable(*each) for each in one] for one in taken]
 
     def _readable(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -126,14 +126,14 @@ class StreamedState(OffloadedState):
     def drop_gradients(self) -> None:
         """Forget the gradients that are here."""
         self._mirrors.drop()
-        self._arrivals.forget()
+        self._copies.forget()
 
     def finish(self, engine: DeviceEngine) -> None:
         """The gradients are used up."""
         if self.kept is not None:
             self.drop_gradients()
 
-    def divide(
+    def split_segments(
         self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
     ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
         """Where passes work on rows, columns or other slices, a segment is what fits a buffer."""
@@ -152,7 +152,7 @@ class StreamedState(OffloadedState):
             found.append((spec, chunk))
         return found
 
-    def attend(self, segment: Segment) -> None:
+    def on_segment(self, segment: Segment) -> None:
         """Give a segment that has state on the host what moves it."""
         names = moved_arrays(segment.spec)
         if not names or not segment.tiles.count:
@@ -161,7 +161,7 @@ class StreamedState(OffloadedState):
         self._chunks += len(update.chunks)
         self.buffer_size = max(self.buffer_size, *(chunk.size for chunk in update.chunks))
         self.updates.append(update)
-        segment.mover = update
+        segment.streamer = update
 
     @property
     def host_bytes(self) -> int:
@@ -216,8 +216,8 @@ class StreamedUpdate:
         segment, self._ready = self._segment, True
         self._home.lanes.provide(self._home.buffer_size)
         if not self._in_slices:
-            windows = [chunk.window(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
-            segment.set_windows(windows)
+            tile_ranges = [chunk.tile_range(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
+            segment.set_tile_ranges(tile_ranges)
             return
         (chunk,) = self.chunks
         memory = self._buffer(0).memory
@@ -238,7 +238,7 @@ class StreamedUpdate:
         for position, chunk in enumerate(self.chunks):
             self._update(index, position, chunk)
         if not self._in_slices:
-            self._segment.finish_windows(index)
+            self._segment.finish_tile_ranges(index)
 
     def _update(self, index: int, position: int, chunk: Chunk) -> None:
         lanes, buffer = self._home.lanes, self._buffer(position)
@@ -249,7 +249,7 @@ class StreamedUpdate:
         if self._in_slices:
             self._segment.tile_pass(index)
         else:
-            self._segment.tile_window(index, position)
+            self._segment.run_tile_range(index, position)
         buffer.free = lanes.compute.mark()
         if out:
             lanes.outward.follow(buffer.free)

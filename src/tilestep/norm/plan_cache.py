@@ -11,7 +11,7 @@ import torch
 
 from ..devices import has_streams
 from ..errors import GradientError
-from ..tensor_watch import TensorWatch
+from ..tensor_watch import TensorFingerprint
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 
@@ -24,7 +24,7 @@ class Recipe:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.lock = threading.Lock()
-        self._watch = TensorWatch(tensors)
+        self._watch = TensorFingerprint(tensors)
         self._loose = [index for index, tensor in enumerate(tensors) if not _is_dense(tensor)]
         self._bytes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
         self._uploaded = False

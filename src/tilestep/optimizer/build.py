@@ -38,14 +38,14 @@ from .masters import MASTER_KEYS, Masters, check_master
 from .parameters import check_not_shared, check_pairs, check_parameter, further_rounds, labelled, listed_once
 from .plan import StepPlan
 from .states import (
-    Later,
+    BufferRequests,
     ParameterState,
     StateTemplate,
     WatchedState,
-    begin_missing,
     check_complex_states,
     check_cut_blocks,
     compute_dtype,
+    fill_buffers,
     has_begun,
     storages,
 )
@@ -94,7 +94,7 @@ def build_engines(
         divided = _divided(optimizer, by_spec, members)
         decider = Decider(device)
         made = [
-            DeviceEngine(device, home.divide(own), optimizer.param_groups, keys, decider, home.attend)
+            DeviceEngine(device, home.split_segments(own), optimizer.param_groups, keys, decider, home.on_segment)
             for own in divided.values()
         ]
         if len(made) > 1:
@@ -255,10 +255,10 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     together = begins_together(optimizer)
     every = ahead or together
     home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state, all_that_train=every)])
-    later: Later = {}
-    planned, dormant = _plan(optimizer, later, every)
-    begin_missing(later, home)
-    fresh = {id(one.state[key]) for key in MASTER_KEYS for one in later.get(key, ()) if one.source is None}
+    requests: BufferRequests = {}
+    planned, dormant = _plan(optimizer, requests, every)
+    fill_buffers(requests, home)
+    fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
     for one in unreal:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph))
@@ -306,16 +306,16 @@ def begin_at_once(optimizer: Optimizer) -> None:
     """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before any step."""
     if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
         return
-    plans, later = _Plans(optimizer), Later()
+    plans, requests = _Plans(optimizer), BufferRequests()
     planned = [
-        _planned(optimizer, plans, one, {}, later)
+        _planned(optimizer, plans, one, {}, requests)
         for one in listed_once(optimizer)
         if optimizer.rule_of(one[2]).at_once
         and not optimizer.state.get(one[3])
         and not one[3].is_meta
         and _begins(one[3], {}, all_that_train=True)
     ]
-    begin_missing(later, optimizer.memory)
+    fill_buffers(requests, optimizer.memory)
     state = _watched(optimizer)
     for one in planned:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=True)
@@ -346,8 +346,8 @@ def _forget_replaced(state: WatchedState, params: Sequence[torch.Tensor]) -> Non
             del state[param]
 
 
-def _plan(optimizer: Optimizer, later: Later, every: bool) -> tuple[list[_Planned], list[torch.Tensor]]:
-    """Every parameter with its kernels and state, of which `later` is still to be filled; and those without any."""
+def _plan(optimizer: Optimizer, requests: BufferRequests, every: bool) -> tuple[list[_Planned], list[torch.Tensor]]:
+    """Every parameter with its kernels and state, of which `requests` is still to be filled; and those without any."""
     plans, exchanges = _Plans(optimizer), Exchanges()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
@@ -357,7 +357,7 @@ def _plan(optimizer: Optimizer, later: Later, every: bool) -> tuple[list[_Planne
         if not _begins(param, state, all_that_train=every):
             dormant.append(param)
             continue
-        one = _planned(optimizer, plans, (label, group_index, group, param), known, later)
+        one = _planned(optimizer, plans, (label, group_index, group, param), known, requests)
         gathered = one.spec.program.library.scratch and not is_whole(param)
         one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states)) if gathered else None
         planned.append(one)
@@ -369,7 +369,7 @@ def _planned(
     plans: _Plans,
     labelled_param: tuple[str, int, dict[str, Any], torch.Tensor],
     known: Mapping[str, Any],
-    later: Later,
+    requests: BufferRequests,
     live: Mapping[str, Any] | None = None,
 ) -> _Planned:
     """A parameter with its kernels and state; `known` and `live` are those of `initial_state`."""
@@ -399,7 +399,7 @@ def _planned(
 
     if not is_plain or not _are_plain(known, live or {}):
         known, live = here(known), None if live is None else here(live)
-    state = template.begin(label, part, group, known, later, home, param.shape, live)
+    state = template.begin(label, part, group, known, requests, home, param.shape, live)
     return _Planned(label, group_index, param, graph, kind.spec, state, None, unreal)
 
 
@@ -433,16 +433,16 @@ def loaded_states(
 
     Where all state begins together, and the checkpoint has some, the other parameters that train get theirs too.
     """
-    plans, later = _Plans(optimizer), Later()
+    plans, requests = _Plans(optimizer), BufferRequests()
     together = begins_together(optimizer)
     begun = [one for one in listed_once(optimizer) if one[3] in saved or _begins_too(one[3], together)]
     optimizer.memory.begin([(label, param) for label, _, _, param in begun])
     chosen = [one for one in begun if saved and not one[3].is_meta]
     live = optimizer.state
-    planned = [_planned(optimizer, plans, one, saved.get(one[3], {}), later, live.get(one[3], {})) for one in chosen]
+    planned = [_planned(optimizer, plans, one, saved.get(one[3], {}), requests, live.get(one[3], {})) for one in chosen]
     absent = [
         (name, each)
-        for name, missing in later.items()
+        for name, missing in requests.items()
         if name not in MASTER_KEYS
         for each in missing
         if each.source is None
@@ -454,7 +454,7 @@ def loaded_states(
                 f"the checkpoint has no state {name!r} for {known[id(each.state)].label}: it is of another optimizer, "
                 "or of other hyperparameters"
             )
-    begin_missing(later, optimizer.memory)
+    fill_buffers(requests, optimizer.memory)
     return {
         one.param: one.state
         if type(one.param) in _PLAIN and not one.param.is_complex()
@@ -478,7 +478,7 @@ def _engines(
         if one.spec.draws:
             _count_elements(optimizer, one, entry, ordinals)
         entry.share = 1.0 if agreement is None else agreement.share(one.param)
-        optimizer.memory.arrange(one.spec, entry)
+        optimizer.memory.on_entry(one.spec, entry)
         members[id(entry)] = one.param
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)
     for by_spec in parts.values():

@@ -41,7 +41,7 @@ def note_lost(lost: list[str], what: str, _: object) -> None:
     lost.append(what)
 
 
-class KeptGradients:
+class CapturedGradRefs:
     """Gradients that were there before a capture by hand; those made inside it are memory of the graph."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class Graphs:
     captured: int = 0
     stale: str = ""
     retired: tuple[StepPlan, ...] = ()
-    kept: KeptGradients | None = None
+    kept: CapturedGradRefs | None = None
 
     def without(self, tables: StepPlan | None) -> Graphs:
         """The same after these tables are replaced."""
@@ -129,7 +129,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
 def prepare_by_hand(optimizer: Optimizer) -> None:
     """`prepare_capture` for a graph that `push` alone is going to look after."""
     tables = prepare_capture(optimizer)
-    kept = KeptGradients(tables.gradients()[0], [entry.label for entry in tables.engines[0].entries])
+    kept = CapturedGradRefs(tables.gradients()[0], [entry.label for entry in tables.engines[0].entries])
     optimizer.graphs = replace(optimizer.graphs, kept=kept)
 
 

@@ -14,7 +14,7 @@ from ..combinations import refusal
 from ..compat import fake_mode_is_active, is_capturing, opaque, step_is_ordinary, step_is_watched
 from ..control_numbers import NORM, SKIPPED
 from ..linalg import keeping_to, operations
-from ..memory.memory import StateHome
+from ..memory.memory import StateMemory
 from ..placement import LOCAL, Agreement, Placement
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
@@ -103,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
     placement: Placement = LOCAL
     """Where parameters lie, if they do not say it themselves, as DTensors do."""
 
-    memory: StateHome
+    memory: StateMemory
     """Where state lives: the object that `offload` has attached, if it has."""
 
     attached: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ class Optimizer(torch.optim.Optimizer):
         self.attached = () if self.taps is None else self.taps.attached
         self._tables: StepPlan | None = None
         self._masters: Masters | None = None
-        self.graphs, self.memory = Graphs(), StateHome()
+        self.graphs, self.memory = Graphs(), StateMemory()
         self.is_evaluating = self._ready = False
         self.workspace_limit = operations.limit
         super().__init__(params, defaults)
@@ -185,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
             self.schedule = schedule
         vars(self).update(offers or {})
 
-    def take_memory(self, memory: StateHome) -> None:
+    def take_memory(self, memory: StateMemory) -> None:
         """Move all state to another memory, with tables that know it there.
 
         Args:
@@ -774,7 +774,7 @@ class Optimizer(torch.optim.Optimizer):
         if "_rule" in state:
             self._ready = True
             self._tables = self._masters = None
-            self.memory = StateHome()
+            self.memory = StateMemory()
             self.is_evaluating = holds_averages(self)
 
 

@@ -17,7 +17,7 @@ from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
 from ..devices import is_host
 from ..errors import GradientError
-from ..memory.memory import StateHome
+from ..memory.memory import StateMemory
 from ..pairs import ComplexMembers
 from ..placement import Agreement, LocalGradients, SharedSums
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
@@ -53,7 +53,7 @@ class StepPlan:
     shared_sums: Sequence[SharedSums] = ()  # then for each engine what combines reductions over one tensor
     scans: dict[int, Scan] = field(default_factory=dict)  # for places of engines the quick look at all their tensors
     places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
-    home: StateHome = field(default_factory=StateHome)  # where the state lives
+    home: StateMemory = field(default_factory=StateMemory)  # where the state lives
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
     complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
     ahead: list[torch.Tensor] = field(default_factory=list)  # parameters whose state was made before a step needed it
@@ -80,9 +80,9 @@ class StepPlan:
         """What stands for gradients at which C++ has looked."""
         home = type(self.home)
         self.has_masters = bool(self.masters)
-        self.follows = self.has_masters or home.follow_parameters is not StateHome.follow_parameters
+        self.follows = self.has_masters or home.follow_parameters is not StateMemory.follow_parameters
         """Whether something follows what other code writes to parameters."""
-        self._home_finishes = home.finish is not StateHome.finish
+        self._home_finishes = home.finish is not StateMemory.finish
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
         self.deciders = list({engine.decider: engine for engine in self.engines}.items())
         """What decides steps on each device, with an engine there."""
@@ -91,7 +91,7 @@ class StepPlan:
         )
         """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
         sources = self.norm_sources
-        has_own_sums = home.power_sums is not StateHome.power_sums
+        has_own_sums = home.power_sums is not StateMemory.power_sums
         # No method of its own: its memory would come back when garbage is collected, and not when it is let go.
         self.power_sum: Callable[[], torch.Tensor] = (
             sources[0].norm if len(sources) == 1 and not has_own_sums else partial(_power_sum, self.home, sources)
@@ -392,7 +392,7 @@ def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
-def _power_sum(home: StateHome, sources: Sequence[DeviceEngine | JointNorm]) -> torch.Tensor:
+def _power_sum(home: StateMemory, sources: Sequence[DeviceEngine | JointNorm]) -> torch.Tensor:
     return total(home.power_sums(sources))
 
 

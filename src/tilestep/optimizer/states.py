@@ -16,7 +16,7 @@ import torch
 from ..compat import is_zero_tensor, zero_all
 from ..errors import StateError
 from ..graph import Graph, never_negative
-from ..memory.memory import StateHome
+from ..memory.memory import StateMemory
 from ..pairs import as_real
 from ..placement.local import local_part, sharded_dims
 from ..rules import Interval, Rule, State
@@ -438,7 +438,7 @@ TRAINING = "training_param"
 
 
 @dataclass
-class Missing:
+class BufferRequest:
     """A buffer that is to be made in a parameter's state."""
 
     state: dict[str, Any]  # the parameter's state
@@ -465,8 +465,8 @@ class Missing:
 
 _STEP = State(0.0, shape="scalar")
 
-Later = dict[str, list[Missing]]
-"""Missing buffers by their name."""
+BufferRequests = dict[str, list[BufferRequest]]
+"""Buffers to be made, by their name."""
 
 
 def storages(
@@ -519,8 +519,8 @@ class StateTemplate:
         param: torch.Tensor,
         group: Mapping[str, Any],
         known: Mapping[str, Any],
-        later: Later,
-        home: StateHome,
+        requests: BufferRequests,
+        home: StateMemory,
         whole: torch.Size,
         live: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
@@ -536,7 +536,7 @@ class StateTemplate:
             value = known.get(name)
             if name in self.in_blocks:
                 _add_blocks(
-                    label, name, self.formats[name], start, state, known, live, later, home, param, group, whole
+                    label, name, self.formats[name], start, state, known, live, requests, home, param, group, whole
                 )
                 continue
             if start.shape == "scalar":
@@ -549,7 +549,9 @@ class StateTemplate:
                 state[name] = value
             else:
                 state[name] = None
-                later.setdefault(name, []).append(Missing(state, start, param, group, dtypes[name], whole, value))
+                requests.setdefault(name, []).append(
+                    BufferRequest(state, start, param, group, dtypes[name], whole, value)
+                )
         others = {name: value for name, value in known.items() if name not in state}
         if others:
             own = self.own.difference([name for name, value in others.items() if not isinstance(value, torch.Tensor)])
@@ -580,8 +582,8 @@ def _add_blocks(
     state: dict[str, Any],
     known: Mapping[str, Any],
     live: Mapping[str, Any] | None,
-    later: Later,
-    home: StateHome,
+    requests: BufferRequests,
+    home: StateMemory,
     param: torch.Tensor,
     group: Mapping[str, Any],
     whole: torch.Size,
@@ -608,12 +610,12 @@ def _add_blocks(
         raise _other_shape(label, name, value, wanted)
     for place, array in enumerate(arrays):
         state[array.name] = None
-        one = Missing(state, start, param, group, array.dtype, whole, value, array.elements)
+        one = BufferRequest(state, start, param, group, array.dtype, whole, value, array.elements)
         if is_same:
             one.source = there[place]
         else:
             one.blocks, one.in_blocks = None if place else (storage, name), True
-        later.setdefault(array.name, []).append(one)
+        requests.setdefault(array.name, []).append(one)
 
 
 def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, State]:
@@ -665,19 +667,19 @@ def _begin_blocks_again(
         array.view(kind).copy_(torch.where(fresh.to(array.device), begun[key].view(kind), array.view(kind)))
 
 
-def begin_missing(later: Later, home: StateHome) -> None:
+def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
     """Make all missing buffers and let them begin.
 
     They are made name by name, so that those which a pass walks one after the other lie beside each other: a CPU's
     prefetcher runs from one into the next, which is a quarter of the time for tensors of 8,192 elements.
     """
-    elementwise = [one for missing in later.values() for one in missing if one.follows_elements]
+    elementwise = [one for missing in requests.values() for one in missing if one.follows_elements]
     made = iter(
         home.make(
             [one.param if one.elements == 1 else one.like for one in elementwise], [one.dtype for one in elementwise]
         )
     )
-    for name, missing in later.items():
+    for name, missing in requests.items():
         zeros: list[torch.Tensor] = []
         for one in missing:
             one.state[name] = buffer = next(made) if one.follows_elements else _empty(one)
@@ -690,7 +692,7 @@ def begin_missing(later: Later, home: StateHome) -> None:
             else:
                 restart(buffer, one.start, one.param, one.group)
         zero_all(zeros)
-    for one in [one for missing in later.values() for one in missing]:
+    for one in [one for missing in requests.values() for one in missing]:
         if one.blocks is not None and (one.source is not None or one.start.init != 0):
             _fill_blocks(one.state, *one.blocks, one.start, one.param, one.group, one.source)
 
@@ -760,7 +762,7 @@ def _can_stay(
     start: State,
     param: torch.Tensor,
     dtype: torch.dtype,
-    home: StateHome,
+    home: StateMemory,
     whole: torch.Size,
 ) -> bool:
     """Whether a known buffer lies as kernels want it."""
@@ -780,7 +782,7 @@ def _other_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, 
 
 
 def _lies_well(
-    value: torch.Tensor, param: torch.Tensor, home: StateHome, is_like_param: bool, *, is_at_home: bool
+    value: torch.Tensor, param: torch.Tensor, home: StateMemory, is_like_param: bool, *, is_at_home: bool
 ) -> bool:
     """Whether a buffer lies where and as kernels want it."""
     follows = value.stride() == param.stride() or not is_dense(param)
@@ -791,7 +793,7 @@ def _lies_well(
     return lives_well and lies_well and not is_lazy
 
 
-def _empty(one: Missing) -> torch.Tensor:
+def _empty(one: BufferRequest) -> torch.Tensor:
     """A new buffer of rows, columns, a matrix or numbers of blocks that is going to be written."""
     shape = shape_of(one.start, one.param, one.whole)
     if one.elements != 1:

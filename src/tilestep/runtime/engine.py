@@ -18,7 +18,7 @@ from ..devices import is_host
 from ..errors import StateError
 from ..marks import HOST_UPDATE, UPDATE, marked
 from ..norm import NormTable
-from ..tensor_watch import FixedTensors, TensorWatch
+from ..tensor_watch import FixedTensors, TensorFingerprint
 from ..threads import thread_count
 from .capturing import PREPARE, WARM_UP, GraphTables, require
 from .control import StepInputs
@@ -52,7 +52,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
         calls += [segment.scalar_call(index) for segment in running]
         if any(segment.spec.program.scalars[index].across for segment in running):
             calls.append(partial(_meet, running, index))
-        calls += [partial(segment.run_tiles if segment.mover else segment.tile_pass, index) for segment in running]
+        calls += [partial(segment.run_tiles if segment.streamer else segment.tile_pass, index) for segment in running]
         calls += [call for sums in shared for call in sums.calls(index)]
         calls += [partial(segment.library_pass, index) for segment in running if segment.matrices]
     return calls
@@ -107,8 +107,8 @@ def build_ahead(engines: Sequence[DeviceEngine], decision: StepInputs, *, norm: 
         launches: list[Launch] = []
         for segment in new:
             segment.built_ahead |= {unscales}
-            # What a mover does with a segment's tiles is its own affair.
-            launches += segment.launches(unscales) if together and segment.mover is None else []
+            # What a streamer does with a segment's tiles is its own affair.
+            launches += segment.launches(unscales) if together and segment.streamer is None else []
         if launches:
             deciding = _deciding(engine, decision, norm) if alone and len(engines) == 1 else []
             build_together([*deciding, *launches], engine.device)
@@ -179,7 +179,7 @@ class DeviceEngine:
             self._ranges.append(range(start, stop))
             start = stop
         self._params = [entry.param for entry in self.entries]
-        self._watch = TensorWatch(self._params)
+        self._watch = TensorFingerprint(self._params)
         self.states = FixedTensors([])
         """The state that tables describe: the tensors as users have them."""
         self._norm: NormTable | None = None
@@ -348,7 +348,7 @@ class DeviceEngine:
 
     def require_kernels(self, *, alone: bool = False) -> None:
         """Raise `CaptureError` if steps are not launches of kernels alone."""
-        moved = any(segment.mover is not None for segment in self.segments)
+        moved = any(segment.streamer is not None for segment in self.segments)
         require(not moved, "its state lives in host memory, and the host decides when to move it")
         if not all(segment.can_be_captured for segment in self.segments):
             on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"

@@ -14,7 +14,7 @@ import torch
 from ..compat import has_memory, is_zero_tensor, ready, resolved
 from ..errors import GradientError
 from ..graph import flat_numbers
-from ..tensor_watch import TensorWatch
+from ..tensor_watch import TensorFingerprint
 from .kernel_cache import statics_of
 from .segment import Entry, is_dense, same_walk
 
@@ -75,7 +75,7 @@ class Gradients:
         self._inactive: list[int] = []
         self._layout_known = True
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._watch = TensorWatch([])
+        self._watch = TensorFingerprint([])
         self._host = np.zeros(len(self.entries), dtype=np.int64)
         self.settled = False
         """Whether the gradients of the last step were those of the one before, all of them dense."""
@@ -133,7 +133,7 @@ class Gradients:
         self._inactive = [index for index in range(len(self.entries)) if index not in chosen]
         self._known = active
         self._empty = [position for position, gradient in enumerate(present) if gradient.numel() == 0]
-        self._watch = TensorWatch(present)
+        self._watch = TensorFingerprint(present)
         self._upload()
         return changed
 

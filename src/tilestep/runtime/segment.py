@@ -245,7 +245,7 @@ def _span(shape: Sequence[int], fine: Over | None, coarse: Over) -> tuple[int, i
 
 
 @dataclass(frozen=True)
-class Window:
+class TileRange:
     """A run of a segment's tiles, of whole tensors and of parts of tensors."""
 
     tiles: range  # the places of its tiles in the segment
@@ -253,7 +253,7 @@ class Window:
     addresses: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-class Mover(Protocol):
+class TileStreamer(Protocol):
     """What runs the tile passes of a segment whose arrays live elsewhere."""
 
     def run(self, index: int) -> None:
@@ -335,10 +335,10 @@ class Segment:
     can_be_captured = False
     """Whether its passes can go into a CUDA graph, but for what `choices` says of matrices."""
 
-    mover: Mover | None = None
+    streamer: TileStreamer | None = None
     """What brings arrays that live elsewhere to where tile passes work on them, and back."""
 
-    windows: Sequence[Window] = ()
+    tile_ranges: Sequence[TileRange] = ()
     """Runs of tiles that passes can work on one by one."""
 
     built_ahead: frozenset[bool] = frozenset()
@@ -499,28 +499,28 @@ class Segment:
         raise NotImplementedError
 
     def run_tiles(self, index: int) -> None:
-        """Run tile pass `index` where its arrays are, or as the mover brings them."""
-        if self.mover is None:
+        """Run tile pass `index` where its arrays are, or as the streamer brings them."""
+        if self.streamer is None:
             self.tile_pass(index)
         else:
-            self.mover.run(index)
+            self.streamer.run(index)
 
-    def set_windows(self, windows: Sequence[Window]) -> None:
-        """Get ready to run tile passes over elements window by window."""
+    def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
+        """Get ready to run tile passes over elements range of tiles by range of tiles."""
         raise NotImplementedError
 
-    def tile_window(self, index: int, position: int) -> None:
-        """Run tile pass `index` over the tiles of the window at this position."""
+    def run_tile_range(self, index: int, position: int) -> None:
+        """Run tile pass `index` over the tiles of the range at this position."""
         raise NotImplementedError
 
-    def finish_windows(self, index: int) -> None:
-        """After all windows: finish the reductions of tile pass `index`."""
+    def finish_tile_ranges(self, index: int) -> None:
+        """After all ranges: finish the reductions of tile pass `index`."""
         raise NotImplementedError
 
-    def window_addresses(self, window: Window) -> np.ndarray:
-        """int64[arrays][tensors of the window], where the arrays of its tensors begin while it is worked on."""
-        chosen = self.addresses[:, window.tensors.start : window.tensors.stop].copy()
-        for name, addresses in window.addresses.items():
+    def range_addresses(self, tile_range: TileRange) -> np.ndarray:
+        """int64[arrays][tensors of the range], where the arrays of its tensors begin while it is worked on."""
+        chosen = self.addresses[:, tile_range.tensors.start : tile_range.tensors.stop].copy()
+        for name, addresses in tile_range.addresses.items():
             chosen[self.array_names.index(name)] = addresses
         return chosen
 

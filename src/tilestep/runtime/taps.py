@@ -101,12 +101,12 @@ class SegmentTaps:
     @property
     def _sees_writes(self) -> bool:
         """Whether parameters are written by torch operations: of passes, or of what brings them where they live."""
-        return self.changes and (not self.by_kernels or self._segment.mover is not None)
+        return self.changes and (not self.by_kernels or self._segment.streamer is not None)
 
     def _settle(self) -> None:
         """Where statistics read arrays on the host: have them arrive there."""
-        if self.measures and self._segment.mover is not None:
-            self._segment.mover.settle()
+        if self.measures and self._segment.streamer is not None:
+            self._segment.streamer.settle()
 
     def _number(self, name: str, position: int) -> torch.Tensor:
         """A buffer's numbers, in float64 beside the parameter."""

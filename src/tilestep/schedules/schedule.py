@@ -97,7 +97,7 @@ class Schedule:
         return with_gradients or optimizer.memory.had_gradients
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Have a scaler's function unscale the gradients; see `StateHome.unscale`."""
+        """Have a scaler's function unscale the gradients; see `StateMemory.unscale`."""
         return optimizer.memory.unscale(optimizer, unscale, *args, **kwargs)
 
     def updating(self, optimizer: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ... import threads
-from ...runtime.segment import Block, Entry, Segment, SliceTables, Window
+from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ...threads import thread_count
 from ...tuning import tile_shape
 from ..spec import KernelSpec
@@ -182,24 +182,24 @@ class CpuSegment(Segment):
         if self.taps is not None:
             launch.tap_partials, launch.tap_totals = self.tap_partials.ctypes.data, self.taps.totals.data_ptr()
             launch.tap_words, launch.first_word = self.taps.words.data_ptr(), self.taps.first_word.ctypes.data
-        self.set_windows(self.windows)
+        self.set_tile_ranges(self.tile_ranges)
 
-    def set_windows(self, windows: Sequence[Window]) -> None:
-        """Make a launch record for each window."""
-        self.windows = windows
-        self._window_tables = [self._tables_of(window) for window in windows]
+    def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
+        """Make a launch record for each range of tiles."""
+        self.tile_ranges = tile_ranges
+        self._range_tables = [self._tables_of(tile_range) for tile_range in tile_ranges]
         self._window_launches = [
-            self._launch_of(window, tables) for window, tables in zip(windows, self._window_tables)
+            self._launch_of(tile_range, tables) for tile_range, tables in zip(tile_ranges, self._range_tables)
         ]
 
-    def _tables_of(self, window: Window) -> dict[str, np.ndarray]:
-        """The tables of a window's launch, in which its tiles and tensors count from its first ones."""
-        tiles = slice(window.tiles.start, window.tiles.stop)
-        tensors = slice(window.tensors.start, window.tensors.stop)
+    def _tables_of(self, tile_range: TileRange) -> dict[str, np.ndarray]:
+        """The tables of a range's launch, in which its tiles and tensors count from its first ones."""
+        tiles = slice(tile_range.tiles.start, tile_range.tiles.stop)
+        tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
         return {
-            "tile_tensor": self.tiles.tile_tensor[tiles] - np.int32(window.tensors.start),
-            "first_tile": self.tiles.first_tile[tensors] - window.tiles.start,
-            "addresses": self.window_addresses(window),
+            "tile_tensor": self.tiles.tile_tensor[tiles] - np.int32(tile_range.tensors.start),
+            "first_tile": self.tiles.first_tile[tensors] - tile_range.tiles.start,
+            "addresses": self.range_addresses(tile_range),
             "numel": self.tiles.numel[tensors],
             "columns": self.columns[tensors],
             "layout_index": self.layout_index[tensors],
@@ -210,29 +210,29 @@ class CpuSegment(Segment):
             **({"tap_partials": self.tap_partials[tiles]} if self._measuring else {}),
         }
 
-    def _launch_of(self, window: Window, tables: Mapping[str, np.ndarray]) -> Launch:
+    def _launch_of(self, tile_range: TileRange, tables: Mapping[str, np.ndarray]) -> Launch:
         launch = Launch.from_buffer_copy(self._launch)
-        launch.tensors, launch.tiles = len(window.tensors), len(window.tiles)
+        launch.tensors, launch.tiles = len(tile_range.tensors), len(tile_range.tiles)
         for name, array in tables.items():
             setattr(launch, name, array.ctypes.data)
         for name in ("grads", "step", "sums"):
-            setattr(launch, name, getattr(self, name)[window.tensors.start :].data_ptr())
+            setattr(launch, name, getattr(self, name)[tile_range.tensors.start :].data_ptr())
         if self.taps is not None:
-            launch.tap_totals = self.taps.totals[window.tensors.start :].data_ptr()
+            launch.tap_totals = self.taps.totals[tile_range.tensors.start :].data_ptr()
         return launch
 
-    def tile_window(self, index: int, position: int) -> None:
-        """Run tile pass `index` over a window's tiles.
+    def run_tile_range(self, index: int, position: int) -> None:
+        """Run tile pass `index` over a range of tiles.
 
-        Reductions over a tensor are finished over all of its tiles: the last window that has some of them is right.
+        Reductions over a tensor are finished over all of its tiles: the last range that has some of them is right.
         """
         launch = self._window_launches[position]
         launch.threads = thread_count()
         for function, _ in self._passes[index]:
             function(ctypes.byref(launch))
 
-    def finish_windows(self, index: int) -> None:
-        """The windows have done it."""
+    def finish_tile_ranges(self, index: int) -> None:
+        """The ranges have done it."""
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         """The slot's array, and where each tensor's slices begin."""

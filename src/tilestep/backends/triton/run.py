@@ -16,7 +16,7 @@ from ...runtime.capturing import WARM_UP, require
 from ...runtime.control import StepInputs
 from ...runtime.gradients import copy_to
 from ...runtime.limits import StepLimit
-from ...runtime.segment import Entry, Segment, Tiles, Window, cut_tiles
+from ...runtime.segment import Entry, Segment, TileRange, Tiles, cut_tiles
 from ...runtime.taps import chunks_of
 from ...tuning import tile_shape
 from ..spec import KernelSpec
@@ -26,12 +26,12 @@ from .launch import EXACT, Launch, Launcher, build_together, load_module, prepar
 from .slices import CudaSlices
 
 
-def window_tables(
-    segment: Segment, window: Window, tables: Mapping[str, torch.Tensor]
+def range_tables(
+    segment: Segment, tile_range: TileRange, tables: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """What launches over a window's tiles read and write."""
-    begin, first = window.tiles.start, window.tensors.start
-    tiles, tensors = slice(begin, window.tiles.stop), slice(first, window.tensors.stop)
+    """What launches over a range of tiles read and write."""
+    begin, first = tile_range.tiles.start, tile_range.tensors.start
+    tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
     owner = segment.tiles.tile_tensor[tiles]
     listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
     found = dict(tables)
@@ -48,7 +48,7 @@ def window_tables(
 
     found["tile_tensor"] = own(owner - np.int32(first))
     found["first_tile"] = own(segment.tiles.first_tile[tensors] - begin)
-    found["addresses"] = own(segment.window_addresses(window).T)
+    found["addresses"] = own(segment.range_addresses(tile_range).T)
     if len(listed):
         found["tile_list"] = own(listed)
     return found, len(listed)
@@ -165,11 +165,11 @@ class CudaSegment(Segment):
     def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
         """The tables, tiles and strided tiles of passes that measure; what combines their partials is made with them.
 
-        Sums that the update itself needs, and windows, keep the tiles of the other passes.
+        Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
         """
         assert self.taps is not None
         spans = min(max(self.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
-        spans = 1 if self.spec.reduction_count or self.windows else spans
+        spans = 1 if self.spec.reduction_count or self.tile_ranges else spans
         if spans not in self._cuts:
             cut = cut_tiles(self.tiles.numel.tolist(), self.tiles.size * spans)
             size = max(cut.count, 1) * len(self.taps.columns)
@@ -320,21 +320,21 @@ class CudaSegment(Segment):
         self._strided_tiles = len(listed)
         if len(listed):
             self._tables["tile_list"] = self._table(listed)
-        self.set_windows(self.windows)
+        self.set_tile_ranges(self.tile_ranges)
 
-    def set_windows(self, windows: Sequence[Window]) -> None:
-        """Make the tables of each window; its launches are prepared at their first use."""
-        self.windows = windows
+    def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
+        """Make the tables of each range; its launches are prepared at their first use."""
+        self.tile_ranges = tile_ranges
         self._launches()
-        self._window_tables = [window_tables(self, window, self._tables) for window in windows]
+        self._range_tables = [range_tables(self, tile_range, self._tables) for tile_range in tile_ranges]
         self._window_launches: dict[tuple[int, int, bool, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
 
-    def tile_window(self, index: int, position: int) -> None:
-        """Launch tile pass `index` over a window's tiles."""
+    def run_tile_range(self, index: int, position: int) -> None:
+        """Launch tile pass `index` over a range of tiles."""
         key = (index, position, self.unscales, self.measures)
         if key not in self._window_launches:
-            tables, strided = self._window_tables[position]
-            tiles = len(self.windows[position].tiles)
+            tables, strided = self._range_tables[position]
+            tiles = len(self.tile_ranges[position].tiles)
             module = _module(self.spec.measuring if self.measures else self.spec)
             self._window_launches[key] = self._element_launches(
                 module, index, self.unscales, tables, tiles, strided, self.shape.span
@@ -342,8 +342,8 @@ class CudaSegment(Segment):
         for launcher, arguments in self._window_launches[key]:
             launcher(*arguments)
 
-    def finish_windows(self, index: int) -> None:
-        """Launch what adds up the tiles of all windows, for each tensor."""
+    def finish_tile_ranges(self, index: int) -> None:
+        """Launch what adds up the tiles of all ranges, for each tensor."""
         tile = self.spec.program.tiles[index]
         if tile is not None and tile.reductions:
             launcher, arguments = self._tile[self.unscales, self.measures][index][-1]

@@ -27,8 +27,8 @@ from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
 from ...side_stream import SideStream
 from ..schedule import Schedule
+from .deferred import DeferredUpdates
 from .groups import Group, Grouping, divide
-from .pending import Pending
 from .tracker import BackwardTracker, CommHook, EarlyNorms, follow_buckets, scale_error, wrappers
 
 TRIED = ("serial", "forward")
@@ -202,7 +202,7 @@ class OverlapSchedule(Schedule):
             for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.tracker.holds)]):
                 self.follow_wrapper(wrapper)
         self.norms, self._early_norm = EarlyNorms(), early_norm
-        self.pending = Pending(model, lambda: self.grouping, self.lane)
+        self.deferred = DeferredUpdates(model, lambda: self.grouping, self.lane)
         self.tracker.watch(self.elsewhere)
 
     @property
@@ -218,7 +218,7 @@ class OverlapSchedule(Schedule):
 
     def settle(self) -> None:
         """Let what comes next see all updates."""
-        if self.pending.is_pending:
+        if self.deferred.is_pending:
             self.synchronize()
 
     @property
@@ -281,7 +281,7 @@ class OverlapSchedule(Schedule):
     @contextmanager
     def making_tables(self) -> Iterator[None]:
         """A block in which no update runs, with the groups that there are now."""
-        self.pending.complete()
+        self.deferred.complete()
         with self.lane.left():
             if not self.grouping.knows(self._optimizer):
                 self.grouping = divide(self._optimizer, self.model, self._bucket_bytes)
@@ -302,7 +302,7 @@ class OverlapSchedule(Schedule):
         Only needed before tensors are read that are not looked up in a module of the model: parameters in a list of
         one's own or in `param_groups`, and what was taken out of `optimizer.state` before.
         """
-        self.pending.complete()
+        self.deferred.complete()
         self.lane.join()
 
     def step(self, plain: Callable[[], None]) -> None:
@@ -349,7 +349,7 @@ class OverlapSchedule(Schedule):
 
     def _step_later(self) -> None:
         """Decide the step, and let its updates wait until they are needed."""
-        self.pending.complete()
+        self.deferred.complete()
         self.lane.join()
         optimizer = self._optimizer
         with self.lane.after():
@@ -365,7 +365,7 @@ class OverlapSchedule(Schedule):
             self.norms.forget()
             measures = optimizer.taps is not None and optimizer.taps.begin(tables.engines) and optimizer.taps.measures
             self._count_versions(tables)
-            groups = self.pending.order(self.grouping.groups)
+            groups = self.deferred.order(self.grouping.groups)
             held = {group: self._take_gradients(group) for group in groups}
             tables.release()
             self._had_gradients = any(held.values())
@@ -378,13 +378,13 @@ class OverlapSchedule(Schedule):
             self.lane.keep(*map(ready, local_parts(taken)))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
             with torch.no_grad():
-                self.pending.put(works, at_once=measures)
+                self.deferred.put(works, at_once=measures)
             if optimizer.taps is not None:
                 optimizer.taps.finish()
         current = self.lane.current()
         if current is not None and decided is not None:
             current.wait_event(decided)
-        self.pending.settle()
+        self.deferred.settle()
 
     def _warn_of_ranks(self) -> None:
         """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""

@@ -103,7 +103,7 @@ class Overlapped(Protocol):
     grouping: Any
     model: nn.Module
     norms: Any
-    pending: Any
+    deferred: Any
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -213,8 +213,8 @@ class BackwardTracker(Accumulating):
             with torch.no_grad():
                 self.arrived(param)
             return
-        if self._schedule.pending.updates:
-            self._schedule.pending.complete()
+        if self._schedule.deferred.updates:
+            self._schedule.deferred.complete()
         if not (self.syncing and self._updates):
             return
         current = backward_pass()
@@ -268,7 +268,7 @@ class BackwardTracker(Accumulating):
     @gradientless
     def reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
         """Note gradients that are complete when a collective has run."""
-        self._schedule.pending.complete()
+        self._schedule.deferred.complete()
         if not self.syncing or not self._updates:
             return
         self._note_pass(backward_pass())
@@ -381,7 +381,7 @@ class BackwardTracker(Accumulating):
         with lane.after(*streams):
             self._run(group)
             event = lane.mark()
-        self._schedule.pending.note(group, event)
+        self._schedule.deferred.note(group, event)
         gradients = self._note_updated(group)
         if self._on_two_streams(group, streams):
             lane.keep(*map(ready, local_parts(gradients)))
@@ -492,7 +492,7 @@ class BackwardTracker(Accumulating):
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
         self._let_go()
-        self._schedule.pending.joined()
+        self._schedule.deferred.joined()
         self._scaled_losses = count_scaled_losses()
         self._begin()
         if self._readiness and not self._readiness[0].is_native and self._new_readiness().is_native:

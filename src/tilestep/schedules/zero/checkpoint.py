@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from ...compat import checkpoint_types, is_copy, is_empty_like, load_hooks, wrapper_tensor
 from ...errors import StateError
-from ...memory.memory import StateHome
+from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
 from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value
@@ -26,7 +26,7 @@ from ...optimizer.control import with_limits
 from ...optimizer.groups import OWN_KEYS
 from ...optimizer.masters import MASTER_KEYS
 from ...optimizer.parameters import labelled
-from ...optimizer.states import TRAINING, StateTemplate, begin_missing, storages
+from ...optimizer.states import TRAINING, StateTemplate, fill_buffers, storages
 from ...rules import Rule
 from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
 from .buckets import Box, boxes, memory_order
@@ -236,11 +236,11 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     rule = optimizer.rule_of(group)
     like = torch.empty_like(member.param, device="meta")
     graph = graph_of(rule, group, like.shape)
-    later: Any = {}
+    requests: Any = {}
     formats = storages(like, group, graph, rule, label=f"({member.name})" if group.get("param_names") else "")
     template = StateTemplate(like, group, graph, rule, formats)
-    state = template.begin(member.name, like, group, {}, later, StateHome(), like.shape)
-    begin_missing(later, StateHome())
+    state = template.begin(member.name, like, group, {}, requests, StateMemory(), like.shape)
+    fill_buffers(requests, StateMemory())
     return {
         name: ShardedTensorPiece.alone(None, tuple(value.shape), member, sharding.ranks, value.dtype)
         for name, value in state.items()

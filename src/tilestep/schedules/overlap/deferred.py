@@ -42,7 +42,7 @@ class _Update:
         return self._event.query()
 
 
-class Pending:
+class DeferredUpdates:
     """The updates of the last step.
 
     On a GPU they have been launched on the lane, in the order in which forward needs them, and who needs one waits for
