@@ -95,7 +95,7 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
     try:
         with forced_shape(default_shape(None, "cuda")):  # type: ignore[arg-type]
             optimizer = tilestep.Optimizer(parameters, rule, max_grad_norm=MAX_GRAD_NORM)
-            (engine,) = optimizer.fitting_tables(ahead=True).engines
+            (engine,) = optimizer.fitting_plan(ahead=True).engines
     finally:
         registry.segment_class = chosen
     norm = TritonNorm(torch.device("cpu"), [each.numel() for each in parameters], [dtype] * len(parameters))

@@ -58,7 +58,7 @@ def optimizer_of(layers: int, dtype: torch.dtype) -> tilestep.Optimizer:
 
 def report(optimizer: tilestep.Optimizer, copy: float) -> float:
     """Print the time of every launch of a step; their sum."""
-    [engine] = optimizer._tables.engines
+    [engine] = optimizer.plan.engines
     [segment] = engine.segments
     elements = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     traffic = {

@@ -33,7 +33,7 @@ def measure(device: torch.device, count: int, options: dict[str, Any]) -> dict[s
     optimizer = tilestep.AdamW(params, lr=1e-5, **options)  # type: ignore[attr-defined]
     for _ in range(6):
         optimizer.step()
-    states = [engine.states for engine in optimizer.tables.engines]
+    states = [engine.states for engine in optimizer.plan.engines]
     looks = [each.look for each in states]
     flush = torch.zeros(16 << 20)
     times: dict[bool, list[float]] = {True: [], False: []}

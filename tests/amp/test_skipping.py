@@ -59,7 +59,7 @@ def steps_as_if_skipped_ones_had_never_been(
     optimizer = make(rule, params, skip_nonfinite=True, **options)
     twin = make(rule, twins, **options)
     # So that there is state to compare before the first step.
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     for step in range(4):
         give(params, 1.0, step)
         if step in (0, 2):

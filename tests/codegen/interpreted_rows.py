@@ -45,7 +45,7 @@ def launches(shapes: list[Shape]) -> int:
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    [engine] = optimizer._tables.engines
+    [engine] = optimizer.plan.engines
     return sum(len(list(segment._step_launches(False))) for segment in engine.segments)
 
 

@@ -43,7 +43,7 @@ def step(rule: Rule, param: torch.Tensor, grad: torch.Tensor, states: dict[str, 
     """New parameter and states by one step of the generated kernel."""
     weight = torch.nn.Parameter(param.clone())
     optimizer = tilestep.Optimizer([weight], rule, **hyper)
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     kept = optimizer.state[weight]
     for name, value in states.items():
         if name in kept:

@@ -22,7 +22,7 @@ def converted(wide: torch.Tensor, low: torch.Tensor) -> tuple[torch.Tensor, torc
     """Float32 numbers rounded to the type of `low`, and `low` widened to float32."""
     weight = torch.nn.Parameter(torch.zeros_like(low))
     optimizer = tilestep.Optimizer([weight], convert, master_weights=True)
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     optimizer.state[weight]["wide"].copy_(wide)
     weight.grad = low
     optimizer.step()
@@ -72,7 +72,7 @@ def test_plain_low_precision_state_is_rounded_the_same(dtype: torch.dtype) -> No
     param, grad, mean = (torch.randn(5000, generator=generator).to(dtype) for _ in range(3))
     weight = torch.nn.Parameter(param.clone())
     optimizer = tilestep.Optimizer([weight], tenth)
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     optimizer.state[weight]["mean"].copy_(mean)
     weight.grad = grad
     optimizer.step()

@@ -70,7 +70,7 @@ def test_an_element_s_place_changes_nothing(rule: str, dtype: torch.dtype) -> No
 def test_programs_with_sums_keep_their_lanes(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "wide_vectors", lambda: ("-DWIDE",))
     optimizer = tilestep.Optimizer([torch.zeros(8, 8, requires_grad=True)], rule)
-    optimizer.fitting_tables(ahead=True)
-    assert optimizer._tables is not None
-    (segment,) = optimizer._tables.engines[0].segments
+    optimizer.fitting_plan(ahead=True)
+    assert optimizer.plan is not None
+    (segment,) = optimizer.plan.engines[0].segments
     assert run._flags(segment.spec) == (() if rule in WITH_SUMS else ("-DWIDE",))

@@ -40,7 +40,7 @@ import tilestep
 def test_every_rule_replays_its_steps_to_the_bit(name: str) -> None:
     optimizer = getattr(tilestep, name)(make(shapes=[(5, 3)]))
     # Triton's interpreter takes seconds to reduce over a tensor.
-    reduces = any(segment.spec.reduction_count for segment in optimizer.fitting_tables(ahead=True).engines[0].segments)
+    reduces = any(segment.spec.reduction_count for segment in optimizer.fitting_plan(ahead=True).engines[0].segments)
     shapes = [(5, 3)] if reduces else [(5, 3), (4, 6)] if name in ("Muon", "SOAP") else SHAPES
     runs = []
     for graphed in (True, False):

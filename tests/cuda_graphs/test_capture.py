@@ -46,7 +46,7 @@ def test_capture_on_the_cpu_is_refused() -> None:
 
 def test_without_triton_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = tilestep.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
-    engine = optimizer.fitting_tables(ahead=True).engines[0]
+    engine = optimizer.fitting_plan(ahead=True).engines[0]
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
     with pytest.raises(tilestep.CaptureError, match="without Triton its steps are operations"):
         engine.require_kernels()

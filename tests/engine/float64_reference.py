@@ -86,7 +86,7 @@ class Run:
         ]
         self.optimizer = tilestep.Optimizer(groups, rule, master_weights=master, **hyper)
         # The first step is compared with the rule too, from the buffers that it begins with.
-        self.optimizer.fitting_tables(ahead=True)
+        self.optimizer.fitting_plan(ahead=True)
 
     def set_gradients(self) -> None:
         for (_, label), param in self.params.items():

@@ -236,7 +236,7 @@ def test_small_chunks_give_the_same_numbers() -> None:
     finally:
         tilestep.limit_workspace(before)
     train([(ours, mine), (tilestep.Muon(theirs, lr=0.02), theirs)], range(4))
-    matrices = ours._tables.engines[0].segments[0].matrices
+    matrices = ours.plan.engines[0].segments[0].matrices
     assert [batch.chunk for batch in matrices.batches] == [2, 2]
     assert_near(mine, theirs, 0.1)
 
@@ -269,7 +269,7 @@ def test_without_a_compiler_the_rule_itself_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine, "build_segment", lambda device, *arguments: EagerSegment(*arguments))
     ours = tilestep.Muon(mine, lr=0.02)
     train([(ours, mine), (torch.optim.Muon(theirs, lr=0.02), theirs)], range(4))
-    assert isinstance(ours._tables.engines[0].segments[0], EagerSegment)
+    assert isinstance(ours.plan.engines[0].segments[0], EagerSegment)
     assert_near(mine, theirs, 0.1)
 
 

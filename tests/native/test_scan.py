@@ -90,7 +90,7 @@ def test_every_change_is_seen(change: Callable[..., None]) -> None:
     for _ in range(3):
         ours.step()
         torchs.step()
-    assert ours._tables is not None and ours._tables.scan is not None, "steady steps are scanned"
+    assert ours.plan is not None and ours.plan.scan is not None, "steady steps are scanned"
     for after in (change, fresh, keep):
         after(mine, theirs)
         for _ in range(3):

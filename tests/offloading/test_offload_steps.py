@@ -105,7 +105,7 @@ def test_any_layout_follows_float64(layout: str, home: Homes) -> None:
 def test_tiny_chunks_cut_tensors() -> None:
     pair = Pair(tilestep.AdamW, streamed())
     [update] = pair.optimizer.memory.updates
-    [segment] = pair.optimizer._tables.engines[0].segments
+    [segment] = pair.optimizer.plan.engines[0].segments
     assert len(update.chunks) == segment.tiles.count > len(SHAPES)
     assert sum(len(chunk.tiles) for chunk in update.chunks) == segment.tiles.count
 
@@ -134,7 +134,7 @@ def test_only_what_a_pass_touches_is_moved() -> None:
 def test_parameters_that_kernels_walk_by_coordinates_stay_whole() -> None:
     wide = torch.nn.Parameter(torch.zeros(300, 400)[:, ::2])
     optimizer = streamed()(tilestep.AdamW([wide]))
-    [segment] = optimizer._tables.engines[0].segments
+    [segment] = optimizer.plan.engines[0].segments
     assert segment.tiles.count > 1
     assert len(cut_chunks(segment, moved_arrays(segment.spec), TILE)) == 1
 

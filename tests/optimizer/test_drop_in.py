@@ -64,7 +64,7 @@ def test_a_number_of_numpy_set_later_builds_nothing_anew() -> None:
         set_gradients(params, others, step=step)
         mine.step()
         theirs.step()
-        tables.add(id(mine._tables))
+        tables.add(id(mine.plan))
     for left, right in zip(params, others, strict=True):
         torch.testing.assert_close(left, right)
     assert len(tables) == 1
@@ -421,7 +421,7 @@ def test_train_and_eval_touch_nothing_where_no_rule_keeps_averages(monkeypatch: 
     def looked(*_: Any) -> None:
         raise AssertionError("every parameter was looked at")
 
-    for name in ("hold_averages", "hold_training_weights", "holds_averages"):
+    for name in ("swap_in_averages", "swap_out_averages", "holds_averages"):
         monkeypatch.setattr(module, name, looked)
     optimizer.eval()
     optimizer.step()

@@ -127,7 +127,7 @@ def test_a_parameter_without_a_gradient_is_in_no_graph_that_would_leave_it_out()
     set_gradients(params[:1])
     optimizer.step()
     assert set(optimizer.state) == {params[0]}
-    assert optimizer.fitting_tables(ahead=True).engines[0].params == params
+    assert optimizer.fitting_plan(ahead=True).engines[0].params == params
     assert optimizer.state_dict()["state"].keys() == {0, 1}
     params[1].data.fill_(7.0)
     set_gradients(params)
@@ -155,7 +155,7 @@ def test_state_that_was_made_ahead_begins_with_the_first_step(reads: bool) -> No
     optimizer, reference = RULES["lookahead"](late), RULES["lookahead"](early)
     if reads:
         # As for a capture.
-        optimizer.fitting_tables(ahead=True)
+        optimizer.fitting_plan(ahead=True)
         assert optimizer.state
     with torch.no_grad():
         for param, other in zip(late, early):
@@ -167,7 +167,7 @@ def test_state_that_was_made_ahead_begins_with_the_first_step(reads: bool) -> No
 def test_numbers_that_were_made_ahead_begin_in_their_own_precision() -> None:
     late, early = make_params(dtype=torch.float64), make_params(dtype=torch.float64)
     optimizer, reference = tilestep.Prodigy(late), tilestep.Prodigy(early)
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     train([(optimizer, late), (reference, early)], range(4))
     assert all(map(torch.equal, late, early))
     for param, other in zip(late, early):
@@ -177,7 +177,7 @@ def test_numbers_that_were_made_ahead_begin_in_their_own_precision() -> None:
 def test_parameters_that_are_replaced_before_a_step_leave_nothing_behind() -> None:
     params = make_params()
     optimizer = tilestep.AdamW(params)
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     others = twins(params)
     optimizer.param_groups[0]["params"] = list(others)
     gone = [weakref.ref(param) for param in params]

@@ -109,10 +109,10 @@ def test_nothing_is_built_while_a_function_moves() -> None:
         params, lr=schedule.warmup_cosine(0.1, 2, 9), betas=(lambda step: 1 - 1 / (step + 1), 0.99)
     )
     train([(optimizer, params)], range(1))
-    compiled, tables = tilestep.compile_count(), optimizer._tables
+    compiled, tables = tilestep.compile_count(), optimizer.plan
     train([(optimizer, params)], range(1, 9))
     assert tilestep.compile_count() == compiled
-    assert optimizer._tables is tables
+    assert optimizer.plan is tables
 
 
 @pytest.mark.parametrize(("name", "nesterov"), [("SGD", False), ("SGD", True), ("RMSprop", None)])
@@ -289,7 +289,7 @@ def test_cycling_momentum_builds_nothing_and_equals_torch(name: str) -> None:
     ours, torchs = getattr(tilestep, kind)(mine, **arguments), getattr(torch.optim, kind)(theirs, **arguments)
     schedulers = [make(ours), make(torchs)]
     train([(ours, mine), (torchs, theirs)], range(1))
-    compiled, tables = tilestep.compile_count(), ours._tables
+    compiled, tables = tilestep.compile_count(), ours.plan
     seen = set()
     for step in range(1, STEPS):
         for scheduler in schedulers:
@@ -298,7 +298,7 @@ def test_cycling_momentum_builds_nothing_and_equals_torch(name: str) -> None:
         seen.add(group["betas"][0] if "betas" in group else group["momentum"])
         train([(ours, mine), (torchs, theirs)], range(step, step + 1))
     assert len(seen) > 4, "the scheduler did not cycle the momentum"
-    assert tilestep.compile_count() == compiled and ours._tables is tables
+    assert tilestep.compile_count() == compiled and ours.plan is tables
     assert_close(mine, theirs, rtol=1e-4)
 
 

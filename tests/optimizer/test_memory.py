@@ -340,8 +340,8 @@ def test_nothing_holds_gradients_after_a_step_that_failed() -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("broken")
 
-    assert optimizer._tables is not None
-    optimizer._tables.calls_of((0,))[:] = [broken]
+    assert optimizer.plan is not None
+    optimizer.plan.calls_of((0,))[:] = [broken]
     set_gradients(params)
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.step()

@@ -33,7 +33,7 @@ def train(optimizer: Any, params: dict[str, Any], steps: range) -> None:
 
 
 def kept(optimizer: Any, params: dict[str, Any], name: str) -> list[torch.dtype]:
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     return [optimizer.state[params[name]][state].dtype for state in ("exp_avg", "exp_avg_sq")]
 
 
@@ -115,7 +115,7 @@ def test_a_group_decides_for_itself_and_may_change() -> None:
         {"params": [("other", torch.nn.Parameter(torch.ones(64, 64)))], "state_dtype": {"exp_avg": FLOAT16}}
     )
     (other,) = optimizer.param_groups[1]["params"]
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     assert optimizer.state[other]["exp_avg"].dtype is FLOAT16
     train(optimizer, params, range(2))
     values = optimizer.state[params["layer.weight"]]["exp_avg"].clone()
@@ -131,7 +131,7 @@ def test_averages_and_what_a_rule_declares_stay_as_they_are() -> None:
     rule = tilestep.ema(tilestep.registry["SGD"], 0.9)
     weight = torch.nn.Parameter(torch.randn(80, 64))
     optimizer = tilestep.Optimizer([weight], rule, lr=0.1, momentum=0.9, state_dtype=BFLOAT16)
-    optimizer.fitting_tables(ahead=True)
+    optimizer.fitting_plan(ahead=True)
     dtypes = {name: state.dtype for name, state in optimizer.state[weight].items() if state.dim()}
     assert dtypes["momentum_buffer"] is BFLOAT16
     assert {dtype for name, dtype in dtypes.items() if name != "momentum_buffer"} == {FLOAT32}

@@ -186,7 +186,7 @@ def is_looked_at_in_cpp() -> None:
             versions = weight._version
             optimizer.step()
             expected.step()
-            assert (optimizer._tables.scan is None) == (step in (0, 3, 5)), (layout, step)
+            assert (optimizer.plan.scan is None) == (step in (0, 3, 5)), (layout, step)
             assert weight._version > versions
             assert_same(net, reference, atol=1e-5, rtol=1e-4)
             optimizer.zero_grad()

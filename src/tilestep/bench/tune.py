@@ -74,12 +74,12 @@ def has_matrix_work(optimizer: Optimizer) -> bool:
     >>> has_matrix_work(Optimizer([torch.zeros(2, 2, requires_grad=True)], "SGD"))
     False
     """
-    engines = optimizer.fitting_tables(ahead=True).engines
+    engines = optimizer.fitting_plan(ahead=True).engines
     return any(segment.spec.program.library.passes for engine in engines for segment in engine.segments)
 
 
 def _spec(optimizer: Optimizer) -> KernelSpec:
-    return optimizer.fitting_tables(ahead=True).engines[0].segments[0].spec
+    return optimizer.fitting_plan(ahead=True).engines[0].segments[0].spec
 
 
 def tiled_rules() -> list[Rule]:

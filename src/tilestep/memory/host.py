@@ -58,7 +58,7 @@ class HostState(OffloadedState):
             self._versions, self._sums = -1, None
         if self.kept is not None:
             self.kept.follow([param for _, param in params])
-        self.follow_parameters()
+        self.sync_masters()
         self.mirror_of = {id(mirror.host): mirror for mirror in self.mirrors.values()}
         self._entries, self._norm = [], None
 
@@ -118,7 +118,7 @@ class HostState(OffloadedState):
             self._norm = DeviceNorm(self.device, self._entries)
         return [self._norm.launch([self.mirror_of[id(entry.param)].sent for entry in self._norm.entries])]
 
-    def follow_parameters(self) -> None:
+    def sync_masters(self) -> None:
         """Copy parameters that other code has written to; through `param.data` their sums tell of it, not versions."""
         if self.mirrors.versions() == self._versions and self._holds_sums():
             return

@@ -82,7 +82,7 @@ class StateMemory:
         """Sums of squares of this step's gradients, float64[1] each on any device, not waited for."""
         return [source.norm() for source in sources]
 
-    def follow_parameters(self) -> None:
+    def sync_masters(self) -> None:
         """Before a step: take over what other code has written to the parameters."""
 
     def note_parameters(self) -> None:

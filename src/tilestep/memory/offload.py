@@ -15,7 +15,7 @@ from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.attached import resolve_optimizer
 from ..optimizer.checkpoint import unchanged_on_error
-from ..optimizer.parameters import labelled
+from ..optimizer.parameters import iter_params
 from .copies import check_device, part_of
 from .host import HostState
 from .offloaded import InPlace, OffloadedOptimizer, OffloadedState, measure_bandwidths, plan_for
@@ -107,13 +107,13 @@ def _refuse(added: str, optimizer: Optimizer) -> None:
 
 def _refuse_wrappers(optimizer: Optimizer) -> None:
     """Raise for what reduces gradients over ranks only after they have gone to the host."""
-    own = {id(param): label for label, _, _, param in labelled(optimizer)}
+    own = {id(param): label for label, _, _, param in iter_params(optimizer)}
     for wrapper in wrappers_around(lambda param: id(param) in own):
         raise OffloadError(f"what the model is wrapped in {refusal('offload of gradients', [kind_of(wrapper)])}")
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
-    params = [(label, param) for label, _, _, param in labelled(optimizer) if not param.is_meta]
+    params = [(label, param) for label, _, _, param in iter_params(optimizer) if not param.is_meta]
     if not params:
         raise OffloadError("no parameter of the optimizer has memory yet: offload it after they are initialized")
     device = part_of(params[0][1]).device

@@ -17,7 +17,7 @@ from ..devices import has_streams, is_host
 from ..optimizer import Optimizer
 from ..optimizer.attached import AttachedType
 from ..optimizer.build import spec_of
-from ..optimizer.parameters import labelled
+from ..optimizer.parameters import iter_params
 from ..runtime import grad_dtype
 from ..side_stream import SideStream
 from .copies import HostMemory, gigabytes, part_of
@@ -133,7 +133,7 @@ def plan_for(optimizer: Optimizer) -> Plan:
     """What an update of an optimizer's parameters moves."""
     totals = [0.0] * 6
     widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[float, ...]] = {}
-    for _, _, group, param in labelled(optimizer):
+    for _, _, group, param in iter_params(optimizer):
         if param.is_meta:
             continue
         part = part_of(param)

@@ -35,7 +35,7 @@ from ..runtime import Decider, DeviceEngine, Entry, JointNorm, grad_dtype, graph
 from ..storage import entries_of
 from .groups import about_group, check_flags, deciding_keys, sorted_for
 from .masters import MASTER_KEYS, Masters, check_master
-from .parameters import check_not_shared, check_pairs, check_parameter, further_rounds, labelled, listed_once
+from .parameters import check_not_shared, check_pairs, check_parameter, further_rounds, iter_params, listed_once
 from .plan import StepPlan
 from .states import (
     BufferRequests,
@@ -244,7 +244,7 @@ def check_params(optimizer: Optimizer) -> None:
 
 
 @_without_collection()
-def build_tables(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
+def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     """Engines for an optimizer's parameters as they are now; the state that steps need is made on the way."""
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, partial(check_flags, optimizer.rule_of(group), group))
@@ -273,7 +273,7 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=is_ahead)
     engines, places, members = _engines(optimizer, planned, agreement)
     stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
-    tables = StepPlan(
+    plan = StepPlan(
         engines=engines,
         members=members,
         dormant=dormant,
@@ -292,13 +292,13 @@ def build_tables(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         ahead=[one.param for one in planned if state[one.param].is_ahead],
     )
     if agreement is not None:
-        tables.local_gradients = [
+        plan.local_gradients = [
             LocalGradients([entry.label for entry in engine.entries], params)
-            for engine, params in zip(engines, tables.members)
+            for engine, params in zip(engines, plan.members)
         ]
-        tables.shared_sums = [SharedSums(agreement, engine.segments) for engine in engines]
-    tables.complex_members = _complex_members(tables)
-    return tables
+        plan.shared_sums = [SharedSums(agreement, engine.segments) for engine in engines]
+    plan.complex_members = _complex_members(plan)
+    return plan
 
 
 @_without_collection()
@@ -321,13 +321,13 @@ def begin_at_once(optimizer: Optimizer) -> None:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=True)
 
 
-def _complex_members(tables: StepPlan) -> list[ComplexMembers]:
+def _complex_members(plan: StepPlan) -> list[ComplexMembers]:
     """For each engine its complex parameters; nothing where there are none."""
-    if not any(param.is_complex() for params in tables.members for param in params):
+    if not any(param.is_complex() for params in plan.members for param in params):
         return []
     return [
         ComplexMembers([entry.label for entry in engine.entries], params, engine.params)
-        for engine, params in zip(tables.engines, tables.members)
+        for engine, params in zip(plan.engines, plan.members)
     ]
 
 
@@ -367,13 +367,13 @@ def _plan(optimizer: Optimizer, requests: BufferRequests, every: bool) -> tuple[
 def _planned(
     optimizer: Optimizer,
     plans: _Plans,
-    labelled_param: tuple[str, int, dict[str, Any], torch.Tensor],
+    listed_param: tuple[str, int, dict[str, Any], torch.Tensor],
     known: Mapping[str, Any],
     requests: BufferRequests,
     live: Mapping[str, Any] | None = None,
 ) -> _Planned:
     """A parameter with its kernels and state; `known` and `live` are those of `initial_state`."""
-    label, group_index, group, param = labelled_param
+    label, group_index, group, param = listed_param
     home = optimizer.memory
     # Most are plain tensors, of which nothing has to be asked that was asked when they were added.
     is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
@@ -471,7 +471,7 @@ def _engines(
     members: dict[int, torch.Tensor] = {}
     ordinals: dict[torch.Tensor, int] = {}
     if any(one.spec.draws for one in planned):
-        for ordinal, (_, _, _, param) in enumerate(labelled(optimizer.placement.owner(optimizer))):
+        for ordinal, (_, _, _, param) in enumerate(iter_params(optimizer.placement.owner(optimizer))):
             ordinals.setdefault(param, ordinal)
     for one in planned:
         entry = _entry(optimizer, one)
@@ -597,7 +597,7 @@ def is_unreal(tensor: Any) -> bool:
 
 def require_no_real(optimizer: Optimizer) -> None:
     """Under a `FakeTensorMode`, whose operations give tensors without data: refuse parameters that have some."""
-    for label, _, _, param in labelled(optimizer):
+    for label, _, _, param in iter_params(optimizer):
         if not is_unreal(local_part(param)):
             raise GradientError(
                 f"{label} is a real tensor, and a FakeTensorMode is active: make the parameter under that mode too, or "

@@ -21,7 +21,7 @@ from ..storage import Storage, dtype_name, kept_in_blocks, scale_names, shape_of
 from .build import loaded_states
 from .groups import GROUP_OPTIONS, about_group, check_group, without_defaults
 from .masters import MASTER_KEYS, master_kind
-from .parameters import labelled
+from .parameters import iter_params
 from .states import TRAINING, WatchedState, saved_choice, shape_of, starts_of
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ _PLAIN = {torch.Tensor, float, int, type(None)}
 
 @contextmanager
 def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Put an optimizer's groups, state and tables back as they were if the block raises."""
+    """Put an optimizer's groups, state and plan back as they were if the block raises."""
     attributes = dict(vars(optimizer))
     groups, state = optimizer.param_groups, attributes["state"]
     members, states = list(groups), dict(state)
@@ -346,8 +346,8 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                 hook(optimizer)
     except BaseException:
         if not optimizer.memory.is_beside:
-            # It has let go of what the tables have moved.
-            optimizer.drop_tables()
+            # It has let go of what the plan has moved.
+            optimizer.drop_plan()
         raise
 
 
@@ -491,7 +491,7 @@ def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.
     readers: dict[tuple[int, torch.dtype], _StateReader] = {}
     keys = [(key, saved) for saved in given["param_groups"] for key in saved["params"]]
     live = optimizer.state
-    for (key, saved), (label, index, group, param) in zip(keys, labelled(optimizer)):
+    for (key, saved), (label, index, group, param) in zip(keys, iter_params(optimizer)):
         values = given["state"].get(key, {})
         # A state without anything in it is one that has not begun.
         if _NOTHING.issuperset(map(type, values.values())):

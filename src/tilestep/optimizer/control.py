@@ -18,7 +18,7 @@ from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead
 from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
 from .build import spec_of
-from .parameters import labelled
+from .parameters import iter_params
 from .plan import moved
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class StepControl:
             inputs.skip_nonfinite |= scaled or self.joint.skips
         return inputs
 
-    def decide(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs | None = None) -> None:
+    def update_control(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs | None = None) -> None:
         """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it."""
         inputs = inputs or self.inputs(optimizer) or StepInputs(**self._constants)
         engines, ranks = plan.engines, plan.ranks
@@ -304,7 +304,7 @@ class StepControl:
 def flat_part(optimizer: Optimizer) -> str:
     """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any."""
     first = ""
-    for label, _, group, param in labelled(optimizer):
+    for label, _, group, param in iter_params(optimizer):
         if not split_kind(param):
             continue
         first = first or label

@@ -13,7 +13,7 @@ from ..placement import distribute, local_state
 from ..placement.local import copy_into, local_part
 from ..storage import entries_of, kept_in_blocks, values_of
 from .masters import MASTER_KEYS, exact_values
-from .parameters import labelled, param_states
+from .parameters import iter_params, param_states
 from .states import TRAINING, compute_dtype, slice_overs
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ def holds_averages(optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def hold_averages(optimizer: Optimizer) -> None:
+def swap_in_averages(optimizer: Optimizer) -> None:
     """Put into every parameter whose rule keeps an average this average; the training weights go into its state."""
-    tables = optimizer.tables
-    if tables is not None and not optimizer.is_evaluating:
-        tables.follow_parameters()
-        tables.note_versions()
-    with nullcontext() if tables is None else tables.own_writes():
-        _hold_averages(optimizer)
+    plan = optimizer.plan
+    if plan is not None and not optimizer.is_evaluating:
+        plan.sync_masters()
+        plan.record_versions()
+    with nullcontext() if plan is None else plan.own_writes():
+        _swap_in_averages(optimizer)
 
 
-def _hold_averages(optimizer: Optimizer) -> None:
-    for label, _, group, param in labelled(optimizer):
+def _swap_in_averages(optimizer: Optimizer) -> None:
+    for label, _, group, param in iter_params(optimizer):
         rule, state = optimizer.rule_of(group), optimizer.state.get(param)
         if rule.evaluation is None or not state or TRAINING in state:
             continue
@@ -73,10 +73,10 @@ def _values(own: Mapping[str, torch.Tensor], name: str, part: torch.Tensor) -> t
 
 
 @torch.no_grad()
-def hold_training_weights(optimizer: Optimizer) -> None:
+def swap_out_averages(optimizer: Optimizer) -> None:
     """Put the training weights back, bit for bit."""
-    tables = optimizer.tables
-    with nullcontext() if tables is None else tables.own_writes():
+    plan = optimizer.plan
+    with nullcontext() if plan is None else plan.own_writes():
         for param, state in param_states(optimizer):
             if TRAINING in state:
                 copy_into(param, state.pop(TRAINING))

@@ -68,10 +68,10 @@ class Graphs:
     retired: tuple[StepPlan, ...] = ()
     kept: CapturedGradRefs | None = None
 
-    def without(self, tables: StepPlan | None) -> Graphs:
-        """The same after these tables are replaced."""
-        if tables is not None and any(engine.captured for engine in tables.engines):
-            return replace(self, stale=CHANGED, retired=(*self.retired, tables))
+    def without(self, plan: StepPlan | None) -> Graphs:
+        """The same after this plan is replaced."""
+        if plan is not None and any(engine.captured for engine in plan.engines):
+            return replace(self, stale=CHANGED, retired=(*self.retired, plan))
         return self
 
 
@@ -105,59 +105,59 @@ def require_no_waits(optimizer: Optimizer) -> None:
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`."""
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
-    tables = optimizer.fitting_tables(ahead=True)
-    devices = [str(engine.device) for engine in tables.engines]
+    plan = optimizer.fitting_plan(ahead=True)
+    devices = [str(engine.device) for engine in plan.engines]
     require(bool(devices), "no parameter of the optimizer trains")
     require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")
-    tables.engines[0].require_kernels(alone=alone)
-    require(tables.agreement is None, BY_RANKS)
-    require(not tables.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
-    require(not tables.complex_members, "it has complex parameters, whose views a graph does not follow")
+    plan.engines[0].require_kernels(alone=alone)
+    require(plan.agreement is None, BY_RANKS)
+    require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
+    require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
     try:
-        tables.prepare()
+        plan.prepare()
     except Stale:
-        tables = optimizer.make_tables()
-        tables.prepare()
-    tables.follow_parameters()
-    tables.note_versions()
-    tables.engines[0].build(optimizer.control.expected(optimizer, tables))
-    tables.kind = None
+        plan = optimizer.make_plan()
+        plan.prepare()
+    plan.sync_masters()
+    plan.record_versions()
+    plan.engines[0].build(optimizer.control.expected(optimizer, plan))
+    plan.kind = None
     optimizer.graphs = replace(optimizer.graphs, stale="", kept=None)
-    return tables
+    return plan
 
 
 def prepare_by_hand(optimizer: Optimizer) -> None:
     """`prepare_capture` for a graph that `push` alone is going to look after."""
-    tables = prepare_capture(optimizer)
-    kept = CapturedGradRefs(tables.gradients()[0], [entry.label for entry in tables.engines[0].entries])
+    plan = prepare_capture(optimizer)
+    kept = CapturedGradRefs(plan.gradients()[0], [entry.label for entry in plan.engines[0].entries])
     optimizer.graphs = replace(optimizer.graphs, kept=kept)
 
 
 def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
     """Launch a step into the CUDA graph that is being captured; everything it needs must be there already."""
-    tables = optimizer.tables
-    if tables is None or not tables.fit(optimizer) or tables.leaves_out_training:
+    plan = optimizer.plan
+    if plan is None or not plan.fit(optimizer) or plan.leaves_out_training:
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
         require(any(segment_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")
     require(
-        len(tables.engines) == 1, f"its parameters are on {len(tables.engines)} devices; a graph holds the steps of one"
+        len(plan.engines) == 1, f"its parameters are on {len(plan.engines)} devices; a graph holds the steps of one"
     )
-    require(tables.agreement is None, BY_RANKS)
-    require(not tables.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
-    require(not tables.complex_members, "it has complex parameters, whose views a graph does not follow")
-    engine, gradients = tables.engines[0], tables.gradients()
+    require(plan.agreement is None, BY_RANKS)
+    require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
+    require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
+    engine, gradients = plan.engines[0], plan.gradients()
     seen = engine.check_capture(gradients[0])
-    require(tables.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")
+    require(plan.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")
     with engine.into_graph(seen):
-        optimizer.control.decide(optimizer, tables)
+        optimizer.control.update_control(optimizer, plan)
         if taps is not None:
-            taps.begin(tables.engines, captured=True)
+            taps.begin(plan.engines, captured=True)
         engine.refresh_device_hypers()
-        tables.update(gradients, (0,), counts_versions=True)
+        plan.update(gradients, (0,), counts_versions=True)
         if taps is not None:
             taps.finish()
-    tables.note_versions()
+    plan.record_versions()
     if optimizer.graphs.kept is not None:
         optimizer.graphs.kept.read(gradients[0])
     optimizer.graphs = replace(optimizer.graphs, captured=optimizer.graphs.captured + 1)
@@ -167,16 +167,16 @@ def push(optimizer: Optimizer) -> None:
     """Bring what changed on the host to the device; see `Optimizer.push`."""
     require(not is_capturing(), "push() is for the time between replays; in a graph it would repeat the old values")
     require_current(optimizer.graphs)
-    tables = optimizer.tables
-    if tables is None or not tables.fit(optimizer):
-        tables = optimizer.make_tables()
+    plan = optimizer.plan
+    if plan is None or not plan.fit(optimizer):
+        plan = optimizer.make_plan()
         require_current(optimizer.graphs)
     try:
-        for engine in tables.engines:
+        for engine in plan.engines:
             engine.push()
     except Stale:
-        tables = optimizer.make_tables()
+        plan = optimizer.make_plan()
         require_current(optimizer.graphs)
-    tables.begin_states(optimizer, all_of_them=True)
-    tables.follow_parameters()
-    tables.note_versions()
+    plan.begin_states(optimizer, all_of_them=True)
+    plan.sync_masters()
+    plan.record_versions()

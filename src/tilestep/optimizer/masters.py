@@ -143,16 +143,16 @@ class Masters:
         self._versions = [known.get(key) if version is None else version for key, version in zip(keys, self._versions)]
 
     def same_versions(self) -> bool:
-        """Whether no other code has written to a parameter since `note_versions`."""
+        """Whether no other code has written to a parameter since `record_versions`."""
         return not self._params or self._total() == self._sum
 
     def follow(self) -> None:
-        """Forget what the masters add to parameters that other code has written to since `note_versions`."""
+        """Forget what the masters add to parameters that other code has written to since `record_versions`."""
         for (_, _, master), now, before in zip(self._members, self._versions_of(self._params), self._versions):
             if before is not None and now != before:
                 local_part(master).zero_()
 
-    def note_versions(self) -> None:
+    def record_versions(self) -> None:
         """Parameters and masters agree now."""
         if self._params:
             self._sum = self._total()

@@ -22,10 +22,10 @@ from ..runtime import DeviceEngine, Stale, StepInputs
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.schedule import AT_STEP, Schedule
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
-from .build import begin_at_once, begins_together, build_tables, check_params, require_no_real, spec_of
+from .build import begin_at_once, begins_together, build_plan, check_params, require_no_real, spec_of
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl, TimesMean, flat_part, with_limits
-from .evaluation import hold_averages, hold_training_weights, holds_averages, keeps_averages
+from .evaluation import holds_averages, keeps_averages, swap_in_averages, swap_out_averages
 from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import Masters, MasterWeights
@@ -154,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
         self.taps = self.taps or Taps.of(stats, track_changes)
         self.attached = () if self.taps is None else self.taps.attached
-        self._tables: StepPlan | None = None
+        self._plan: StepPlan | None = None
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateMemory()
         self.is_evaluating = self._ready = False
@@ -186,15 +186,15 @@ class Optimizer(torch.optim.Optimizer):
         vars(self).update(offers or {})
 
     def take_memory(self, memory: StateMemory) -> None:
-        """Move all state to another memory, with tables that know it there.
+        """Move all state to another memory, with a plan that knows it there.
 
         Args:
             memory: where it is going to be.
         """
-        if self._tables is not None:
-            self._tables.follow_parameters()
+        if self._plan is not None:
+            self._plan.sync_masters()
         self.memory = memory
-        self._make_tables(ahead=True)
+        self._make_plan(ahead=True)
 
     @property
     def state(self) -> Any:
@@ -318,68 +318,68 @@ class Optimizer(torch.optim.Optimizer):
             raise AttributeError("applied_groups: an optimizer that is overlapped has them, see tilestep.overlap")
         return self.schedule.applied_groups
 
-    def make_tables(self) -> StepPlan:
+    def make_plan(self) -> StepPlan:
         """Make the plan that steps are going to need, and all states that are missing."""
         return self.rebuild(ahead=True)
 
     def _build(self) -> StepPlan:
-        """Replace the tables by others."""
-        return self._make_tables(ahead=False)
+        """Replace the plan by another."""
+        return self._make_plan(ahead=False)
 
-    def _make_tables(self, *, ahead: bool) -> StepPlan:
-        """Make tables, and the state that is missing, for the parameters as they are now; see `build_tables`."""
-        with self.schedule.making_tables():
-            return self._made_tables(ahead=ahead)
+    def _make_plan(self, *, ahead: bool) -> StepPlan:
+        """Make a plan, and the state that is missing, for the parameters as they are now; see `build_plan`."""
+        with self.schedule.making_plan():
+            return self._made_plan(ahead=ahead)
 
-    def _made_tables(self, *, ahead: bool) -> StepPlan:
-        self.drop_tables()
+    def _made_plan(self, *, ahead: bool) -> StepPlan:
+        self.drop_plan()
         self.control.flat_part = flat_part(self)
         with keeping_to(self.workspace_limit):
-            self._tables = build_tables(self, ahead=ahead)
-        self.placement.take_part(self._tables)
-        self._tables.masters.carry(self._masters)
+            self._plan = build_plan(self, ahead=ahead)
+        self.placement.take_part(self._plan)
+        self._plan.masters.carry(self._masters)
         if self.taps is not None:
-            self.taps.attach(self._tables, self, spec_of)
-        self._masters = self._tables.masters
-        self.control.carry_to(self._tables.engines)
-        return self._tables
+            self.taps.attach(self._plan, self, spec_of)
+        self._masters = self._plan.masters
+        self.control.carry_to(self._plan.engines)
+        return self._plan
 
     @property
-    def tables(self) -> StepPlan | None:
+    def plan(self) -> StepPlan | None:
         """What steps work on, once one was taken."""
-        return self._tables
+        return self._plan
 
-    def drop_tables(self) -> None:
-        """Use the tables no more; graphs that read them are stale."""
-        self.graphs = self.graphs.without(self._tables)
-        self._tables = None
+    def drop_plan(self) -> None:
+        """Use the plan no more; graphs that read its tables are stale."""
+        self.graphs = self.graphs.without(self._plan)
+        self._plan = None
 
     def _begin_home(self) -> None:
         """Where state lives elsewhere, see that all of it has room; gradients may be taken there before any step."""
-        if self.schedule.makes_tables and (self.schedule.begins_together or not self.memory.is_beside):
+        if self.schedule.makes_plan and (self.schedule.begins_together or not self.memory.is_beside):
             self.rebuild(ahead=True)
 
-    def fitting_tables(self, *, ahead: bool = False, parts: bool = True) -> StepPlan:
-        """The tables, built anew if groups, parameters or states are others; see `StepPlan.fit` and `build_tables`."""
-        plan = self._tables
+    def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> StepPlan:
+        """The plan, built anew if groups, parameters or states are others; see `StepPlan.fit` and `build_plan`."""
+        plan = self._plan
         fits = plan is not None and plan.fit(self, parts=parts) and not (ahead and plan.leaves_out_training)
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:
         with unchanged_on_error(self), keeping_squares(self):
-            return self._make_tables(ahead=ahead) if ahead or self._tables is None else self._build()
+            return self._make_plan(ahead=ahead) if ahead or self._plan is None else self._build()
 
     def _rebuild_prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
         """As `rebuild`, with gradients; without state that a step would have made if it fails."""
         with unchanged_on_error(self):
-            tables = self.rebuild()
-            return tables, tables.prepare()
+            plan = self.rebuild()
+            return plan, plan.prepare()
 
     def take_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
         """Have other states, from a checkpoint with these groups; those of `ahead` begin with their first step."""
-        self.drop_tables()
+        self.drop_plan()
         # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
         self._masters = None
         self.state = state = WatchedState(dict)
@@ -398,7 +398,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if the last step did not find it out, and before the first step.
         """
-        if not self.control.history.has_norm and (self._tables is None or self._tables.engines):
+        if not self.control.history.has_norm and (self._plan is None or self._plan.engines):
             raise RuntimeError(
                 "grad_norm: no step has found out the norm of its gradients; make the optimizer with "
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
@@ -427,14 +427,14 @@ class Optimizer(torch.optim.Optimizer):
         """The sum of squares of the gradients as they are, those of all ranks for DTensors, as a step works it out.
 
         Args:
-            prepared: whether tables are up to date.
+            prepared: whether the plan is up to date.
 
         Returns:
             float64[1] on a device, not waited for; None without parameters.
         """
         updating = self.schedule.updating(self) if prepared else self.schedule.complete_gradients(self)
-        tables = updating.tables if prepared and updating.tables is not None else updating.prepared()[0]
-        return updating.control.power_sum(tables)  # type: ignore[no-any-return]
+        plan = updating.plan if prepared and updating.plan is not None else updating.prepared()[0]
+        return updating.control.power_sum(plan)  # type: ignore[no-any-return]
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
         """A hyperparameter of a param group as a device scalar, without a wait: what the last step used.
@@ -487,9 +487,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.taps is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
-        tables = self.schedule.updating(self).tables
+        plan = self.schedule.updating(self).plan
         params = [param for group in self.param_groups for param in group["params"]]
-        sharers = self.placement.sharers(params) if tables is None else tables.sharers
+        sharers = self.placement.sharers(params) if plan is None else plan.sharers
         return self.taps.first_nonfinite(self.param_groups, lambda: self.schedule.present_gradients(self), sharers)
 
     def changes(self, *, clear: bool = True, gather: bool = False) -> Iterator[Change]:
@@ -527,13 +527,13 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.taps is None or self.taps.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
-        self.schedule.follow_parameters(self)
+        self.schedule.sync_masters(self)
         return self.taps.changes.list(clear=clear, gather=gather)
 
     @property
     def agreement(self) -> Agreement | None:
         """The ranks that decide together: of DTensors all ranks of their meshes."""
-        return self._tables.ranks if self._tables is not None else None
+        return self._plan.ranks if self._plan is not None else None
 
     def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
@@ -545,7 +545,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _current(self) -> list[DeviceEngine]:
         updating = self.schedule.updating(self)
-        return (updating._tables or updating.rebuild(ahead=True)).engines  # type: ignore[no-any-return]
+        return (updating._plan or updating.rebuild(ahead=True)).engines  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -592,7 +592,7 @@ class Optimizer(torch.optim.Optimizer):
             known: whether parameters and gradients are where they were at the last step, and nothing has written to
                 the parameters since; their versions are not counted then.
         """
-        plan = self._tables
+        plan = self._plan
         if known and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
             marked = not step_is_ordinary()
             inputs, nothing = self.control.inputs(self), plan.no_gradients
@@ -621,7 +621,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def prepared(self, inputs: StepInputs | None = None) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
         """A plan that is up to date, and the gradients of each engine's entries if they were looked at one by one."""
-        plan = self._tables
+        plan = self._plan
         if plan is not None:
             try:
                 return plan, plan.refresh(self, inputs)
@@ -630,7 +630,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._rebuild_prepared()
 
     def prepare_capture(self) -> None:
-        """Get everything ready to capture a step in a CUDA graph: tables, values on the device, built kernels.
+        """Get everything ready to capture a step in a CUDA graph: a plan, values on the device, built kernels.
 
         Steps before the capture do the same; this does it without a step. A step that a scaler runs has kernels of its
         own: run one such step. Graphs captured earlier are forgotten: `push()` complains no more if they are stale.
@@ -684,9 +684,9 @@ class Optimizer(torch.optim.Optimizer):
     def _eval(self) -> None:
         if not keeps_averages(self):
             return
-        if self.state and self._tables is None:
+        if self.state and self._plan is None:
             self.rebuild()
-        hold_averages(self)
+        swap_in_averages(self)
         self.is_evaluating = True
 
     @opaque
@@ -701,7 +701,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _train(self) -> None:
         if self.is_evaluating:
-            hold_training_weights(self)
+            swap_out_averages(self)
             self.is_evaluating = False
 
     @contextmanager
@@ -773,7 +773,7 @@ class Optimizer(torch.optim.Optimizer):
         self.attached = () if self.taps is None else self.taps.attached
         if "_rule" in state:
             self._ready = True
-            self._tables = self._masters = None
+            self._plan = self._masters = None
             self.memory = StateMemory()
             self.is_evaluating = holds_averages(self)
 

@@ -107,7 +107,7 @@ class Grouped(Protocol):
     state: Any
 
 
-def labelled(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
+def iter_params(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
     """Every parameter in order: what messages call it, index of its group, its group, and itself."""
     found = []
     for group_index, group in enumerate(optimizer.param_groups):
@@ -119,9 +119,9 @@ def labelled(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.T
 
 
 def listed_once(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
-    """As `labelled`, without the further places of parameters that a group lists several times."""
+    """As `iter_params`, without the further places of parameters that a group lists several times."""
     seen: dict[int, tuple[str, int, dict[str, Any], torch.Tensor]] = {}
-    for one in labelled(optimizer):
+    for one in iter_params(optimizer):
         seen.setdefault(id(one[3]), one)
     return list(seen.values())
 

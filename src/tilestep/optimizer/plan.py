@@ -80,7 +80,7 @@ class StepPlan:
         """What stands for gradients at which C++ has looked."""
         home = type(self.home)
         self.has_masters = bool(self.masters)
-        self.follows = self.has_masters or home.follow_parameters is not StateMemory.follow_parameters
+        self.follows = self.has_masters or home.sync_masters is not StateMemory.sync_masters
         """Whether something follows what other code writes to parameters."""
         self._home_finishes = home.finish is not StateMemory.finish
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
@@ -112,13 +112,13 @@ class StepPlan:
         return self.scans if len(self.scans) == len(self.engines) else None
 
     def scanned(self, optimizer: Optimizer, *, norm: bool) -> bool:
-        """Bring every engine up to date by one look at each, if these tables fit and nothing but addresses changed."""
+        """Bring every engine up to date by one look at each, if this plan fits and nothing but addresses changed."""
         complete = self.scans and len(self.scans) == len(self.engines)
-        if not complete or (self._fits_lists(optimizer) and self.look(self._every, norm=norm)):
+        if not complete or (self._fits_lists(optimizer) and self.check_unchanged(self._every, norm=norm)):
             return bool(complete)
-        return self._look_again()
+        return self._invalidate()
 
-    def look(self, places: Sequence[int], *, norm: bool = False, known: bool = False) -> bool:
+    def check_unchanged(self, places: Sequence[int], *, norm: bool = False, known: bool = False) -> bool:
         """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed."""
         for place in places:
             scan, engine = self.scans.get(place), self.engines[place]
@@ -130,10 +130,10 @@ class StepPlan:
                 if not gradients.scanned:
                     return False
             else:
-                seen = scan.look(threads)
+                seen = scan.check_unchanged(threads)
                 if seen == _CHANGED:
                     del self.scans[place]
-                    gradients.look_again()
+                    gradients.invalidate()
                     return False
                 if scan.host is not None and (seen == _MOVED or not gradients.scanned):
                     copy_to(engine.grads, scan.host)
@@ -150,11 +150,11 @@ class StepPlan:
                 engine.refresh_device_hypers()
         return True
 
-    def _look_again(self) -> bool:
+    def _invalidate(self) -> bool:
         """Have the next look at each tensor say what has changed; False."""
         self.scans.clear()
         for engine in self.engines:
-            engine.gradients.look_again()
+            engine.gradients.invalidate()
         return False
 
     def repeats(self, optimizer: Optimizer) -> bool:
@@ -162,7 +162,7 @@ class StepPlan:
         if not self.home.is_beside or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
             return False
         try:
-            return self.look(self._every, known=True)
+            return self.check_unchanged(self._every, known=True)
         except Stale:
             # A look at everything finds out what has changed.
             return False
@@ -256,8 +256,8 @@ class StepPlan:
     def refresh_places(
         self, places: Sequence[int], find: Callable[[torch.Tensor], Any] = _GRAD
     ) -> list[list[torch.Tensor | None]]:
-        """As `refresh` for some engines, of tables that fit."""
-        if find is _GRAD and self.look(places):
+        """As `refresh` for some engines, of a plan that fits."""
+        if find is _GRAD and self.check_unchanged(places):
             return self.no_gradients
         if self.agreement is not None and not self._same_parts(places):
             raise Stale
@@ -292,15 +292,15 @@ class StepPlan:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
         try:
             if self.follows and counts_versions:
-                self.follow_parameters()
+                self.sync_masters()
             if inputs is not None or not self.decided_plainly:
-                optimizer.control.decide(optimizer, self, inputs)
+                optimizer.control.update_control(optimizer, self, inputs)
             measures = taps is not None and taps.begin(self.engines)
             self.update(gradients, self._every, marked=marked, counts_versions=counts_versions, measures=measures)
             if self.further_rounds:
                 self.run_further_rounds(gradients)
             if self.follows and counts_versions:
-                self.note_versions()
+                self.record_versions()
             if taps is not None:
                 taps.finish()
         except BaseException:
@@ -371,17 +371,17 @@ class StepPlan:
         """Whether no other code has written to a parameter of `masters` since the last step."""
         return self.masters.same_versions()
 
-    def follow_parameters(self) -> None:
+    def sync_masters(self) -> None:
         """Take over what other code has written to parameters since the last step, where kernels do not see it."""
-        self.home.follow_parameters()
+        self.home.sync_masters()
         if not self.same_versions():
             self.home.wait()
             self.masters.follow()
 
-    def note_versions(self) -> None:
+    def record_versions(self) -> None:
         """Remember that the parameters are now as the step left them."""
         self.home.note_parameters()
-        self.masters.note_versions()
+        self.masters.record_versions()
 
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> AbstractContextManager[None]:
         """A block that writes parameters with their masters."""
@@ -426,7 +426,7 @@ class Scan:
         # A look writes every address: where kernels read host memory, into their own table.
         self.host = np.zeros(len(engine.entries), dtype=np.int64) if engine.has_device_tables else None
         address = engine.grads.data_ptr() if self.host is None else self.host.ctypes.data
-        self.look: Callable[[int], int] = partial(module.scan, scanner, address)
+        self.check_unchanged: Callable[[int], int] = partial(module.scan, scanner, address)
         """Looks with so many threads."""
         self.release: Callable[[], object] = partial(module.release, scanner)
         """Lets go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""

@@ -1,4 +1,4 @@
-"""What the parts of an optimizer know of it, and of its tables: types only, so that imports run one way."""
+"""What the parts of an optimizer know of it, and of its plan: types only, so that imports run one way."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Optimizer(Protocol):
     taps: Any
 
     @property
-    def tables(self) -> Any:
+    def plan(self) -> Any:
         """The plan of its steps, if there is one."""
 
-    def make_tables(self) -> Any:
+    def make_plan(self) -> Any:
         """Make a plan."""
 
     @property
@@ -66,8 +66,8 @@ class Optimizer(Protocol):
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         """Take a step."""
 
-    def drop_tables(self) -> None:
-        """Use the tables no more."""
+    def drop_plan(self) -> None:
+        """Use the plan no more."""
 
     def attach(self, names: Sequence[str]) -> None:
         """Have something attached."""
@@ -87,5 +87,5 @@ class Optimizer(Protocol):
     def _current(self) -> Any:
         """The engines, up to date."""
 
-    def fitting_tables(self, *, ahead: bool = False, parts: bool = True) -> Any:
-        """The tables, built if there are none that fit."""
+    def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> Any:
+        """The plan, built if there is none that fits."""

@@ -1,4 +1,4 @@
-"""The state of one parameter: buffers and their formats, how they begin, what they keep when tables are rebuilt."""
+"""The state of one parameter: buffers and their formats, how they begin, what they keep when a plan is rebuilt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..storage import (
     values_of,
 )
 from .masters import MASTER_KEYS, master_kind, other_master, start_of
-from .parameters import labelled
+from .parameters import iter_params
 
 if TYPE_CHECKING:
     from .protocol import Optimizer
@@ -269,12 +269,12 @@ def _squares(rule: Rule, state: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
-    """A block that makes tables anew, in which no parameter that has been stepped may get or lose a square matrix.
+    """A block that makes a plan anew, in which no parameter that has been stepped may get or lose a square matrix.
 
     Other states are turned into such bases and scaled by them, and a basis of zeros would hold its parameter still.
     """
     before: list[tuple[str, Rule, torch.Tensor, list[str]]] = []
-    for label, _, group, param in labelled(optimizer):
+    for label, _, group, param in iter_params(optimizer):
         rule = optimizer.rule_of(group)
         if param in optimizer.state and any(start.shape in _SQUARES for start in rule.states.values()):
             before.append((label, rule, param, _squares(rule, optimizer.state[param])))

@@ -19,7 +19,7 @@ from .control import StepInputs, fresh_control
 from .segment import Entry, Segment
 
 
-def require_no_choices(segments: Sequence[Segment], *, alone: bool) -> None:
+def require_no_branches(segments: Sequence[Segment], *, alone: bool) -> None:
     """Raise `CaptureError` if the host has to decide what a step needs, or to wait in it, where no graph can let it."""
     for segment in segments:
         matrices, rule = segment.matrices, segment.spec.program.graph.title
@@ -36,8 +36,8 @@ def require_no_choices(segments: Sequence[Segment], *, alone: bool) -> None:
 
 
 @contextmanager
-def nothing_left_out(segments: Sequence[Segment]) -> Iterator[None]:
-    """A block in which the host decides nothing: steps do all that some need, unless `HostChoices` leaves it out."""
+def nothing_skipped(segments: Sequence[Segment]) -> Iterator[None]:
+    """A block in which the host decides nothing: steps do all that some need, unless `HostBranches` leaves it out."""
     undecided = [
         segment.matrices for segment in segments if segment.matrices and segment.matrices.skipped_values is None
     ]
@@ -60,7 +60,7 @@ class _Part:
     may_skip: bool = False
 
 
-class HostChoices:
+class HostBranches:
     """What a captured step leaves out, of all segments of an engine.
 
     Some work is needed in some steps alone, by conditions on hyperparameters and the step count. A CUDA graph does the

@@ -22,7 +22,7 @@ from ..tensor_watch import FixedTensors, TensorFingerprint
 from ..threads import thread_count
 from .capturing import PREPARE, WARM_UP, GraphTables, require
 from .control import StepInputs
-from .decider import Decider, JointNorm, SharedNorm, norm_table, nothing_left_out, require_no_choices
+from .decider import Decider, JointNorm, SharedNorm, norm_table, nothing_skipped, require_no_branches
 from .gradients import Gradients, GroupWatch, Seen, Stale
 from .segment import Entry, Segment
 
@@ -354,7 +354,7 @@ class DeviceEngine:
             on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
             without = "without Triton its steps are operations that the host decides on"
             require(False, on_cpu if is_host(self.device) else without)
-        require_no_choices(self.segments, alone=alone)
+        require_no_branches(self.segments, alone=alone)
 
     def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
         """Check that a step needs nothing that a CUDA graph cannot hold."""
@@ -386,7 +386,7 @@ class DeviceEngine:
         self.captured, self._started_norm = True, None
         self._read_gradients_from(table)
         try:
-            with self.gradients.taking(seen), nothing_left_out(self.segments):
+            with self.gradients.taking(seen), nothing_skipped(self.segments):
                 yield
         finally:
             self._read_gradients_from(self.grads)

@@ -98,14 +98,14 @@ class Gradients:
         """Whether none of these has elements and no memory, of which only low addresses can tell."""
         return min(self._watch.addresses, default=_LOW) >= _LOW or all(map(has_memory, present))
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """Look at every gradient again at the next step: a look in C++ has brought addresses since the last one."""
         self._active = None
         self.settled = self.scanned = False
 
     def forget(self) -> None:
-        """`look_again`, and take nothing for granted of how they lie in memory."""
-        self.look_again()
+        """`invalidate`, and take nothing for granted of how they lie in memory."""
+        self.invalidate()
         self._layout_known = False
 
     def _present(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:

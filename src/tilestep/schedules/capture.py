@@ -17,7 +17,7 @@ from ..marks import REPLAY, marked
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
 from ..runtime import Stale
 from ..runtime.capturing import require
-from ..runtime.decider import HostChoices
+from ..runtime.decider import HostBranches
 
 if TYPE_CHECKING:
     from ..optimizer import Optimizer
@@ -70,7 +70,7 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
         require_no_waits(optimizer)
     tables = prepare_capture(updating, alone=work is None)
     engine = tables.engines[0]
-    choices = HostChoices(engine.segments)
+    choices = HostBranches(engine.segments)
     table = None
     if work is None:
         _require_unscaled(optimizer)
@@ -114,17 +114,17 @@ class CapturedStep:
         output: Any,
         table: torch.Tensor | None,
         gradients: Sequence[torch.Tensor | None],
-        choices: HostChoices,
+        choices: HostBranches,
     ) -> None:
-        assert updating.tables is not None
+        assert updating.plan is not None
         self.output = output
         self._optimizer, self._updating = weakref.ref(optimizer), weakref.ref(updating)
-        self._tables = weakref.ref(updating.tables)
+        self._tables = weakref.ref(updating.plan)
         self._graph = graph
         self._table = table
         self._choices = choices
         self._is_alone = table is not None
-        self._memory = _Memory(updating.tables, gradients)
+        self._memory = _Memory(updating.plan, gradients)
 
     def replay(self) -> Any:
         """Run the captured step on the current stream, with the hyperparameters that the param groups have now.
@@ -157,8 +157,8 @@ class CapturedStep:
                         optimizer.schedule.step(optimizer.update)
                     return self.output
                 if tables.masters:
-                    tables.follow_parameters()
-                    tables.note_versions()
+                    tables.sync_masters()
+                    tables.record_versions()
                 self._graph.replay()
                 self._choices.replayed()
         return self.output
@@ -181,7 +181,7 @@ class CapturedStep:
     def _current(self) -> StepPlan:
         self._known_optimizer()
         updating, tables = self._updating(), self._tables()
-        if updating is None or tables is None or updating.tables is not tables or not tables.same_groups(updating):
+        if updating is None or tables is None or updating.plan is not tables or not tables.same_groups(updating):
             raise _stale(CHANGED)
         reason = self._memory.reason()
         if reason:

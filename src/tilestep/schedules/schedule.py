@@ -30,7 +30,7 @@ class Schedule:
         """The groups that were updated since the last step, before the next one."""
         return ()
 
-    makes_tables = True
+    makes_plan = True
     """Whether updates work on tables of the optimizer itself."""
 
     def step(self, plain: Callable[[], None]) -> None:
@@ -40,12 +40,12 @@ class Schedule:
     def settle(self) -> None:
         """Let what comes next see all updates: before parameters or state are read."""
 
-    def follow_parameters(self, optimizer: Any) -> None:
+    def sync_masters(self, optimizer: Any) -> None:
         """Have what updates work on see all updates, and what other code has written to parameters."""
         self.settle()
-        if optimizer.tables is not None:
-            optimizer.tables.home.follow_parameters()
-            optimizer.tables.home.note_parameters()
+        if optimizer.plan is not None:
+            optimizer.plan.home.sync_masters()
+            optimizer.plan.home.note_parameters()
 
     def complete_gradients(self, optimizer: Any) -> Any:
         """Have all gradients where updates look for them; the optimizer whose updates these are, see `updating`."""
@@ -68,7 +68,7 @@ class Schedule:
         """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""
         return None
 
-    def making_tables(self) -> AbstractContextManager[None]:
+    def making_plan(self) -> AbstractContextManager[None]:
         """A block in which tables are made anew."""
         return _NOTHING
 

@@ -13,7 +13,7 @@ from ...compat import fsdp_module_type, local_parts
 from ...devices import has_streams
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
-from ...optimizer.parameters import labelled
+from ...optimizer.parameters import iter_params
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ def divide(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> Groupin
     Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
     that FSDP2 shards go by the module that gathers them, the rest by buckets in the reverse order of registration.
     """
-    own = {id(param): (label, param) for label, _, _, param in labelled(optimizer)}
+    own = {id(param): (label, param) for label, _, _, param in iter_params(optimizer)}
     together = _together(optimizer)
     found: list[tuple[str, list[torch.Tensor], nn.Module | None]] = []
     by_module: dict[nn.Module | None, list[tuple[str, torch.Tensor]]] = {}
@@ -78,7 +78,7 @@ def divide(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> Groupin
 def _together(optimizer: Optimizer) -> dict[int, str]:
     """The parameters of rules that reduce over all tensors, with the rule's name."""
     found: dict[int, str] = {}
-    for _, _, group, param in labelled(optimizer):
+    for _, _, group, param in iter_params(optimizer):
         if param.is_meta:
             continue
         rule = optimizer.rule_of(group)

@@ -11,7 +11,7 @@ from ...combinations import kind_of, refusal, split_kind
 from ...compat import uncompiled
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
-from ...optimizer.parameters import labelled, require_listed_once, require_shapes
+from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from .groups import divide
 from .schedule import OverlappedOptimizer, OverlapSchedule
 from .tracker import CommHook
@@ -91,7 +91,7 @@ def overlap(
     if not bucket_cap_mb > 0:
         raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
     require_listed_once("overlap()", optimizer)
-    require_shapes("overlap()", ((label, param) for label, _, _, param in labelled(optimizer)))
+    require_shapes("overlap()", ((label, param) for label, _, _, param in iter_params(optimizer)))
     model = uncompiled(model)
     _check_model(optimizer, model)
     device = _only_device(optimizer)
@@ -101,7 +101,7 @@ def overlap(
     try:
         with unchanged_on_error(optimizer):
             optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)
-            optimizer.make_tables()
+            optimizer.make_plan()
     except BaseException:
         schedule.tracker.unwatch(set(grouping.of))
         raise
@@ -114,14 +114,14 @@ def _check_model(optimizer: Optimizer, model: nn.Module) -> None:
         reason = refusal("overlap", [kind_of(module)])
         if reason:
             raise ValueError(f"{f'module {name!r}' if name else 'the model'} {reason}")
-    for label, _, _, param in labelled(optimizer):
+    for label, _, _, param in iter_params(optimizer):
         reason = refusal("overlap", [split_kind(param)])
         if reason:
             raise ValueError(f"{label} {reason.replace('is a', 'belongs to a', 1)}")
 
 
 def _only_device(optimizer: Optimizer) -> torch.device:
-    devices = {param.device: label for label, _, _, param in labelled(optimizer) if not param.is_meta}
+    devices = {param.device: label for label, _, _, param in iter_params(optimizer) if not param.is_meta}
     if len(devices) > 1:
         (first, label), (second, other), *_ = devices.items()
         raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")

@@ -22,7 +22,7 @@ from ...errors import CaptureError
 from ...optimizer import Optimizer
 from ...optimizer.attached import AttachedType
 from ...optimizer.checkpoint import unchanged_on_error
-from ...optimizer.parameters import labelled, require_listed_once
+from ...optimizer.parameters import iter_params, require_listed_once
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
 from ...side_stream import SideStream
@@ -228,7 +228,7 @@ class OverlapSchedule(Schedule):
 
     def label(self, param: torch.Tensor) -> str:
         """What messages call a parameter."""
-        label = next(label for label, _, _, each in labelled(self._optimizer) if each is param)
+        label = next(label for label, _, _, each in iter_params(self._optimizer) if each is param)
         name = next((name for name, each in self.model.named_parameters() if each is param), None)
         return label if name is None or label.endswith(")") else f"{label} ({name})"
 
@@ -279,7 +279,7 @@ class OverlapSchedule(Schedule):
         return self._trial.report or OverlapReport(self.during, "still trying which is the fastest")
 
     @contextmanager
-    def making_tables(self) -> Iterator[None]:
+    def making_plan(self) -> Iterator[None]:
         """A block in which no update runs, with the groups that there are now."""
         self.deferred.complete()
         with self.lane.left():
@@ -355,13 +355,13 @@ class OverlapSchedule(Schedule):
         with self.lane.after():
             tables, gradients = optimizer.prepared()
             tables.begin_states(optimizer, all_of_them=True)
-            tables.follow_parameters()
+            tables.sync_masters()
             if hasattr(optimizer, "found_inf"):
                 # A scaler has divided the gradients since backward, which their versions do not tell.
                 self.norms.forget()
             elif optimizer.control.needs_norm(optimizer.param_groups):
                 self.norms.complete(tables)
-            optimizer.control.decide(optimizer, tables)
+            optimizer.control.update_control(optimizer, tables)
             self.norms.forget()
             measures = optimizer.taps is not None and optimizer.taps.begin(tables.engines) and optimizer.taps.measures
             self._count_versions(tables)
@@ -408,7 +408,7 @@ class OverlapSchedule(Schedule):
                 torch.autograd.graph.increment_version(engine.gradients.active)
         for engine in tables.engines:
             engine.note_written()
-        tables.note_versions()
+        tables.record_versions()
 
     def _take_gradients(self, group: Group) -> list[torch.Tensor]:
         taken = [param.grad for param in group.params if param.grad is not None]

@@ -308,7 +308,7 @@ class BackwardTracker(Accumulating):
             moved = self.follow_later_wrappers() | self._hooks.move_last()
         else:
             moved = self._hooks.move_last()
-        tables = optimizer.fitting_tables(parts=False)
+        tables = optimizer.fitting_plan(parts=False)
         if tables.ahead:
             tables.begin_states(optimizer, all_of_them=True)
         self.applies = not (self._schedule.is_scaled or optimizer.control.needs_norm(optimizer.param_groups))
@@ -326,10 +326,10 @@ class BackwardTracker(Accumulating):
         if not tables.decided_plainly or tables.follows:
             with self._lane.after():
                 if not tables.decided_plainly:
-                    optimizer.control.decide(optimizer, tables)
+                    optimizer.control.update_control(optimizer, tables)
                 if tables.follows:
-                    tables.follow_parameters()
-                    tables.note_versions()
+                    tables.sync_masters()
+                    tables.record_versions()
         return moved
 
     def _arrived(self, param: torch.Tensor) -> None:
@@ -408,7 +408,7 @@ class BackwardTracker(Accumulating):
 
     def _run(self, group: Group) -> None:
         optimizer = self._optimizer
-        plan, find = optimizer.tables, (self._gradient,) if self._reduced else ()
+        plan, find = optimizer.plan, (self._gradient,) if self._reduced else ()
         assert plan is not None
         places = plan.places.get(group.index, ())
         try:
@@ -424,7 +424,7 @@ class BackwardTracker(Accumulating):
     def _sum(self, group: Group) -> None:
         """Sum the squares of a group's gradients, for a norm that the step finishes."""
         optimizer = self._optimizer
-        tables = optimizer.tables
+        tables = optimizer.plan
         if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
             return
         if group.is_copied_to_host:
@@ -467,7 +467,7 @@ class BackwardTracker(Accumulating):
         for param in self._schedule.params:
             if id(param) in self._updated:
                 param.grad = None
-        tables = optimizer.fitting_tables(parts=False)
+        tables = optimizer.fitting_plan(parts=False)
         changed = [
             group.name
             for group in self.applied

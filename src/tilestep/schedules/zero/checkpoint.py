@@ -25,7 +25,7 @@ from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value
 from ...optimizer.control import with_limits
 from ...optimizer.groups import OWN_KEYS
 from ...optimizer.masters import MASTER_KEYS
-from ...optimizer.parameters import labelled
+from ...optimizer.parameters import iter_params
 from ...optimizer.states import TRAINING, StateTemplate, fill_buffers, storages
 from ...rules import Rule
 from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
@@ -255,7 +255,7 @@ def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mappi
     inner = sharding.inner
     given = inner.state_dict()
     states: dict[int, Any] = {}
-    own = {piece: number for number, (_, _, _, piece) in enumerate(labelled(inner))}
+    own = {piece: number for number, (_, _, _, piece) in enumerate(iter_params(inner))}
     saved_groups = state_dict["param_groups"]
     groups_of = {number: group for group in saved_groups for number in group["params"]}
     numbers = [number for group in saved_groups for number in group["params"]]

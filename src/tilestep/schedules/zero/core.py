@@ -22,7 +22,7 @@ from ...norm.tiles import combine
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
 from ...optimizer.groups import GROUP_OPTIONS
-from ...optimizer.parameters import labelled
+from ...optimizer.parameters import iter_params
 from ...placement import Origin, Pieces
 from ...rules import rule
 from ...runtime.capturing import PREPARE, require
@@ -52,10 +52,10 @@ class PieceSchedule(Schedule):
     times_made = 0
     """How often tables, and with them states, were made."""
 
-    def making_tables(self) -> AbstractContextManager[None]:
+    def making_plan(self) -> AbstractContextManager[None]:
         """A block in which tables are made anew."""
         self.times_made += 1
-        return super().making_tables()
+        return super().making_plan()
 
 
 def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
@@ -66,7 +66,7 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
     columns costs the same for every element.
     """
     found: dict[torch.Tensor, Division] = {}
-    for label, _, group, param in labelled(optimizer):
+    for label, _, group, param in iter_params(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
         program, graph = spec.program, spec.program.graph
         if not (graph.slice_states or program.slices.views or program.library.scratch):
@@ -309,7 +309,7 @@ class Sharding:
 
     def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
         """Bring the parameters of a param group that was added to the optimizer into buckets of their own."""
-        self.follow_parameters()
+        self.sync_masters()
         buckets, members, group = len(self.buckets), len(self.members), optimizer.param_groups[-1]
         places = self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
@@ -362,12 +362,12 @@ class Sharding:
         return [(member.name, member.piece) for member in members if member.piece is not None]
 
     @gradientless
-    def follow_parameters(self) -> None:
+    def sync_masters(self) -> None:
         """Have every parameter here, and take over what other code has written to them."""
         self._follow_parameters(None)
 
     def _follow_parameters(self, versions: int | None) -> None:
-        """As `follow_parameters`, without gradients; `versions` is how often they have been written to, if known."""
+        """As `sync_masters`, without gradients; `versions` is how often they have been written to, if known."""
         params = self.parameters
         if params.is_pending:
             params.wait_all()
@@ -375,10 +375,10 @@ class Sharding:
             return
         written = [self.member_of[param].piece for param in params.written(versions)]
         if written:
-            self.look_again()
+            self.invalidate()
             torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """At the next step: take nothing for granted of the pieces, which other code has written to."""
         self._stepped = None
 
@@ -470,7 +470,7 @@ class Sharding:
             return bool(self.inner.state.get(member.piece))
         if member.has_begun is None:
             # Tables that are there before a step have state for whatever trains.
-            return member.param.requires_grad and self.inner.tables is not None
+            return member.param.requires_grad and self.inner.plan is not None
         return member.has_begun
 
     def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:
@@ -479,7 +479,7 @@ class Sharding:
         if alone:
             self.ready()
         else:
-            self.follow_parameters()
+            self.sync_masters()
         self.channel.settle()
         if not replays:
             self.parameters.wait_on_host()

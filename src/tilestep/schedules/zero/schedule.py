@@ -30,7 +30,7 @@ class ShardedSchedule(Schedule):
     """
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
-    makes_tables = False
+    makes_plan = False
 
     def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
         self._reference = weakref.ref(optimizer)
@@ -100,9 +100,9 @@ class ShardedSchedule(Schedule):
         if self._shown != self.sharding.schedule.times_made:
             self.show_states()
 
-    def follow_parameters(self, optimizer: Any) -> None:
+    def sync_masters(self, optimizer: Any) -> None:
         """Have the pieces be what the parameters are, which all are here."""
-        self.sharding.follow_parameters()
+        self.sharding.sync_masters()
 
     def complete_gradients(self, optimizer: Any) -> Any:
         """Have the pieces hold their summed gradients; all ranks call it."""
@@ -238,7 +238,7 @@ class ShardedSchedule(Schedule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
         """Take a checkpoint: what `state_dict` has given here, or a full one of any optimizer of the rule."""
-        self.sharding.look_again()
+        self.sharding.invalidate()
         load_into_pieces(self.sharding, self._optimizer, state_dict)
         self.show_states()
 
@@ -279,8 +279,8 @@ class ShardedSchedule(Schedule):
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
         """Let the pieces hold the weights that train or those to evaluate, and send them to the other ranks."""
         # What is on its way is read until it has arrived.
-        self.sharding.follow_parameters()
-        self.sharding.look_again()
+        self.sharding.sync_masters()
+        self.sharding.invalidate()
         self.sharding.inner.train(training)
         self._optimizer.is_evaluating = self.sharding.inner.is_evaluating
         self._follow_states()

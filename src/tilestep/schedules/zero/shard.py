@@ -14,7 +14,7 @@ from ...compat import route_unscaling
 from ...errors import GradientError
 from ...optimizer import Optimizer
 from ...optimizer.attached import resolve_optimizer
-from ...optimizer.parameters import labelled, require_listed_once, require_shapes
+from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...pairs import REAL_INSTEAD
 from .agree import apart_from_others, check_together, plain_module, tried_together
 from .buckets import Options
@@ -115,7 +115,7 @@ def shard(
     state = begun_state(optimizer)
     if state is None:
         optimizer.state.clear()
-    optimizer.drop_tables()
+    optimizer.drop_plan()
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     if state is not None:
         load_into_pieces(sharding, optimizer, state)
@@ -137,8 +137,8 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
     if reason:
         raise ValueError(reason)
     require_listed_once("shard()", made)
-    require_shapes("shard()", ((label, param) for label, _, _, param in labelled(made)))
-    for label, _, _, param in labelled(made):
+    require_shapes("shard()", ((label, param) for label, _, _, param in iter_params(made)))
+    for label, _, _, param in iter_params(made):
         if param.is_complex():
             raise GradientError(f"{label} is complex, and shard() splits real arrays: {REAL_INSTEAD}")
     device = next((param.device for group in made.param_groups for param in group["params"]), torch.device("cpu"))
