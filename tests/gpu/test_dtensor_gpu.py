@@ -1,4 +1,4 @@
-"""DTensors on GPUs over NCCL: the checks of tests/placements, and what only a GPU can show.
+"""DTensors on GPUs over NCCL: the checks of tests/placement, and what only a GPU can show.
 
 python -m pytest tests/gpu/test_dtensor_gpu.py
 """

@@ -1,4 +1,4 @@
-"""Overlapped optimizers on GPUs: the checks of tests/overlapping, and what only streams can get wrong.
+"""Overlapped optimizers on GPUs: the checks of tests/schedules/overlap, and what only streams can get wrong.
 
 python -m pytest tests/gpu/test_overlap_gpu.py
 """

@@ -1,4 +1,4 @@
-"""Sharded optimizers on two and on four GPUs over NCCL: the checks of tests/sharding, and what only a GPU can show.
+"""Sharded optimizers on two and on four GPUs over NCCL: checks of tests/schedules/zero, and what only a GPU can show.
 
 python -m pytest tests/gpu/test_shard_gpu.py
 """
@@ -40,7 +40,7 @@ from tilestep.side_stream import SideStream
 GPUS = torch.cuda.device_count()
 
 RULES = ("Adafactor", "AdEMAMix", "LAMB", "Lion", "Muon", "Prodigy", "StableAdamW", "Tiger")
-"""One of each kind that sharding treats in its own way; tests/sharding has all of them on CPU ranks."""
+"""One of each kind that sharding treats in its own way; tests/schedules/zero has all of them on CPU ranks."""
 
 
 class Nearly:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parent.parent / "taps"))
-
 import test_taps_placements as placements
+import torch
 import torch.distributed as dist
 from rank_processes import each_passes
 from synchronization import no_synchronization

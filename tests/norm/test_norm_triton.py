@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import all_equal_in_the_interpreter
 from triton_assembler import require_assembler
 
 from tilestep.backends.triton.launch import load_module
@@ -19,12 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
 def test_interpreted_kernels_equal_float64() -> None:
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    script = Path(__file__).with_name("interpreted_norm.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("all equal")
+    all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_norm.py"))
 
 
 def compiled(kernel: object, signature: dict[str, str], constants: dict[str, object], warps: int) -> str:

@@ -22,4 +22,4 @@ if __name__ == "__main__":
         check_elements(torch.bfloat16, few=True)
         for format in ("float16", *FORMATS):
             check_states(format, [(4, 3, 96)])
-    print("all rows")
+    print("all equal")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import all_equal_in_the_interpreter
 
 import tilestep
 from tilestep.backends import registry
@@ -306,10 +304,4 @@ def test_complex_parameters_are_refused_when_the_optimizer_is_made() -> None:
 
 
 def test_tritons_kernels_in_its_interpreter() -> None:
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    script = Path(__file__).with_name("interpreted_taps.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
-    assert result.stdout.strip().endswith("all equal")
+    all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_taps.py"))

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tilestep import compat
 from tilestep.schedules.overlap import deferred
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "overlap.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "overlap.md"
 
 
 def test_modules_of_fsdp_are_known(one_rank: None) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from float64_reference import LAYOUTS
 from offloaded_pairs import HOMES, MATRICES, SHAPES, TILE, Homes, Pair, on_host, streamed
+from scripts import all_equal_in_the_interpreter
 
 import tilestep
 from tilestep.memory.copies import cut_chunks
@@ -149,9 +147,4 @@ def test_state_of_one_buffer_size_is_on_the_device_at_a_time() -> None:
 
 def test_the_gpu_s_kernels_work_window_by_window() -> None:
     """The Triton kernels in their interpreter, against the same without ranges of tiles."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    script = Path(__file__).with_name("interpreted_windows.py")
-    source = str(Path(tilestep.__file__).parents[1])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
+    all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_windows.py"))

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "sharding.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "sharding.md"
 
 
 def test_the_code_runs(one_rank: None, tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from elementwise_rules import inputs, misses, rules
+from scripts import all_equal_in_the_interpreter
 
 import tilestep
 from tilestep import Rule
@@ -44,10 +42,4 @@ def test_elementwise_operations_in_eager_torch(rule: Rule, names: list[str], mon
 
 
 def test_elementwise_operations_in_tritons_interpreter() -> None:
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    script = Path(__file__).with_name("interpreted_elementwise.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("all equal")
+    all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_elementwise.py"))

@@ -16,7 +16,7 @@ import tilestep
 def test_simulated_captures() -> None:
     """In a process of its own, since Triton reads the variable when it is imported."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[2] / "helpers"
     command = [
         sys.executable,
         "-m",
@@ -27,7 +27,7 @@ def test_simulated_captures() -> None:
         "no:cacheprovider",
         *(str(folder / f"{name}.py") for name in ("captures", "captures_refused", "captures_of_matrices")),
     ]
-    paths = [str(folder), str(folder.parent / "amp"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

@@ -221,3 +221,4 @@ CHECKS = [steps_alone, whole_iterations, whole_iterations_with_a_scaler, what_ca
 
 if __name__ == "__main__":
     all_pass(CHECKS, 2)
+    print("all equal")

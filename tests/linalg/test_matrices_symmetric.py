@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import all_equal_in_the_interpreter
 
 from tilestep.linalg import COEFFICIENTS
 from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, takes
@@ -19,13 +17,7 @@ NUMBERS = (5.0, *COEFFICIENTS, 1e-7)
 
 
 def test_the_interpreted_kernel_is_the_product() -> None:
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    script = Path(__file__).with_name("interpreted_symmetric.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("all equal")
+    all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_symmetric.py"))
 
 
 @pytest.mark.parametrize("tall", [False, True])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from row_rules import RULES, Referee, Shape, drawn, random_rule
+from scripts import all_equal_in_the_interpreter
 
 import tilestep
 from tilestep.backends import registry as backends
@@ -271,10 +269,4 @@ def test_counts_are_of_what_is_there() -> None:
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    script = Path(__file__).with_name("interpreted_rows.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("all equal")
+    all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_rows.py"))
