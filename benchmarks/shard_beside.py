@@ -39,7 +39,7 @@ def beside(bench: Bench) -> dict[str, Any]:
         trained.step()
     bench.backward(trained, 1)
     sharding = trained.optimizer.schedule.sharding
-    sharding.ready()
+    trained.optimizer.schedule.complete_gradients(trained.optimizer)
     for group in sharding.inner.param_groups:
         group["max_grad_norm"] = None
     elements = sum(param.numel() for param in trained.model.parameters())

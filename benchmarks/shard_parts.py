@@ -118,15 +118,15 @@ def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
     """What a step does, each alone and again and again; the update in turns with a copy."""
     sharding = trained.optimizer.schedule.sharding
     bench.backward(trained, 1)
-    sharding.ready()
+    trained.optimizer.schedule.complete_gradients(trained.optimizer)
     inner, count = sharding.inner, 3 if bench.quick else 20
     found: dict[str, Any] = {"clip_and_update_ms": bench.elapsed(inner.update, count)}
     for group in inner.param_groups:
         group["max_grad_norm"] = None
 
     def gather() -> None:
-        sharding.parameters.gather()
-        sharding.parameters.wait_all()
+        trained.optimizer.schedule.parameters.gather()
+        trained.optimizer.schedule.parameters.wait_all()
 
     found["gather_ms"] = bench.elapsed(gather, 3 if bench.quick else 10)
     size = 2**20 if bench.quick else 2**30

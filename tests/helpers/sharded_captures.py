@@ -21,8 +21,8 @@ from sharded_twins import TINY, Elementwise
 
 import tilestep
 from tilestep import side_stream
-from tilestep.schedules.zero import core, gradients, parameters
-from tilestep.schedules.zero.ranks import Ranks
+from tilestep.placement import Ranks, ReductionGroup
+from tilestep.schedules.zero import gradients, parameters, schedule
 
 SIMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -45,11 +45,12 @@ def graphs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         simulation = Simulation(patch)
-        for module in (core, gradients, parameters, side_stream):
+        for module in (schedule, gradients, parameters, side_stream):
             patch.setattr(module, "is_capturing", lambda: simulation.graph is not None)
         patch.setattr(Ranks, "can_be_captured", True)
-        for name in ("add_in", "largest", "reduce_scatter", "all_gather"):
-            before = getattr(Ranks, name)
+        collectives = [(Ranks, name) for name in ("add_in", "reduce_scatter", "all_gather")]
+        for owner, name in (*collectives, (ReductionGroup, "add"), (ReductionGroup, "largest")):
+            before = getattr(owner, name)
 
             def recorded(*arguments: Any, before: Any = before, **options: Any) -> Any:
                 if simulation.graph is None:
@@ -63,7 +64,7 @@ def graphs() -> Iterator[None]:
                 simulation.graph.work.append(run)
                 return Done()
 
-            patch.setattr(Ranks, name, recorded)
+            patch.setattr(owner, name, recorded)
         yield
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import tilestep
 from tilestep import compat
-from tilestep.placement import Agreement
+from tilestep.placement import ReductionGroup
 
 
 def dtensors_have_what_we_know() -> None:
@@ -64,9 +64,9 @@ def agrees_without_roots() -> None:
     on_both = distribute_tensor(one, root, [Replicate(), Shard(0)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilestep.placement.reduction.root_mesh", lambda mesh: None)
-        assert Agreement([("dp", on_dp), ("both", on_both)]).ranks == [*range(dist.get_world_size())]
+        assert ReductionGroup.of_tensors([("dp", on_dp), ("both", on_both)]).ranks == [*range(dist.get_world_size())]
         with pytest.raises(tilestep.GradientError, match=r"tp.*not slices of one mesh"):
-            Agreement([("dp", on_dp), ("tp", on_tp)])
+            ReductionGroup.of_tensors([("dp", on_dp), ("tp", on_tp)])
 
 
 CHECKS = {

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import tilestep
-from tilestep.placement import Agreement
+from tilestep.placement import ReductionGroup
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, -1.5, 0.0, math.inf, -math.inf]
 
@@ -204,10 +204,10 @@ def agrees_over_meshes() -> None:
     one = torch.ones(8, device=device())
     on_both = distribute_tensor(one, root, [Shard(0), Replicate()])
     on_dp, on_tp = distribute_tensor(one, root["dp"], [Shard(0)]), distribute_tensor(one, root["tp"], [Replicate()])
-    alone = Agreement([("tp", on_tp)])
+    alone = ReductionGroup.of_tensors([("tp", on_tp)])
     assert alone.ranks == sorted(root["tp"].mesh.tolist()) and alone.share(on_tp) == 2 / size
     for listed in ([("dp", on_dp), ("tp", on_tp)], [("both", on_both), ("dp", on_dp)]):
-        agreement = Agreement(listed)
+        agreement = ReductionGroup.of_tensors(listed)
         assert agreement.ranks == [*range(size)]
         assert agreement.share(on_dp) == 2 / size and agreement.share(on_tp) == 1 / size
         assert agreement.share(on_both) == 2 / size and agreement.share(one) == 1 / size
@@ -219,7 +219,7 @@ def agrees_over_meshes() -> None:
     own = next(row for row in crossed.mesh.tolist() if rank in row)
     second = DTensor.from_local(one, DeviceMesh(device(), own, _init_backend=False), [Shard(0)], run_check=False)
     with pytest.raises(tilestep.GradientError, match="not slices of one mesh"):
-        Agreement([("first", first), ("second", second)])
+        ReductionGroup.of_tensors([("first", first), ("second", second)])
 
 
 CHECKS = {

@@ -14,9 +14,9 @@ import torch
 from module_files import load
 
 import tilestep
+from tilestep.placement import Ranks
 from tilestep.planning import Job, best_bucket, default_constants, footprint, meshes, plan
 from tilestep.planning.plan import Constants, crossover
-from tilestep.schedules.zero.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from ..compat import layouts, local_parts, ready
 from ..control_numbers import LARGEST_SUM
 from ..errors import GradientError
 from ..pairs import as_real
-from ..placement import Agreement, is_distributed
+from ..placement import ReductionGroup, is_distributed
 from ..placement.local import local_part
 from .plan_cache import Recipe, find_recipe
 from .tiles import Order, combine, order_of
@@ -33,7 +33,7 @@ class Shares:
         for name, tensor in placed:
             if tensor.device_mesh.get_coordinate() is None:
                 raise GradientError(f"{name} lies on {tensor.device_mesh}, to which this rank does not belong")
-        self.agreement = Agreement(placed)
+        self.agreement = ReductionGroup.of_tensors(placed)
         self.partial = [place for place, tensor in enumerate(tensors) if _is_partial(tensor)]
         partial, self.places = set(self.partial), dict[float, list[int]]()
         for place, tensor in enumerate(tensors):

@@ -19,9 +19,9 @@ from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
 from ..pairs import ComplexMembers, as_complex, as_real, real_shape
 from ..placement import (
-    Agreement,
     Exchanges,
     LocalGradients,
+    ReductionGroup,
     SharedSums,
     checked_part,
     distribute,
@@ -264,7 +264,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph))
     planned = [one for one in planned if not one.is_unreal]
     sharded = [(one.label, one.param) for one in planned if is_distributed(one.param)]
-    agreement = Agreement(sharded) if sharded else None
+    agreement = ReductionGroup.of_tensors(sharded) if sharded else None
     for one in planned:
         known = state.get(one.param)
         is_ahead = ahead or (one.param.grad is None and not together)
@@ -464,7 +464,7 @@ def loaded_states(
 
 
 def _engines(
-    optimizer: Optimizer, planned: Sequence[_Planned], agreement: Agreement | None
+    optimizer: Optimizer, planned: Sequence[_Planned], agreement: ReductionGroup | None
 ) -> tuple[list[DeviceEngine], Any, list[list[torch.Tensor]]]:
     """Engines of planned parameters, which get their states now; the engines' places, and their parameters."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}

@@ -22,7 +22,7 @@ from .parameters import iter_params
 from .plan import moved
 
 if TYPE_CHECKING:
-    from ..placement import Agreement
+    from ..placement import ReductionGroup
     from .protocol import Optimizer, StepPlan
 
 
@@ -326,7 +326,7 @@ def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
     return clips
 
 
-def _agree(decision: StepInputs, agreement: Agreement, *, has_whole_norm: bool) -> None:
+def _agree(decision: StepInputs, agreement: ReductionGroup, *, has_whole_norm: bool) -> None:
     """Let all ranks know what each has found: the norm of all gradients, and whether one of them overflowed."""
     if has_whole_norm:
         whole, decision.power_sum = decision.power_sum, None

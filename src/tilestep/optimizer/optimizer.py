@@ -15,7 +15,7 @@ from ..compat import fake_mode_is_active, is_capturing, opaque, step_is_ordinary
 from ..control_numbers import NORM, SKIPPED
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
-from ..placement import LOCAL, Agreement, Placement
+from ..placement import LOCAL, Placement, ReductionGroup
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
 from ..runtime import DeviceEngine, Stale, StepInputs
@@ -531,7 +531,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.taps.changes.list(clear=clear, gather=gather)
 
     @property
-    def agreement(self) -> Agreement | None:
+    def agreement(self) -> ReductionGroup | None:
         """The ranks that decide together: of DTensors all ranks of their meshes."""
         return self._plan.ranks if self._plan is not None else None
 

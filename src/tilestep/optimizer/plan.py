@@ -19,7 +19,7 @@ from ..devices import is_host
 from ..errors import GradientError
 from ..memory.memory import StateMemory
 from ..pairs import ComplexMembers
-from ..placement import Agreement, LocalGradients, SharedSums
+from ..placement import LocalGradients, ReductionGroup, SharedSums
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.gradients import copy_to
 from .masters import Masters
@@ -46,7 +46,7 @@ class StepPlan:
     state: Any  # the optimizer's state
     state_changes: int  # how often its entries had been replaced
     masters: Masters  # the low-precision parameters whose masters do not show what other code writes to them
-    agreement: Agreement | None = None  # the ranks of the meshes, if some parameters are DTensors
+    agreement: ReductionGroup | None = None  # the ranks of the meshes, if some parameters are DTensors
     ranks: Any = None  # those that decide steps together, if there are several
     sharers: Any = None  # those that hold parts of the same parameters, if there are several
     local_gradients: Sequence[LocalGradients] = ()  # then for each engine what finds the local parts of its gradients

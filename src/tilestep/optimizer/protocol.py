@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..placement import Agreement
+from ..placement import ReductionGroup
 from ..rules import Rule
 
 
@@ -24,7 +24,7 @@ class StepPlan(Protocol):
     norm_sources: Any
     sums_in_tiles: bool
     home: Any
-    agreement: Agreement | None
+    agreement: ReductionGroup | None
     ranks: Any
     further_rounds: Any
     complex_members: Any
@@ -57,7 +57,7 @@ class Optimizer(Protocol):
         """Make a plan."""
 
     @property
-    def agreement(self) -> Agreement | None:
+    def agreement(self) -> ReductionGroup | None:
         """What ranks decide together, if there are several."""
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from .local import LocalGradients, checked_part, distribute, is_distributed, is_whole, local_state
 from .matrices import Exchanges
 from .placement import LOCAL, Origin, Pieces, Placement
-from .reduction import Agreement, SharedSums
+from .reduction import ARRIVED, Awaited, Ranks, ReductionGroup, SharedSums
 
 __all__ = [
+    "ARRIVED",
     "LOCAL",
-    "Agreement",
+    "Awaited",
     "Exchanges",
     "LocalGradients",
     "Origin",
     "Pieces",
     "Placement",
+    "Ranks",
+    "ReductionGroup",
     "SharedSums",
     "checked_part",
     "distribute",

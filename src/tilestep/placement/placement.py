@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .local import is_distributed
-from .reduction import Agreement, SharedSums
+from .reduction import ReductionGroup, SharedSums
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Placement:
         """Of which parameter another one is a piece; None for one that stands only for this rank."""
         return Origin(param)
 
-    def sharers(self, params: Iterable[torch.Tensor]) -> Any:
+    def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
         """The ranks that hold parts of the same parameters, where no tables know them; None for none."""
         parts = [("a parameter", param) for param in params if is_distributed(param)]
-        return Agreement(parts) if parts else None
+        return ReductionGroup.of_tensors(parts) if parts else None
 
     def take_part(self, plan: Any) -> None:
         """Have the tables of steps know which ranks decide them together and combine their reductions."""
@@ -76,13 +76,13 @@ class Pieces(Placement):
     def __init__(
         self,
         owner: Callable[[], Any],
-        ranks: Any,
-        deciders: Any,
+        sharers: ReductionGroup,
+        deciders: ReductionGroup,
         origins: Mapping[Any, Origin],
         *,
         has_own_names: bool = False,
     ) -> None:
-        self._owner, self._ranks, self._deciders = owner, ranks, deciders
+        self._owner, self._sharers, self._deciders = owner, sharers, deciders
         self.has_own_names = has_own_names
         self._origins: dict[Any, Origin] = {}
         self.add(origins)
@@ -104,5 +104,5 @@ class Pieces(Placement):
 
     def take_part(self, plan: Any) -> None:
         """All ranks decide, and those that share the parameters combine reductions."""
-        plan.ranks, plan.sharers = self._deciders, self._ranks
-        plan.shared_sums = [SharedSums(self._ranks, engine.segments) for engine in plan.engines]
+        plan.ranks, plan.sharers = self._deciders, self._sharers
+        plan.shared_sums = [SharedSums(self._sharers, engine.segments) for engine in plan.engines]

@@ -1,19 +1,20 @@
-"""Ranks that come to the same decisions, and reductions over tensors, rows and columns that they share."""
+"""What ranks do together: reductions of numbers, messages of buckets, reductions over tensors that they share."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..compat import group_device_types, root_mesh
+from ..compat import gather_together, group_device_types, root_mesh
 from ..devices import is_host
 from ..errors import GradientError
 from .local import is_distributed, is_whole, sharded_dims, slices_here, spans_ranks
@@ -23,33 +24,78 @@ if TYPE_CHECKING:
     from ..runtime.segment import Entry, Segment
 
 
+# Their names until torch 2.12.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_AVERAGED = (torch.bfloat16, torch.float32, torch.float64)
+"""Not float16: a small gradient that is divided before it is added up loses bits, or becomes zero."""
+
+
+_OPERATIONS: tuple[Any, Any] = (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if dist.is_available() else (None, None)
+"""Those of sums and of means."""
+
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """Process groups made here, for each initialization of torch.distributed."""
 
 
-class Agreement:
-    """All ranks of the meshes of some DTensors.
+class ReductionGroup:
+    """Ranks that combine numbers, with the same result on each of them, to the last bit.
 
-    Several meshes may be given if one holds the others, or if all are slices of one mesh; then a tensor on a smaller
-    mesh, and a plain one, is held by the other ranks too, as by tensor-parallel ranks whose norms' weights FSDP shards.
-    A sum over all tensors is one all-reduce: each rank adds its part of a shard once, and of what several ranks hold
-    the same share. So its result is the same on every rank, to the last bit.
+    They are those of process groups, which are reduced over one after the other and hold each part of a tensor once;
+    or, by `of_tensors`, all ranks of the meshes of some DTensors.
+
+    Args:
+        groups: the process groups; None for one of `ranks`, made when it is first needed.
+        monitor: explains errors of communication, as `RankMonitor` does; None for no explanation.
+        ranks: the global ranks; None for those of the first process group.
+        meshes: those of the DTensors.
     """
 
-    def __init__(self, tensors: Sequence[tuple[str, Any]]) -> None:
-        self.meshes: list[Any] = []
+    def __init__(
+        self,
+        groups: Sequence[Any] | None,
+        monitor: Any = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        meshes: Sequence[Any] = (),
+    ) -> None:
+        if groups is not None and ranks is None:
+            ranks = dist.get_process_group_ranks(groups[0])
+        self.ranks: Sequence[int] = ranks or ()
+        self._given, self._meshes, self._monitor = groups, meshes, monitor
+        self._shares: dict[Any, float] = {}
+
+    @cached_property
+    def _groups(self) -> list[tuple[Any, bool]]:
+        """The process groups of more than one rank, and whether each takes tensors on the host."""
+        if self._given is not None:
+            groups = [group for group in self._given if dist.get_world_size(group) > 1]
+        else:
+            groups = [group_of(self.ranks, self._meshes)] if len(self.ranks) > 1 else []
+        able = [group_device_types(group) for group in groups]
+        return [(group, kinds is None or "cpu" in kinds) for group, kinds in zip(groups, able)]
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[tuple[str, Any]]) -> ReductionGroup:
+        """All ranks of the meshes of labelled DTensors.
+
+        Several meshes may be given if one holds the others, or if all are slices of one mesh; then a tensor on a
+        smaller mesh, and a plain one, is held by the other ranks too, as by tensor-parallel ranks whose norms' weights
+        FSDP shards. A sum over all tensors is one all-reduce: each rank adds its part of a shard once, and of what
+        several ranks hold the same share.
+        """
+        meshes: list[Any] = []
         labels: list[str] = []
         for label, tensor in tensors:
-            if not any(mesh is tensor.device_mesh for mesh in self.meshes):
-                self.meshes.append(tensor.device_mesh)
+            if not any(mesh is tensor.device_mesh for mesh in meshes):
+                meshes.append(tensor.device_mesh)
                 labels.append(label)
-        self.ranks = _ranks_of(self.meshes, labels)
-        self._group: Any = None
-        self._shares: dict[Any, float] = {}
+        return cls(None, ranks=_ranks_of(meshes, labels), meshes=meshes)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """How many ranks there are; of several process groups those of the first."""
         return len(self.ranks)
 
     @property
@@ -57,28 +103,21 @@ class Agreement:
         """The place of this one among them."""
         return self.ranks.index(dist.get_rank())
 
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank has; of one shape on all ranks, and a dtype that collectives take."""
-        if self.size == 1:
-            return [values]
-        if self._group is None:
-            self._group = group_of(self.ranks, self.meshes)
-        values = self._sendable(values)
-        found = [torch.empty_like(values) for _ in self.ranks]
-        dist.all_gather(found, values, self._group)
-        return found
-
     def leads(self, tensor: Any) -> bool:
         """Whether this is the first of the ranks that hold the same part of a tensor."""
+        if not self._meshes:
+            return True
         if not is_distributed(tensor):
             return self.rank == 0
         mesh, placements = tensor.device_mesh, tensor.placements
-        place = mesh.get_coordinate()
-        firsts = (not at or not each.is_replicate() for at, each in zip(place, placements))
+        coordinate = mesh.get_coordinate()
+        firsts = (not at or not placement.is_replicate() for at, placement in zip(coordinate, placements))
         return self.ranks[0] in mesh.mesh and all(firsts)
 
     def share(self, tensor: Any, over: tuple[int, int] | None = None) -> float:
         """What a rank's sums over its part of a tensor count: 1 over the number of ranks that hold the same part."""
+        if not self._meshes:
+            return 1.0
         if not is_distributed(tensor):
             return 1 / len(self.ranks)
         mesh, placements, gone = tensor.device_mesh, tensor.placements, range(*(over or (0, 0)))
@@ -92,30 +131,43 @@ class Agreement:
 
     def add(self, values: torch.Tensor) -> None:
         """Replace numbers by their sums over the ranks; no rank waits on the host for a GPU's."""
-        self._all_reduce(values, dist.ReduceOp.SUM)
+        for group, takes_host in self._groups:
+            self._all_reduce(group, takes_host, values, dist.ReduceOp.SUM)
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over the ranks; NaN on one gives NaN on all."""
-        missing = values.isnan()
-        both = torch.stack([torch.where(missing, torch.inf, values), missing.to(values.dtype)])
-        self._all_reduce(both, dist.ReduceOp.MAX)
+        is_nan = values.isnan()
+        both = torch.stack([torch.where(is_nan, -torch.inf, values), is_nan.to(values.dtype)])
+        for group, takes_host in self._groups:
+            self._all_reduce(group, takes_host, both, dist.ReduceOp.MAX)
         values.copy_(torch.where(both[1] > 0, torch.nan, both[0]))
 
-    def _all_reduce(self, values: torch.Tensor, operation: Any) -> None:
-        if len(self.ranks) == 1:
-            return
-        if self._group is None:
-            self._group = group_of(self.ranks, self.meshes)
-        sent = self._sendable(values)
-        dist.all_reduce(sent, operation, self._group)
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank has; of one shape on all ranks, and a dtype that collectives take."""
+        if not self._groups:
+            return [values]
+        group, takes_host = self._groups[0]
+        values = values if takes_host else _on_gpu(values)
+        gathered = [torch.empty_like(values) for _ in self.ranks]
+        with self._monitor or nullcontext():
+            dist.all_gather(gathered, values, group)
+        return gathered
+
+    def _all_reduce(self, group: Any, takes_host: bool, values: torch.Tensor, operation: Any) -> None:
+        sent = values if takes_host else _on_gpu(values)
+        try:
+            dist.all_reduce(sent, operation, group)
+        except RuntimeError as error:
+            if self._monitor is not None:
+                self._monitor.explain(error)
+            raise
         if sent is not values:
             values.copy_(sent)
 
-    def _sendable(self, values: torch.Tensor) -> torch.Tensor:
-        """Numbers where the group takes them: parameters may be on the host under a backend for GPUs alone."""
-        able = group_device_types(self._group)
-        on_gpus_alone = is_host(values.device) and able is not None and "cpu" not in able
-        return values.cuda() if on_gpus_alone and torch.cuda.is_available() else values
+
+def _on_gpu(values: torch.Tensor) -> torch.Tensor:
+    """Numbers where a backend for GPUs alone takes them: parameters may be on the host."""
+    return values.cuda() if is_host(values.device) and torch.cuda.is_available() else values
 
 
 def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
@@ -152,6 +204,162 @@ def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
     if tuple(ranks) not in made:
         made[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
     return made[tuple(ranks)]
+
+
+class Awaited(NamedTuple):
+    """Communication that has begun."""
+
+    works: Sequence[Any]
+    monitor: Any
+
+    def wait(self) -> None:
+        """Let the host, or the current stream of a GPU, wait for it."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            if self.monitor is not None:
+                self.monitor.explain(error)
+            raise
+
+
+ARRIVED = Awaited((), None)
+"""What runs in the order of the current stream: there is nothing to wait for."""
+
+
+class Ranks:
+    """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets.
+
+    Args:
+        shard: the process group that splits the state.
+        replicate: the process group of the ranks with the same state; None where there are no copies.
+        monitor: the `RankMonitor`, which makes of an error of communication a `RankError` if a rank is gone.
+    """
+
+    def __init__(self, shard: Any, replicate: Any, monitor: Any) -> None:
+        self.shard = shard
+        self.replicate = replicate
+        self.rank = dist.get_rank(shard)
+        self.size = dist.get_world_size(shard)
+        self.copies = 1 if replicate is None else dist.get_world_size(replicate)
+        self.count = self.size * self.copies
+        """All ranks, those that hold copies too."""
+        self.monitor = monitor
+        self.reductions = self.with_others(())
+        """Reductions over the ranks that split the state; copies hold the same results."""
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        # Who copies what ranks have together does not make other ranks; process groups cannot be copied.
+        return self
+
+    def apart(self) -> Ranks:
+        """The same ranks over groups of their own, in which no other messages come between; all of them call it."""
+        shard, replicate = (
+            None
+            if group is None
+            else dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+            for group in (self.shard, self.replicate)
+        )
+        return Ranks(shard, replicate, self.monitor)
+
+    def with_others(self, groups: Sequence[Any]) -> ReductionGroup:
+        """Reductions over the ranks that split the state, and then over groups with other parts of the model."""
+        return ReductionGroup([self.shard, *groups], self.monitor)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether what they do together can be a part of a CUDA graph."""
+        return all("nccl" in dist.get_backend_config(group) for group in self.groups)
+
+    def can_average(self, flat: torch.Tensor) -> bool:
+        """Whether messages bring means as exactly as sums that are divided.
+
+        NCCL multiplies by 1/N in the type of the tensor before it adds up. That is exact for powers of two alone: in
+        bfloat16 a third is wrong by 0.2%.
+        """
+        powers_of_two = all(number & (number - 1) == 0 for number in (self.size, self.copies))
+        return powers_of_two and self.count > 1 and flat.is_cuda and self.can_be_captured and flat.dtype in _AVERAGED
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups that together reach all ranks."""
+        return [self.shard] if self.copies == 1 else [self.shard, self.replicate]
+
+    def add_in(self, group: Any, values: torch.Tensor, *, mean: bool = False) -> None:
+        """Replace numbers by their sums over a group of ranks; by their means where it `can_average` them."""
+        try:
+            dist.all_reduce(values, _OPERATIONS[mean], group)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+
+    def begin_to_add(self, values: torch.Tensor) -> Any:
+        """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for.
+
+        On a GPU it runs in the current stream.
+        """
+        try:
+            work = dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        return ARRIVED if work is None else Awaited((work,), self.monitor)
+
+    def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Any:
+        """Begin to sum flat memory up over the ranks that split the state, each receiving its section.
+
+        On a GPU it runs in the current stream: the library's own would only be waited for by ours.
+        """
+        try:
+            work = _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        return ARRIVED if work is None else Awaited((work,), self.monitor)
+
+    def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:
+        """Begin to give all of these ranks every section; several tensors go in one message, where the backend can."""
+        try:
+            began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
+            if began:
+                return ARRIVED if work is None else Awaited((work,), self.monitor)
+            works = [
+                _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
+                for flat, section in zip(flats, sections)
+            ]
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        works = [work for work in works if work is not None]
+        return Awaited(works, self.monitor) if works else ARRIVED
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give every rank what the first one has."""
+        with self.monitor:
+            for group in self.groups:
+                dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+
+    def send(self, tensor: torch.Tensor, source: int) -> None:
+        """Give the ranks that split the state what one of them has."""
+        with self.monitor:
+            dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """One object of each rank, on every rank."""
+        values = [value]
+        for group in self.groups:
+            values = [one for part in self._each_of(group, values) for one in part]
+        return values
+
+    def each(self, value: Any) -> list[Any]:
+        """One object of each rank that splits the state, on each of them."""
+        return self._each_of(self.shard, value)
+
+    def _each_of(self, group: Any, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        with self.monitor:
+            dist.all_gather_object(values, value, group)
+        return values
 
 
 class _Part(Protocol):
@@ -209,18 +417,18 @@ class _SlicePart:
 class SharedSums:
     """Combines after each tile pass what it has summed up per tensor and slice: one all-reduce for all sums."""
 
-    def __init__(self, agreement: Agreement, segments: Sequence[Segment]) -> None:
-        self._agreement = agreement
+    def __init__(self, group: ReductionGroup, segments: Sequence[Segment]) -> None:
+        self._group = group
         sharded = [segment for segment in segments if not all(is_whole(entry.handle) for entry in segment.entries)]
         depth = max((len(segment.spec.program.tiles) for segment in sharded), default=0)
-        self._added = [_parts_of(agreement, sharded, index, adds=True) for index in range(depth)]
-        self._largest = [_parts_of(agreement, sharded, index, adds=False) for index in range(depth)]
+        self._added = [_parts_of(group, sharded, index, adds=True) for index in range(depth)]
+        self._largest = [_parts_of(group, sharded, index, adds=False) for index in range(depth)]
 
     def calls(self, index: int) -> list[Callable[[], None]]:
         """What lets every segment know the reductions over whole tensors that tile pass `index` has begun."""
         if index >= len(self._added):
             return []
-        kinds = (self._added[index], self._agreement.add), (self._largest[index], self._agreement.largest)
+        kinds = (self._added[index], self._group.add), (self._largest[index], self._group.largest)
         return [partial(_combine, parts, reduce) for parts, reduce in kinds if parts]
 
 
@@ -232,7 +440,7 @@ def _combine(parts: Sequence[_Part], reduce: Callable[[torch.Tensor], None]) -> 
         part.take(result)
 
 
-def _parts_of(agreement: Agreement, segments: Sequence[Segment], index: int, *, adds: bool) -> list[_Part]:
+def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *, adds: bool) -> list[_Part]:
     """What the passes of a stage leave in each segment that has such reductions: sums, or largest and smallest."""
     found: list[_Part] = []
     for segment in segments:
@@ -248,8 +456,8 @@ def _parts_of(agreement: Agreement, segments: Sequence[Segment], index: int, *, 
                 "Triton on a GPU"
             )
         if tensors:
-            found.append(_tensor_part(agreement, segment, tensors))
-        found += [part for slot, value in slices if (part := _slice_part(agreement, segment, slot, value)) is not None]
+            found.append(_tensor_part(group, segment, tensors))
+        found += [part for slot, value in slices if (part := _slice_part(group, segment, slot, value)) is not None]
     return found
 
 
@@ -257,16 +465,16 @@ def _adds(reduction: Value) -> bool:
     return reduction.operation == "reduce_sum"
 
 
-def _factor(agreement: Agreement, entry: Entry, reduction: Value) -> float:
+def _factor(group: ReductionGroup, entry: Entry, reduction: Value) -> float:
     """What this rank's reduction counts; the sign that makes extremes the largest."""
     if not _adds(reduction):
         return 1.0 if reduction.operation == "reduce_amax" else -1.0
     over = reduction.args[0].over
-    return agreement.share(entry.handle, over) if over and is_distributed(entry.handle) else entry.share
+    return group.share(entry.handle, over) if over and is_distributed(entry.handle) else entry.share
 
 
-def _tensor_part(agreement: Agreement, segment: Segment, reductions: Sequence[tuple[int, Value]]) -> _Part:
-    factors = [[_factor(agreement, entry, value) for _, value in reductions] for entry in segment.entries]
+def _tensor_part(group: ReductionGroup, segment: Segment, reductions: Sequence[tuple[int, Value]]) -> _Part:
+    factors = [[_factor(group, entry, value) for _, value in reductions] for entry in segment.entries]
     device = segment.sums.device
     return _TensorPart(
         segment,
@@ -276,7 +484,7 @@ def _tensor_part(agreement: Agreement, segment: Segment, reductions: Sequence[tu
     )
 
 
-def _slice_part(agreement: Agreement, segment: Segment, slot: int, reduction: Value) -> _Part | None:
+def _slice_part(group: ReductionGroup, segment: Segment, slot: int, reduction: Value) -> _Part | None:
     assert reduction.over is not None
     slots, starts = segment.slices_of(slot)
     places: list[torch.Tensor] = []
@@ -288,7 +496,7 @@ def _slice_part(agreement: Agreement, segment: Segment, slot: int, reduction: Va
             continue
         places.append(torch.arange(start, stop, device="cpu"))
         targets.append(count + slices_here(entry.handle, reduction.over).cpu())
-        factor = _factor(agreement, entry, reduction)
+        factor = _factor(group, entry, reduction)
         factors.append(torch.full((stop - start,), factor, dtype=torch.float64, device="cpu"))
         count += math.prod(size for dim, size in enumerate(entry.handle.shape) if dim not in range(*reduction.over))
     if not count:

@@ -17,10 +17,10 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train
 
 import tilestep
 from tilestep import compat
+from tilestep.placement import Ranks
+from tilestep.placement import reduction as groups
 from tilestep.schedules.zero import buckets as shard_buckets
 from tilestep.schedules.zero import parameters
-from tilestep.schedules.zero import ranks as groups
-from tilestep.schedules.zero.ranks import Ranks
 from tilestep.side_stream import Mark, SideStream
 
 
@@ -182,7 +182,7 @@ def what_arrives_in_order_is_not_waited_for_again() -> None:
                 data = inputs(5, 7)
                 train(pair, [lambda model, data=data: (model(data) * data).sum()] * 2)
                 pair.compare()
-                assert not pair.optimizer.schedule.sharding.parameters.is_pending
+                assert not pair.optimizer.schedule.parameters.is_pending
 
 
 CHECKS = [
@@ -272,7 +272,7 @@ def test_a_wave_that_is_updated_no_more_is_not_the_last_to_wait_for() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
-        sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY).schedule.sharding.parameters
+        sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY).schedule.parameters
         channel: Any = LateChannel()
         sync._channel = channel
         for wave in sync._waves:

@@ -15,8 +15,8 @@ from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train, 
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilestep
-from tilestep.schedules.zero import ranks
-from tilestep.schedules.zero.ranks import Ranks
+from tilestep.placement import Ranks
+from tilestep.placement import reduction as ranks
 
 
 def clipped(params: Any) -> tilestep.Optimizer:

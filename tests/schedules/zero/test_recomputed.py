@@ -63,7 +63,7 @@ def a_backward_with_passes_within_it_is_one_round() -> None:
 
     for model, chosen, rounds in ((Recomputed(), [1, 2, 3], 1), (Tied(), [1, 2, 3], 1), (Tied(), [1, 5, 2, 5], 2)):
         pair = Pair(model, sgd, bucket_cap_mb=TINY)
-        gradients = pair.optimizer.schedule.sharding.gradients
+        gradients = pair.optimizer.schedule.gradients
         sent, before = 0, gradients._end_round
 
         def counted(before: Callable[[], None] = before) -> None:

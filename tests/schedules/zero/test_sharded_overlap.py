@@ -14,8 +14,8 @@ from sharded_twins import TINY, inputs
 from torch import nn
 
 import tilestep
+from tilestep.placement import Ranks
 from tilestep.rules.compose import ema
-from tilestep.schedules.zero.ranks import Ranks
 
 LAYERS = 5
 
@@ -126,7 +126,7 @@ def averages_are_brought_in_when_parameters_have_arrived() -> None:
 def gradients_are_accumulated_in_the_buffer() -> None:
     said: list[str] = []
     model, optimizer = made(said)
-    memory = [sums.flat for sums in optimizer.schedule.sharding.gradients.sums]
+    memory = [sums.flat for sums in optimizer.schedule.gradients.sums]
     starts = {flat.data_ptr() for flat in memory if flat is not None}
     with told(said), optimizer.no_sync():
         for _ in range(3):

@@ -41,7 +41,7 @@ def test_models_and_buckets_are_let_go(one_rank: None) -> None:
         optimizer = tilestep.shard(sgd(model.parameters()), model)
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-        return [weakref.ref(each) for each in (model, optimizer, optimizer.schedule.sharding.gradients, model.weight)]
+        return [weakref.ref(each) for each in (model, optimizer, optimizer.schedule.gradients, model.weight)]
 
     found = used()
     gc.collect()

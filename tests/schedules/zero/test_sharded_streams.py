@@ -119,7 +119,7 @@ def test_one_question_a_step_tells_whether_all_have_arrived(one_rank: None) -> N
             if not late:
                 found.done.update(range(last + 1))
             optimizer.wait()
-            assert found.asked == [last] and optimizer.schedule.sharding.parameters.is_pending == late
+            assert found.asked == [last] and optimizer.schedule.parameters.is_pending == late
             found.asked.clear()
             found.waits.clear()
             model[0].weight, model[3].weight

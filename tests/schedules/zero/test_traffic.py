@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import tilestep
-from tilestep.schedules.zero.ranks import Ranks
+from tilestep.placement import Ranks
 
 EXACTLY = {"rtol": 0.0, "atol": 0.0}
 
@@ -214,7 +214,7 @@ def compiled_models() -> None:
         pair.twin(data).square().sum().backward()
         pair.step()
         pair.compare()
-    assert pair.optimizer.schedule.sharding.parameters.compiled
+    assert pair.optimizer.schedule.parameters.compiled
     other = nn.Linear(2, 2)
     assert isinstance(tilestep.shard(sgd(other.parameters()), torch.compile(other)), tilestep.ShardedOptimizer)
 
@@ -255,7 +255,7 @@ def compiled_blocks() -> None:
             else:
                 block.compile(backend="eager", fullgraph=True)
         pair = Pair(model, sgd, bucket_cap_mb=TINY)
-        sync = pair.optimizer.schedule.sharding.parameters
+        sync = pair.optimizer.schedule.parameters
         late = []
         for _ in range(4):
             data = inputs(3, 4)

@@ -101,7 +101,7 @@ def tried_together(ranks: Ranks, attempt: Callable[[], Found]) -> Found:
     return found
 
 
-def check_together(
+def validate_across_ranks(
     optimizer: Optimizer,
     model: nn.Module,
     ranks: Ranks,

@@ -16,21 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from ...compat import checkpoint_types, is_copy, is_empty_like, load_hooks, wrapper_tensor
+from ...compat import checkpoint_types, is_copy, is_empty_like, wrapper_tensor
 from ...errors import StateError
 from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
-from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value
-from ...optimizer.control import with_limits
 from ...optimizer.groups import OWN_KEYS
 from ...optimizer.masters import MASTER_KEYS
-from ...optimizer.parameters import iter_params
 from ...optimizer.states import TRAINING, StateTemplate, fill_buffers, storages
 from ...rules import Rule
 from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
 from .buckets import Box, boxes, memory_order
-from .core import ANCHOR, mirror
 from .ranks import rank_monitor
 
 if TYPE_CHECKING:
@@ -248,42 +244,7 @@ def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict
     }
 
 
-def load_into_pieces(sharding: Sharding, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Take the state of a checkpoint into the pieces, whole or not at all."""
-    state_dict = with_limits(after_hooks(optimizer, state_dict))
-    groups = loaded_groups(optimizer, state_dict["param_groups"])
-    inner = sharding.inner
-    given = inner.state_dict()
-    states: dict[int, Any] = {}
-    own = {piece: number for number, (_, _, _, piece) in enumerate(iter_params(inner))}
-    saved_groups = state_dict["param_groups"]
-    groups_of = {number: group for group in saved_groups for number in group["params"]}
-    numbers = [number for group in saved_groups for number in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in zip(numbers, params):
-        member, saved = sharding.member_of[param], state_dict["state"].get(number)
-        if saved is not None and member.piece is not None:
-            rule = optimizer.rule_of(optimizer.param_groups[member.group])
-            saved = read_by_value(member.name, saved, groups_of[number], rule.name, param, rule.state_names)
-            states[own[member.piece]] = _local_state(member, rule, saved)
-    kept = ("params", "param_names", "rule")
-    merged = [
-        {**{key: old[key] for key in kept if key in old}, **_hyperparameters(new)}
-        for old, new in zip(given["param_groups"], groups)
-    ]
-    merged += [group for group in given["param_groups"] if ANCHOR in group]
-    inner.load_state_dict({"state": states, "param_groups": merged})
-    sharding.note_loaded(param for number, param in zip(numbers, params) if state_dict["state"].get(number))
-    mirror([_hyperparameters(group) for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
-    for post in load_hooks(optimizer)[1]:
-        post(optimizer)
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", "rule")}
-
-
-def _local_state(member: Member, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
+def local_state(member: Member, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
     """What of a parameter's saved state is this rank's."""
     entries = entries_of(saved, rule.state_names)
     if entries and not member.is_whole and not member.division.keeps_blocks:

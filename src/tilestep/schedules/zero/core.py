@@ -1,9 +1,8 @@
-"""What a sharded optimizer is made of: buckets, their traffic, and the optimizer of the pieces of this rank."""
+"""What a rank has of a sharded optimizer: buckets, its pieces of parameters, and the optimizer of the pieces."""
 
 from __future__ import annotations
 
 import math
-import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,27 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...accumulation import gradientless
-from ...combinations import refuse_replaced
-from ...compat import is_capturing
 from ...errors import RuleError
-from ...norm import NormTable
-from ...norm.tiles import combine
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
-from ...optimizer.groups import GROUP_OPTIONS
 from ...optimizer.parameters import iter_params
-from ...placement import Origin, Pieces
+from ...placement import Origin, Pieces, Ranks, ReductionGroup
 from ...rules import rule
-from ...runtime.capturing import PREPARE, require
-from ...side_stream import SideStream
 from ...storage import BLOCK, entries_before, rows_of, shape_of_entries
 from ..schedule import Schedule
-from .agree import Alike
 from .buckets import ALIGNMENT, Bucket, Division, Options, Slot, make_buckets, memory_order, view_of
-from .gradients import GradientSync
-from .parameters import ParameterSync
-from .ranks import Deciders, Ranks
 
 ANCHOR = "anchor"
 """Key of a param group that only exists so that a rank without pieces takes part in decisions."""
@@ -104,7 +91,7 @@ def make_inner(
     outer: Optimizer,
     groups: Sequence[Iterable[Any]],
     ranks: Ranks,
-    deciders: Deciders,
+    deciders: ReductionGroup,
     origins: Mapping[Any, Origin],
     schedule: PieceSchedule,
 ) -> Optimizer:
@@ -120,7 +107,7 @@ def make_inner(
     made = Optimizer.composed(
         params,
         rule,
-        placement=Pieces(weakref.ref(outer), ranks, deciders, origins, has_own_names=not is_named(outer)),
+        placement=Pieces(weakref.ref(outer), ranks.reductions, deciders, origins, has_own_names=not is_named(outer)),
         schedule=schedule,
         taps=outer.taps,
         max_grad_norm=outer.defaults.get("max_grad_norm"),
@@ -159,17 +146,6 @@ def _mirrored(group: Mapping[str, Any], rule: Any, named: Iterable[Any]) -> dict
     # torch wants names in every group or in none, and finds none in an empty one.
     names: dict[str, Any] = {} if listed else {"param_names": []}
     return {**own, **names, "rule": rule, "params": listed}
-
-
-def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Give param groups the hyperparameters of others."""
-    for theirs, own in zip(source, target):
-        for key in GROUP_OPTIONS:
-            if key not in theirs:
-                own.pop(key, None)
-        for key, value in theirs.items():
-            if key not in ("params", "param_names", "rule"):
-                own[key] = value
 
 
 @dataclass
@@ -216,44 +192,24 @@ class Member:
         shape = self.param.shape
         return entries_before(shape, start, elements), entries_before(shape, stop, elements)
 
-    def gradient(self, section: torch.Tensor) -> torch.Tensor:
-        """The piece's part of this rank's section of summed gradients."""
-        if self.known_gradient is None or self.known_gradient[0] is not section:
-            cut = self.shaped(self.bucket.cut(section, self.slot))
-            self.known_gradient = section, cut
-        return self.known_gradient[1]
-
-
-@dataclass
-class _Known:
-    """What decides which pieces have a gradient, and where."""
-
-    sections: list[torch.Tensor | None]
-    has_gradient: tuple[bool, ...]
-    trains: bytes
-
-    def same(self, other: _Known | None) -> bool:
-        """Whether it is the same for every piece; the numbers in the sections may be others."""
-        if other is None or self.has_gradient != other.has_gradient or self.trains != other.trains:
-            return False
-        return all(map(operator.is_, self.sections, other.sections))
-
-
-class Unscalable:
-    """What a scaler sees of a rank's pieces, and empty tensors so that it finds every device and dtype on all ranks.
-
-    A rank that has no piece with a gradient, or none in float16, then does as the others do.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], dtypes: Iterable[torch.dtype], device: torch.device) -> None:
-        nothing = [torch.zeros(0, dtype=dtype, device=device, requires_grad=True) for dtype in dtypes]
-        for tensor in nothing:
-            tensor.grad = torch.zeros_like(tensor)
-        self.param_groups = [*groups, {"params": nothing}]
+    def take_gradient(self, section: torch.Tensor | None, trains: bool) -> None:
+        """Have the piece hold its part of this rank's section of summed gradients; None for no gradient."""
+        piece = self.piece
+        if piece is None:
+            return
+        if piece.requires_grad != trains:
+            piece.requires_grad_(trains)
+        gradient = None
+        if section is not None:
+            if self.known_gradient is None or self.known_gradient[0] is not section:
+                self.known_gradient = section, self.shaped(self.bucket.cut(section, self.slot))
+            gradient = self.known_gradient[1]
+        if piece.grad is not gradient:
+            piece.grad = gradient
 
 
 class Sharding:
-    """An optimizer split over ranks."""
+    """What this rank has of an optimizer that is split over ranks: buckets, pieces, and the optimizer of the pieces."""
 
     def __init__(
         self,
@@ -264,37 +220,27 @@ class Sharding:
         options: Options,
         norm_groups: Sequence[Any] = (),
     ) -> None:
-        self.model = model
-        self.ranks = ranks
-        self.deciders = Deciders(ranks, norm_groups)
-        self.options = options
+        self.model, self.ranks, self.options, self.norm_groups = model, ranks, options, list(norm_groups)
+        self.deciders = ranks.with_others(norm_groups)
+        """All ranks that decide a step together: those with other parts of the model too."""
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
-        places = self._lay_out(optimizer, names)
-        self.channel = SideStream(self.buckets[0].flat.device, priority=-1)
+        self.places = self._lay_out(optimizer, names)
+        """For each bucket the places of its parameters among all."""
+        self.device = self.buckets[0].flat.device
         self._align(self.buckets)
         self._align_others()
         origins = self._cut(self.members)
         pieces = [self._named_pieces(group["params"]) for group in optimizer.param_groups]
         self.schedule = PieceSchedule()
         self.inner = make_inner(optimizer, pieces, ranks, self.deciders, origins, self.schedule)
-        self.alike = Alike(weakref.ref(optimizer), ranks)
-        self.gradients = GradientSync(self.buckets, places, ranks, options, self.channel, self.alike, model)
-        self.parameters = ParameterSync(model, self.buckets, options, self.channel)
-        self._known: _Known | None = None
-        self._stepped: _Known | None = None
-        """What was known at the last step, if nothing was written to the pieces since."""
-        self._begun: _Known | None = None
-        """What was known when it was last noted which parameters have state."""
-        self.captures_alone = False
-        """Whether a step is being captured without the backward before it."""
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[tuple[int, ...]]:
         """Bring the parameters that are not there yet into buckets."""
         groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         params = [param for param in names if param not in self.member_of]
-        divisions, known = divisions_of(optimizer), len(self.members)
+        divisions, before = divisions_of(optimizer), len(self.members)
         own = [optimizer.param_groups[groups[param]] for param in params]
         buckets, places = make_buckets(params, own, [divisions[param] for param in params], self.ranks, self.options)
         made = {
@@ -305,19 +251,16 @@ class Sharding:
         self.buckets += buckets
         self.members += [made[param] for param in params]
         self.member_of.update(made)
-        return [tuple(known + place for place in each) for each in places]
+        return [tuple(before + place for place in bucket) for bucket in places]
 
-    def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
-        """Bring the parameters of a param group that was added to the optimizer into buckets of their own."""
-        self.sync_masters()
+    def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> tuple[list[Bucket], list[tuple[int, ...]]]:
+        """Bring the parameters of the last param group into buckets of their own; these, and the places in them."""
         buckets, members, group = len(self.buckets), len(self.members), optimizer.param_groups[-1]
         places = self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
         origins = self._cut(self.members[members:])
         add_pieces(self.inner, group, optimizer.rule_of(group), self._named_pieces(group["params"]), origins)
-        self.gradients.take_in(self.buckets[buckets:], places)
-        self.parameters.take_in(self.model, self.buckets[buckets:])
-        self._known = self._begun = None
+        return self.buckets[buckets:], places
 
     @torch.no_grad()
     def _align(self, buckets: Sequence[Bucket]) -> None:
@@ -330,15 +273,14 @@ class Sharding:
     @torch.no_grad()
     def _align_others(self) -> None:
         """Begin with what the model of the first rank has beside the optimizer's parameters."""
-        device = self.buckets[0].flat.device
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             plain = tensor.layout is torch.strided and not tensor.is_quantized
-            if tensor not in self.member_of and tensor.device == device and plain:
-                here = _once(tensor.detach())
-                whole = here.contiguous()
+            if tensor not in self.member_of and tensor.device == self.device and plain:
+                stored = _once(tensor.detach())
+                sent = stored.contiguous()
                 # As bytes: backends do not know every type.
-                self.ranks.broadcast(whole.view(-1).view(torch.uint8))
-                here.copy_(whole)
+                self.ranks.broadcast(sent.view(-1).view(torch.uint8))
+                stored.copy_(sent)
 
     def _cut(self, members: Sequence[Member]) -> dict[Any, Origin]:
         """Give parameters this rank's pieces of them; where each piece comes from."""
@@ -361,108 +303,16 @@ class Sharding:
         members = [self.member_of[param] for param in params]
         return [(member.name, member.piece) for member in members if member.piece is not None]
 
-    @gradientless
-    def sync_masters(self) -> None:
-        """Have every parameter here, and take over what other code has written to them."""
-        self._follow_parameters(None)
-
-    def _follow_parameters(self, versions: int | None) -> None:
-        """As `sync_masters`, without gradients; `versions` is how often they have been written to, if known."""
-        params = self.parameters
-        if params.is_pending:
-            params.wait_all()
-        if not params.is_exact and params.fixed.look(1) and versions is not None and versions == params.versions:
-            return
-        written = [self.member_of[param].piece for param in params.written(versions)]
-        if written:
-            self.invalidate()
-            torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
-
-    def invalidate(self) -> None:
-        """At the next step: take nothing for granted of the pieces, which other code has written to."""
-        self._stepped = None
-
-    @gradientless
-    def ready(self) -> None:
-        """Have every piece hold its summed gradient, and the pieces be what the parameters are."""
-        self._ready(is_capturing())
-
-    def _ready(self, captures: bool) -> None:
-        """As `ready`, without gradients."""
-        versions, trains = self.gradients.finish(captures)
-        if not captures and self.ranks.count > 1:
-            try:
-                self.alike.check()
-            except ValueError:
-                self.gradients.ask_again()
-                raise
-        self._follow_parameters(versions)
-        now = _Known([sums.section for sums in self.gradients.sums], self.gradients.has_gradient(), trains)
-        if not now.same(self._known):
-            self._give_gradients(now)
-            self._known = now
-
-    def _give_gradients(self, now: _Known) -> None:
-        sections = {id(sums.bucket): section for sums, section in zip(self.gradients.sums, now.sections)}
-        for member, is_known, trains in zip(self.members, now.has_gradient, now.trains):
-            if member.piece is None:
-                continue
-            if member.piece.requires_grad != trains:
-                member.piece.requires_grad_(bool(trains))
-            section = sections[id(member.bucket)]
-            gradient = None if section is None or not is_known else member.gradient(section)
-            if member.piece.grad is not gradient:
-                member.piece.grad = gradient
-
-    def step(self, optimizer: Optimizer) -> None:
-        """Update this rank's pieces and send them to the others."""
-        captures = is_capturing()
-        if captures:
-            require(self.ranks.can_be_captured, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
-            require(not self.parameters.is_pending, f"parameters are still on their way; {PREPARE}")
-        self._ready(captures)
-        if self._known is None or not any(self._known.has_gradient):
-            refuse_replaced(self.model, self.member_of)
-        if captures:
-            require(
-                self.captures_alone or self.gradients.summed_in_graph,
-                "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
-            )
-        mirror(optimizer.param_groups, self.inner.param_groups)
-        for name in ("grad_scale", "found_inf"):
-            self.inner.__dict__.pop(name, None)
-            if hasattr(optimizer, name):
-                setattr(self.inner, name, getattr(optimizer, name))
-        self.inner.control.checks_overflow = optimizer.control.checks_overflow
-        self.inner.control.gradients_scaled = optimizer.control.gradients_scaled
-        # Pieces and their gradients are where they were at the last step, and what that has made of them: this cuts
-        # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
-        known = not captures and self._known is self._stepped
-        self._stepped = None
-        self.inner.update(known=known)
-        self._stepped = self._known
-        if self._known is not self._begun:
-            self._note_begun()
-        updates = self.gradients.updates()
-        if not captures or self.gradients.summed_in_graph:
-            self.gradients.forget()
-        self.parameters.gather(updates, captures)
-
-    def _note_begun(self) -> None:
+    def note_stepped(self, has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
         """After a step: what trains has state when the first one begins, and all else when it has a gradient."""
-        known = self._known
-        if known is None or known is self._begun:
-            return
-        self._begun = known
-        for member, has_gradient, trains in zip(self.members, known.has_gradient, known.trains):
-            member.has_begun = bool(member.has_begun or has_gradient or (member.has_begun is None and trains))
+        for member, has_one, is_trained in zip(self.members, has_gradient, trains):
+            member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
 
     def note_loaded(self, begun: Iterable[torch.Tensor]) -> None:
         """After a checkpoint: these parameters have state, and others that train begin with the next step."""
         having = set(map(id, begun))
         for member in self.members:
             member.has_begun = True if id(member.param) in having else None
-        self._begun = None
 
     def holds_state(self, member: Member) -> bool:
         """Whether a parameter has state, on whichever rank."""
@@ -472,57 +322,6 @@ class Sharding:
             # Tables that are there before a step have state for whatever trains.
             return member.param.requires_grad and self.inner.plan is not None
         return member.has_begun
-
-    def prepare_graph(self, optimizer: Optimizer, *, alone: bool, replays: bool) -> None:
-        """Before a capture or a replay: bring everything that a graph takes for granted to where it looks for it."""
-        mirror(optimizer.param_groups, self.inner.param_groups)
-        if alone:
-            self.ready()
-        else:
-            self.sync_masters()
-        self.channel.settle()
-        if not replays:
-            self.parameters.wait_on_host()
-
-    def replayed(self, *, alone: bool) -> None:
-        """After a replay: what a step does on the host."""
-        if alone:
-            self.gradients.forget()
-        self.parameters.note_update()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there was a gradient of any parameter on any rank when the pieces were last made ready."""
-        return self._known is not None and any(self._known.has_gradient)
-
-    def unscalable(self) -> Unscalable:
-        """The pieces' gradients, summed up, for a scaler to unscale; what it does is the same on all ranks."""
-        self.ready()
-        dtypes = {bucket.grad_dtype for bucket in self.buckets if bucket.trains} if self.has_gradients else set()
-        return Unscalable(self.inner.param_groups, dtypes, self.buckets[0].flat.device)
-
-    def gradients_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's pieces of the summed gradients of some parameters; call `ready` or `norm_of` before."""
-        pieces = [self.member_of[param].piece for param in params]
-        return [piece.grad for piece in pieces if piece is not None and piece.grad is not None]
-
-    @torch.no_grad()
-    def norm_of(self, params: Iterable[torch.Tensor], groups: Sequence[Any] = ()) -> torch.Tensor:
-        """The 2-norm of the summed gradients of some parameters, over all ranks; others are not touched."""
-        listed = list(params)
-        if not all(param in self.member_of for param in listed):
-            raise ValueError("grad_norm_of() takes parameters of this optimizer, and was given another tensor")
-        self.ready()
-        gradients = self.gradients_of(listed)
-        device = self.buckets[0].flat.device
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        if gradients:
-            table = NormTable(device, [each.numel() for each in gradients], [each.dtype for each in gradients])
-            addresses = torch.tensor([each.data_ptr() for each in gradients], dtype=torch.int64, device=device)
-            table.launch(addresses, total)
-        Deciders(self.ranks, groups).add(total)
-        wide = any(param.dtype is torch.float64 for param in listed)
-        return combine(total, 2.0).to(torch.float64 if wide else torch.float32)
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:

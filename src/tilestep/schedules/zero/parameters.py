@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from torch import nn
 
 from ...compat import PeerMemory, is_capturing, version_of
 from ...guards import guard_model, guard_sharers
+from ...placement import ARRIVED
 from ...side_stream import Mark, SideStream
 from ...tensor_watch import FixedTensors, sum_of_versions
 from .buckets import Bucket, Options
-from .ranks import ARRIVED
+
+_NOTHING = nullcontext()
 
 
-class _Wave:
+class GatherGroup:
     """Buckets that are gathered together, since calls for each would take the host longer than the network."""
 
     def __init__(self, buckets: Sequence[Bucket], channel: SideStream) -> None:
@@ -149,14 +152,14 @@ class ParameterSync:
         self._updates: dict[int, int] = {}
         """How often each bucket was updated, by id: as often `note_update` has counted a version of its parameters."""
         self._buckets: list[Bucket] = []
-        self._waves: list[_Wave] = []
-        self._of: dict[int, _Wave] = {}
+        self._waves: list[GatherGroup] = []
+        self._of: dict[int, GatherGroup] = {}
         self.is_pending = False
         """Whether a bucket may still be on its way."""
         self._which = b""
         """For each bucket a one if it was updated the last time, else a zero."""
         self._updated: list[Bucket] = []
-        self._updated_waves: list[_Wave] = []
+        self._updated_waves: list[GatherGroup] = []
         self._handles: list[Any] = []
         self.compiled = False
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
@@ -167,7 +170,7 @@ class ParameterSync:
     def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Gather further buckets too."""
         parts = _waves(buckets[::-1], together=_is_worth_it(buckets))
-        waves = [_Wave(part, self._channel) for part in parts]
+        waves = [GatherGroup(part, self._channel) for part in parts]
         own = {id(param): wave for wave in waves for bucket in wave.buckets for param in bucket.params}
         for bucket in buckets:
             self._channel.keep(bucket.flat, bucket.exact)
@@ -238,7 +241,7 @@ class ParameterSync:
         if which != self._which:
             self._note_updated(which)
         self.is_pending = True
-        with self._channel.after_compute():
+        with self._channel.after_compute() if self._channel.in_order else _NOTHING:
             for peers in dict.fromkeys(wave.peers for wave in self._updated_waves if wave.theirs):
                 if peers is not None:
                     peers.meet()

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...accumulation import gradientless
+from ...combinations import refuse_replaced
+from ...compat import is_capturing, load_hooks
 from ...errors import GradientError
+from ...norm import NormTable
+from ...norm.tiles import combine
 from ...optimizer import Optimizer
 from ...optimizer.attached import AttachedType
-from ...optimizer.checkpoint import unchanged_on_error
+from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value, unchanged_on_error
+from ...optimizer.control import with_limits
 from ...optimizer.graphs import prepare_capture, push, require_no_waits
-from ...optimizer.parameters import require_listed_once
+from ...optimizer.groups import GROUP_OPTIONS
+from ...optimizer.parameters import iter_params, require_listed_once
+from ...runtime.capturing import PREPARE, require
+from ...side_stream import SideStream
 from ..schedule import Schedule
-from .agree import check_together
-from .checkpoint import full_state_dict, load_into_pieces, sharded_states
-from .core import Sharding
+from .agree import Alike, validate_across_ranks
+from .checkpoint import full_state_dict, local_state, sharded_states
+from .core import ANCHOR, Sharding
+from .gradients import GradientSync
+from .parameters import ParameterSync
+
+
+@dataclass
+class _Gradients:
+    """What decides which pieces have a gradient, and where; the numbers in the sections may change."""
+
+    sections: list[torch.Tensor | None]
+    has_gradient: tuple[bool, ...]
+    trains: bytes
+
+
+class Unscalable:
+    """What a scaler sees of a rank's pieces, and empty tensors so that it finds every device and dtype on all ranks.
+
+    A rank that has no piece with a gradient, or none in float16, then does as the others do.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+        nothing = [torch.zeros(0, dtype=dtype, device=device, requires_grad=True) for dtype in dtypes]
+        for tensor in nothing:
+            tensor.grad = torch.zeros_like(tensor)
+        self.param_groups = [*groups, {"params": nothing}]
 
 
 class ShardedSchedule(Schedule):
@@ -26,7 +61,7 @@ class ShardedSchedule(Schedule):
 
     Args:
         optimizer: the optimizer, which keeps this and not the other way round.
-        sharding: buckets, their traffic, and the optimizer of this rank's pieces.
+        sharding: buckets, and the optimizer of this rank's pieces.
     """
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
@@ -35,6 +70,19 @@ class ShardedSchedule(Schedule):
     def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
         self._reference = weakref.ref(optimizer)
         self.sharding = sharding
+        buckets, ranks, options, model = sharding.buckets, sharding.ranks, sharding.options, sharding.model
+        self.channel = SideStream(buckets[0].flat.device, priority=-1)
+        self.alike = Alike(self._reference, ranks)
+        self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, self.alike, model)
+        self.parameters = ParameterSync(model, buckets, options, self.channel)
+        self._ready: _Gradients | None = None
+        """The gradients that the pieces have been given."""
+        self._stepped: _Gradients | None = None
+        """Those of the last step, if nothing was written to the pieces since."""
+        self._begun: _Gradients | None = None
+        """Those when it was last noted which parameters have state."""
+        self._captures_alone = False
+        """Whether a step is being captured without the backward before it."""
         self._consolidated: dict[str, Any] | None = None
         """What `consolidate_state_dict` has gathered for the next `state_dict`."""
         self._shown = 0
@@ -71,11 +119,6 @@ class ShardedSchedule(Schedule):
             if member.piece is not None and member.piece in inner.state:
                 state[member.param] = inner.state[member.piece]
 
-    def _follow_states(self) -> None:
-        """Let `state` have the pieces' states if these were made anew."""
-        if self._shown != self.sharding.schedule.times_made:
-            self.show_states()
-
     def states_replaced(self, optimizer: Any) -> None:
         """The pieces' states are others."""
         self.show_states()
@@ -96,18 +139,88 @@ class ShardedSchedule(Schedule):
                 "tilestep.GradScaler or torch.amp.GradScaler, which ask all of them; nothing was updated"
             )
         self._overflows_are_shared = False
-        self.sharding.step(optimizer)
-        if self._shown != self.sharding.schedule.times_made:
+        sharding, gradients, inner = self.sharding, self.gradients, self.sharding.inner
+        captures = is_capturing()
+        if captures:
+            able = sharding.ranks.can_be_captured
+            require(able, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
+            require(not self.parameters.is_pending, f"parameters are still on their way; {PREPARE}")
+        self._make_ready(captures)
+        if self._ready is None or 1 not in self._ready.has_gradient:
+            refuse_replaced(sharding.model, sharding.member_of)
+        if captures:
+            require(
+                self._captures_alone or gradients.summed_in_graph,
+                "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
+            )
+        mirror(optimizer.param_groups, inner.param_groups)
+        for name in ("grad_scale", "found_inf"):
+            inner.__dict__.pop(name, None)
+            if hasattr(optimizer, name):
+                setattr(inner, name, getattr(optimizer, name))
+        inner.control.checks_overflow = optimizer.control.checks_overflow
+        inner.control.gradients_scaled = optimizer.control.gradients_scaled
+        # Pieces and their gradients are where they were at the last step, and what that has made of them: this cuts
+        # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
+        known = not captures and self._ready is self._stepped
+        self._stepped = None
+        inner.update(known=known)
+        ready = self._stepped = self._ready
+        if ready is not None and ready is not self._begun:
+            self._begun = ready
+            sharding.note_stepped(ready.has_gradient, ready.trains)
+        updates = gradients.updates()
+        if not captures or gradients.summed_in_graph:
+            gradients.forget()
+        self.parameters.gather(updates, captures)
+        if self._shown != sharding.schedule.times_made:
             self.show_states()
 
+    @gradientless
     def sync_masters(self, optimizer: Any) -> None:
-        """Have the pieces be what the parameters are, which all are here."""
-        self.sharding.sync_masters()
+        """Have every parameter arrive, and take over what other code has written to them."""
+        self._follow_parameters(None)
 
+    def _follow_parameters(self, versions: int | None) -> None:
+        """As `sync_masters`, without gradients; `versions` is how often they have been written to, if known."""
+        params = self.parameters
+        if params.is_pending:
+            params.wait_all()
+        if not params.is_exact and params.fixed.look(1) and versions is not None and versions == params.versions:
+            return
+        written = [self.sharding.member_of[param].piece for param in params.written(versions)]
+        if written:
+            self._stepped = None
+            torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
+
+    @gradientless
     def complete_gradients(self, optimizer: Any) -> Any:
-        """Have the pieces hold their summed gradients; all ranks call it."""
-        self.sharding.ready()
+        """Have the pieces hold their summed gradients, and be what the parameters are; all ranks call it."""
+        self._make_ready(is_capturing())
         return self.sharding.inner
+
+    def _make_ready(self, captures: bool) -> None:
+        """As `complete_gradients`, without gradients."""
+        gradients = self.gradients
+        versions, trains = gradients.finish(captures)
+        if not captures and self.sharding.ranks.count > 1:
+            try:
+                self.alike.check()
+            except ValueError:
+                gradients.ask_again()
+                raise
+        self._follow_parameters(versions)
+        before, has_gradient = self._ready, gradients.has_gradient()
+        sections = [sums.section for sums in gradients.sums]
+        if (
+            before is None
+            or (before.has_gradient, before.trains) != (has_gradient, trains)
+            or not all(map(operator.is_, before.sections, sections))
+        ):
+            self._ready = _Gradients(sections, has_gradient, trains)
+            section_of = {id(sums.bucket): section for sums, section in zip(gradients.sums, sections)}
+            for member, has_one, is_trained in zip(self.sharding.members, has_gradient, trains):
+                member.take_gradient(section_of[id(member.bucket)] if has_one else None, bool(is_trained))
 
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
         """As of a plain optimizer; that of the pieces of other groups where a rank has none of this one."""
@@ -127,7 +240,7 @@ class ShardedSchedule(Schedule):
 
     def no_sync(self) -> Any:
         """A block in which backward only accumulates gradients on this rank; the next one outside sums them up."""
-        return self.sharding.gradients.no_sync()
+        return self.gradients.no_sync()
 
     def wait(self) -> None:
         """Have every parameter that the last step has updated on other ranks, and offloaded state.
@@ -135,11 +248,11 @@ class ShardedSchedule(Schedule):
         Only needed before parameters are read that are not looked up in their module, as those in a list of one's own.
         """
         self.sharding.inner.memory.wait()
-        self.sharding.parameters.wait_all()
+        self.parameters.wait_all()
 
     def before_zero_grad(self) -> None:
         """Drop gradients that are summed up already too."""
-        self.sharding.gradients.reset()
+        self.gradients.reset()
 
     def grad_norm_of(self, params: Iterable[torch.Tensor], process_group: Any = None) -> torch.Tensor:
         """The 2-norm of some parameters' gradients, summed up over the ranks, before the step uses them.
@@ -158,7 +271,7 @@ class ShardedSchedule(Schedule):
             ValueError: for a tensor that is no parameter of the optimizer.
         """
         listed = [params] if isinstance(params, torch.Tensor) else params
-        return self.sharding.norm_of(listed, [] if process_group is None else [process_group])
+        return self._norm_of(listed, [] if process_group is None else [process_group])
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -184,17 +297,37 @@ class ShardedSchedule(Schedule):
         Raises:
             ValueError: for a tensor that is no parameter of the optimizer.
         """
-        sharding = self.sharding
         if params is None:
-            listed, groups = [member.param for member in sharding.members], sharding.deciders.others
+            listed, groups = [member.param for member in self.sharding.members], self.sharding.norm_groups
         else:
-            listed = [params] if isinstance(params, torch.Tensor) else list(params)
-            groups = []
-        norm = sharding.norm_of(listed, [*groups, *([] if process_group is None else [process_group])])
-        gradients = sharding.gradients_of(listed)
+            listed, groups = [params] if isinstance(params, torch.Tensor) else list(params), []
+        norm = self._norm_of(listed, groups if process_group is None else [*groups, process_group])
+        gradients = self._gradients_of(listed)
         if gradients:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def _gradients_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's pieces of the summed gradients of some parameters, which are complete."""
+        pieces = [self.sharding.member_of[param].piece for param in params]
+        return [piece.grad for piece in pieces if piece is not None and piece.grad is not None]
+
+    @torch.no_grad()
+    def _norm_of(self, params: Iterable[torch.Tensor], groups: Sequence[Any]) -> torch.Tensor:
+        """The 2-norm of the summed gradients of some parameters over all ranks, and over further process groups."""
+        listed = list(params)
+        if not all(param in self.sharding.member_of for param in listed):
+            raise ValueError("grad_norm_of() takes parameters of this optimizer, and was given another tensor")
+        self._make_ready(is_capturing())
+        gradients, device = self._gradients_of(listed), self.sharding.device
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        if gradients:
+            table = NormTable(device, [each.numel() for each in gradients], [each.dtype for each in gradients])
+            addresses = torch.tensor([each.data_ptr() for each in gradients], dtype=torch.int64, device=device)
+            table.launch(addresses, total)
+        self.sharding.ranks.with_others(groups).add(total)
+        wide = any(param.dtype is torch.float64 for param in listed)
+        return combine(total, 2.0).to(torch.float64 if wide else torch.float32)
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """This rank's part of the state, for `torch.distributed.checkpoint`, as tensors of the parameters' shapes.
@@ -236,10 +369,38 @@ class ShardedSchedule(Schedule):
         """
         self._consolidated = self.full_state_dict(to) or None
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
-        """Take a checkpoint: what `state_dict` has given here, or a full one of any optimizer of the rule."""
-        self.sharding.invalidate()
-        load_into_pieces(self.sharding, self._optimizer, state_dict)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> None:
+        """Take a checkpoint or nothing: what `state_dict` has given, or a full one of any optimizer of the rule."""
+        self._stepped = None
+        optimizer, sharding, inner = self._optimizer, self.sharding, self.sharding.inner
+        state_dict = with_limits(after_hooks(optimizer, state_dict))
+        groups = loaded_groups(optimizer, state_dict["param_groups"])
+        given = inner.state_dict()["param_groups"]
+        states: dict[int, Any] = {}
+        own = {piece: number for number, (_, _, _, piece) in enumerate(iter_params(inner))}
+        saved_groups = state_dict["param_groups"]
+        numbered = [(number, group) for group in saved_groups for number in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        begun = [param for (number, _), param in zip(numbered, params) if state_dict["state"].get(number)]
+        for (number, group), param in zip(numbered, params):
+            member, saved = sharding.member_of[param], state_dict["state"].get(number)
+            if saved is not None and member.piece is not None:
+                rule = optimizer.rule_of(optimizer.param_groups[member.group])
+                saved = read_by_value(member.name, saved, group, rule.name, param, rule.state_names)
+                states[own[member.piece]] = local_state(member, rule, saved)
+        merged = [
+            {**{key: old[key] for key in _STRUCTURE if key in old}, **_hyperparameters(new)}
+            for old, new in zip(given, groups)
+        ]
+        merged += [group for group in given if ANCHOR in group]
+        inner.load_state_dict({"state": states, "param_groups": merged})
+        sharding.note_loaded(begun)
+        self._begun = None
+        mirror([group for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
+        for hook in load_hooks(optimizer)[1]:
+            hook(optimizer)
         self.show_states()
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
@@ -255,19 +416,23 @@ class ShardedSchedule(Schedule):
         sharding, optimizer = self.sharding, self._optimizer
         with unchanged_on_error(optimizer):
             own = self._added(lambda: plain(param_group))
-            said = sharding.ranks.everyone("" if own is None else str(own))
-            if any(said):
-                rank = next(rank for rank, text in enumerate(said) if text)
-                raise own or RuntimeError(f"rank {rank} cannot add the param group: {said[rank]}")
-            names = check_together(optimizer, sharding.model, sharding.ranks, sharding.options)
-        sharding.add_group(optimizer, names)
+            errors = sharding.ranks.everyone("" if own is None else str(own))
+            if any(errors):
+                rank = next(rank for rank, text in enumerate(errors) if text)
+                raise own or RuntimeError(f"rank {rank} cannot add the param group: {errors[rank]}")
+            names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
+        self.sync_masters(optimizer)
+        buckets, places = sharding.add_group(optimizer, names)
+        self.gradients.take_in(buckets, places)
+        self.parameters.take_in(sharding.model, buckets)
+        self._ready = self._begun = None
         self.show_states()
 
     def _added(self, add: Callable[[], None]) -> Exception | None:
         """Add a group as an optimizer does that is not sharded; why it cannot be."""
         if self._optimizer.is_evaluating:
             return RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
-        if not self.sharding.gradients.is_idle:
+        if not self.gradients.is_idle:
             return RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
         try:
             add()
@@ -279,44 +444,62 @@ class ShardedSchedule(Schedule):
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
         """Let the pieces hold the weights that train or those to evaluate, and send them to the other ranks."""
         # What is on its way is read until it has arrived.
-        self.sharding.sync_masters()
-        self.sharding.invalidate()
+        self.sync_masters(self._optimizer)
+        self._stepped = None
         self.sharding.inner.train(training)
         self._optimizer.is_evaluating = self.sharding.inner.is_evaluating
-        self._follow_states()
+        self.show_states()
         # Of all: what is frozen now may have been averaged before.
-        self.sharding.parameters.gather()
+        self.parameters.gather()
 
     def had_gradients(self, optimizer: Any) -> bool:
         """Whether the last step had gradients, on any rank."""
-        return self.sharding.has_gradients
+        return self._ready is not None and any(self._ready.has_gradient)
 
     @staticmethod
     def route(unscale: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """What torch's scalers do with a sharded optimizer."""
         return optimizer.unscale_with(unscale, *args, **kwargs)
 
+    @gradientless
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Unscale the pieces; overflows of one rank are those of all."""
-        flags = unscale(self.sharding.unscalable(), *args, **kwargs)
+        self._make_ready(is_capturing())
+        sharding = self.sharding
+        trained = [bucket for bucket in sharding.buckets if bucket.trains] if self.had_gradients(optimizer) else []
+        dtypes = {bucket.grad_dtype for bucket in trained}
+        flags = unscale(Unscalable(sharding.inner.param_groups, dtypes, self.sharding.device), *args, **kwargs)
         for flag in flags.values():
-            self.sharding.deciders.add(flag)
+            sharding.deciders.add(flag)
         self._overflows_are_shared = True
         return flags
 
     @contextmanager
     def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[Any]:
-        """A block in which a step is captured or replayed on the optimizer of this rank's pieces."""
-        sharding = self.sharding
-        sharding.prepare_graph(optimizer, alone=alone, replays=replays)
-        sharding.captures_alone = alone and not replays
+        """A block in which a step is captured or replayed on the optimizer of this rank's pieces.
+
+        Before it everything that a graph takes for granted is brought to where the graph looks for it.
+        """
+        inner = self.sharding.inner
+        mirror(optimizer.param_groups, inner.param_groups)
+        if alone:
+            self.complete_gradients(optimizer)
+        else:
+            self.sync_masters(optimizer)
+        self.channel.settle()
+        if not replays:
+            self.parameters.wait_on_host()
+        self._captures_alone = alone and not replays
         try:
-            yield sharding.inner
+            yield inner
         finally:
-            sharding.captures_alone = False
-        self._follow_states()
+            self._captures_alone = False
+        if self._shown != self.sharding.schedule.times_made:
+            self.show_states()
         if replays:
-            sharding.replayed(alone=alone)
+            if alone:
+                self.gradients.forget()
+            self.parameters.note_update()
 
     def prepare_capture(self, optimizer: Any) -> None:
         """Get ready; the graph has to hold backward too, or to be made by `tilestep.capture`."""
@@ -328,6 +511,25 @@ class ShardedSchedule(Schedule):
         """Bring what changed to the device before a replay."""
         with self.for_graph(optimizer, alone=False, replays=True) as updating:
             push(updating)
+
+
+_STRUCTURE = ("params", "param_names", "rule")
+"""Keys of a param group that are not hyperparameters."""
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _STRUCTURE}
+
+
+def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Give param groups the hyperparameters of others."""
+    for theirs, own in zip(source, target):
+        for key in GROUP_OPTIONS:
+            if key not in theirs:
+                own.pop(key, None)
+        for key, value in theirs.items():
+            if key not in _STRUCTURE:
+                own[key] = value
 
 
 if TYPE_CHECKING:

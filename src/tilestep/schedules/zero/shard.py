@@ -16,9 +16,9 @@ from ...optimizer import Optimizer
 from ...optimizer.attached import resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...pairs import REAL_INSTEAD
-from .agree import apart_from_others, check_together, plain_module, tried_together
+from .agree import apart_from_others, plain_module, tried_together, validate_across_ranks
 from .buckets import Options
-from .checkpoint import begun_state, load_into_pieces, steps_behind
+from .checkpoint import begun_state, steps_behind
 from .core import Sharding
 from .ranks import ranks_of
 from .schedule import ShardedOptimizer, ShardedSchedule
@@ -110,21 +110,21 @@ def shard(
         param_buffer,
         average,
     )
-    names = check_together(optimizer, model, ranks, options, lambda: _about(optimizer, norm_groups))
+    names = validate_across_ranks(optimizer, model, ranks, options, lambda: _about(optimizer, norm_groups))
     route_unscaling(lambda each: isinstance(each, ShardedOptimizer), ShardedSchedule.route)
     state = begun_state(optimizer)
     if state is None:
         optimizer.state.clear()
     optimizer.drop_plan()
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
+    schedule = ShardedSchedule(optimizer, sharding)
     if state is not None:
-        load_into_pieces(sharding, optimizer, state)
+        schedule.load_state_dict(state)
         # Before, each rank has remembered losses of its own.
         for numbers in optimizer.control.history.numbers:
             sharding.ranks.broadcast(numbers)
     else:
         sharding.inner.rebuild(ahead=True)
-    schedule = ShardedSchedule(optimizer, sharding)
     optimizer.attach(("shard",), schedule=schedule, offers=schedule.offers)
     schedule.show_states()
     return cast(ShardedOptimizer, optimizer)
