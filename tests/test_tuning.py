@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import tilestep
 from tilestep import cache, tuning
+from tilestep.bench import tune as tune_module
 from tilestep.bench.tune import KINDS, jobs, tune
 from tilestep.describe import spec_for
 from tilestep.tuning import CANDIDATES, TileShape, default_shape, device_key, forced_shape, save_shapes, signature
@@ -151,15 +153,65 @@ def test_tuning_measures_every_candidate_and_keeps_the_best() -> None:
 def test_the_faster_shape_is_chosen_and_noise_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     (job, *_) = jobs([tilestep.registry["SGD"]], CPU)
     times = dict.fromkeys(CANDIDATES["cpu"], 2.0)
-    monkeypatch.setattr("tilestep.bench.tune._measure", lambda *_: {**times, TileShape(4096): 1.99})
+    monkeypatch.setattr("tilestep.bench.tune._measure", lambda *_: ({**times, TileShape(4096): 1.99}, TileShape(4096)))
     (outcome,) = tune([job], CPU)
     assert outcome.after == outcome.before == TileShape(16_384) and outcome.gain == 0
-    monkeypatch.setattr("tilestep.bench.tune._measure", lambda *_: {**times, TileShape(4096): 1.0})
+    monkeypatch.setattr("tilestep.bench.tune._measure", lambda *_: ({**times, TileShape(4096): 1.0}, TileShape(4096)))
     (outcome,) = tune([job], CPU, save=False)
     assert outcome.after == TileShape(4096) and outcome.gain == 0.5
     assert tuning.known_table(device_key(CPU), "cpu")[job.signature] == TileShape(16_384)
     (outcome,) = tune([job], CPU)
     assert tuning.known_table(device_key(CPU), "cpu")[job.signature] == TileShape(4096)
+
+
+def test_tuning_ends_with_its_time_and_keeps_what_it_has() -> None:
+    listed = jobs([tilestep.registry["Lion"], tilestep.registry["SGD"]], CPU)
+    told: list[str] = []
+
+    def tick(job: object, text: str) -> None:
+        told.append(text)
+        time.sleep(0.02)
+
+    begin = time.monotonic()
+    outcomes = list(tune(listed, CPU, rounds=1000, elements=20_000, seconds=0.5, tick=tick))
+    assert time.monotonic() - begin < 10 and len(outcomes) < len(listed) and told
+    table = tuning.known_table(device_key(CPU), "cpu")
+    assert table.keys() == {outcome.job.signature for outcome in outcomes}
+
+
+def test_an_interrupted_tuning_keeps_what_it_has() -> None:
+    listed = jobs([tilestep.registry["SGD"]], CPU)
+
+    def tick(job: object, text: str) -> None:
+        if job is listed[1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(tune(listed, CPU, rounds=1, elements=20_000, tick=tick))
+    assert tuning.known_table(device_key(CPU), "cpu").keys() == {listed[0].signature}
+
+
+def test_what_was_fastest_once_must_be_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job, *_) = jobs([tilestep.registry["SGD"]], CPU)
+    taken: dict[TileShape, int] = {}
+
+    def seconds(call: object, device: torch.device) -> float:
+        (shape,) = forced
+        taken[shape] = taken.get(shape, 0) + 1
+        lucky = shape == TileShape(4096) and taken[shape] == 1
+        return 1.0 if lucky else 2.0
+
+    forced: list[TileShape] = []
+    rebuilt = tune_module._Turns._rebuilt
+
+    def noted(turns: tune_module._Turns, shape: TileShape) -> object:
+        forced[:] = [shape]
+        return rebuilt(turns, shape)
+
+    monkeypatch.setattr(tune_module._Turns, "_rebuilt", noted)
+    monkeypatch.setattr(tune_module, "timed", seconds)
+    (outcome,) = tune([job], CPU, rounds=3, elements=20_000)
+    assert taken[TileShape(4096)] == 4 and outcome.after == outcome.before
 
 
 def test_a_forced_shape_ends_with_its_block() -> None:

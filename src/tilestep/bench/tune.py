@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..backends.spec import KernelSpec
+from ..backends.triton.launch import build_together
 from ..devices import has_streams, is_host
 from ..optimizer import Optimizer
 from ..optimizer.masters import MasterWeights
+from ..optimizer.plan import StepPlan
 from ..rules import Rule, registry
 from ..tuning import CANDIDATES, TileShape, forced_shape, save_shapes, signature, tile_shape
 from .measure import SETTLE_SECONDS, synchronize
@@ -27,6 +31,9 @@ KINDS: Mapping[str, tuple[torch.dtype, MasterWeights]] = {
 
 GAIN = 0.01
 """A shape replaces the one in use only if it is faster by this part: less is noise."""
+
+_CLOSE = 0.05
+"""After its first turn a shape that is slower than the fastest by more than this part is measured no further."""
 
 _TENSORS = 16
 
@@ -48,7 +55,7 @@ class Outcome:
     job: Job
     before: TileShape  # the shape in use so far
     after: TileShape  # the shape to use from now on; the same if nothing is clearly faster
-    milliseconds: Mapping[TileShape, float]  # median time of a step with each candidate
+    milliseconds: Mapping[TileShape, float]  # median time of a step with each candidate that was measured
 
     @property
     def gain(self) -> float:
@@ -118,7 +125,8 @@ def _elements(device: torch.device, spec: KernelSpec) -> int:
     return min(1 << 29, free // 2 // each)
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call: on a GPU of one of four in a row, by its events."""
     synchronize(device)
     if is_host(device):
         time.sleep(SETTLE_SECONDS)
@@ -134,30 +142,124 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return first.elapsed_time(last) / 4e3
 
 
+class _Turns:
+    """An optimizer of a job's signature, and what its step took with each shape, in milliseconds.
+
+    Args:
+        job: the signature.
+        device: where it steps.
+        elements: of all parameters.
+        tick: called at the beginning of a shape's turn.
+    """
+
+    def __init__(self, job: Job, device: torch.device, elements: int, tick: Callable[[str], object]) -> None:
+        self._optimizer = _optimizer(job.rule, job.kind, elements, device)
+        self._device, self._tick = device, tick
+        self.milliseconds: dict[TileShape, list[float]] = {}
+
+    def build(self, shapes: Sequence[TileShape]) -> None:
+        """Compile the kernels of all shapes, several at a time."""
+        if not has_streams(self._device):
+            return  # on a CPU one kernel has any shape
+        self._tick(f"compiling {len(shapes)} shapes")
+        launches = []
+        for shape in shapes:
+            for engine in self._rebuilt(shape).engines:
+                launches += [launch for segment in engine.segments for launch in segment.launches(False)]
+        build_together(launches, self._device)
+
+    def turn(self, shape: TileShape) -> None:
+        """Time a step with this shape."""
+        self._tick(str(shape))
+        self._rebuilt(shape)
+        self._optimizer.step()  # builds, and moves the tables
+        taken = timed(self._optimizer.step, self._device) * 1e3
+        self.milliseconds.setdefault(shape, []).append(taken)
+
+    def rounds(self, shapes: Sequence[TileShape], count: int, until: float, least: int = 0) -> None:
+        """Let shapes take turns, each round beginning with another one, and end early when it is late."""
+        for index in range(count):
+            if index >= least and time.monotonic() > until:
+                break
+            shift = index % len(shapes)
+            for shape in (*shapes[shift:], *shapes[:shift]):
+                self.turn(shape)
+
+    def medians(self) -> dict[TileShape, float]:
+        """The median of each shape's turns."""
+        return {shape: statistics.median(taken) for shape, taken in self.milliseconds.items()}
+
+    def forget(self) -> None:
+        """Drop what was measured, for turns that decide: of many shapes the luckiest has been picked."""
+        self.milliseconds = {}
+
+    def _rebuilt(self, shape: TileShape) -> StepPlan:
+        with forced_shape(shape):
+            return self._optimizer.rebuild()
+
+
 def _measure(
-    job: Job, candidates: Sequence[TileShape], device: torch.device, elements: int, rounds: int
-) -> dict[TileShape, float]:
-    optimizer = _optimizer(job.rule, job.kind, elements, device)
-    seconds: dict[TileShape, list[float]] = {shape: [] for shape in candidates}
-    for turn in range(rounds):
-        shift = turn % len(candidates)
-        for shape in (*candidates[shift:], *candidates[:shift]):
-            with forced_shape(shape):
-                optimizer.rebuild()
-            optimizer.step()  # builds, and moves the tables
-            seconds[shape].append(_seconds(optimizer.step, device))
-    return {shape: statistics.median(taken) * 1e3 for shape, taken in seconds.items()}
+    job: Job,
+    candidates: Sequence[TileShape],
+    device: torch.device,
+    elements: int,
+    rounds: int,
+    until: float,
+    tick: Callable[[str], object],
+) -> tuple[dict[TileShape, float], TileShape]:
+    """Milliseconds of a step with the shape in use, the first candidate, and with others; the fastest of them.
+
+    All take one turn, as far as there is time; those close to the fastest take more. At the end the fastest and the one
+    in use take turns by themselves, and these alone are their figures.
+    """
+    turns, before = _Turns(job, device, elements, tick), candidates[0]
+    turns.build(candidates)
+    decide = until - (until - time.monotonic()) / 4 if math.isfinite(until) else until
+    for shape in candidates:
+        if shape is before or time.monotonic() < decide:
+            turns.turn(shape)
+    least = min(turns.medians().values())
+    close = [shape for shape, taken in turns.medians().items() if taken <= (1 + _CLOSE) * least]
+    if len(close) > 1:
+        turns.rounds(close, rounds - 1, decide)
+    found = turns.medians()
+    best = min(found, key=found.__getitem__)
+    if rounds > 1 and best != before:
+        turns.forget()
+        turns.rounds([before, best], rounds, until, least=min(rounds, 3))
+    return {**found, **turns.medians()}, best
 
 
 def tune(
-    listed: Sequence[Job], device: torch.device, rounds: int = 7, elements: int = 0, save: bool = True
+    listed: Sequence[Job],
+    device: torch.device,
+    rounds: int = 7,
+    elements: int = 0,
+    save: bool = True,
+    seconds: float = 0,
+    tick: Callable[[Job, str], object] = lambda job, text: None,
 ) -> Iterator[Outcome]:
-    """Measure jobs one after the other and put what is faster into the device's table."""
-    for job in listed:
+    """Measure jobs one after the other and put what is faster into the device's table, each as soon as it is known.
+
+    Args:
+        listed: what to measure.
+        device: where.
+        rounds: timed turns of each shape that may be the fastest.
+        elements: of all parameters; 0 fits the device.
+        save: whether to change the table.
+        seconds: for all jobs together, each of which ends early when its part of what is left is over; 0 for no limit.
+        tick: called with a job and what it does now.
+    """
+    end = time.monotonic() + seconds if seconds else math.inf
+    for index, job in enumerate(listed):
+        now = time.monotonic()
+        if now >= end:
+            return
+        until = now + (end - now) / (len(listed) - index)
         before = tile_shape(job.spec, device)
         candidates = tuple(dict.fromkeys((before, *CANDIDATES[device.type])))
-        milliseconds = _measure(job, candidates, device, elements or _elements(device, job.spec), rounds)
-        best = min(milliseconds, key=milliseconds.__getitem__)
+        size = elements or _elements(device, job.spec)
+        milliseconds, best = _measure(job, candidates, device, size, rounds, until, partial(tick, job))
         after = best if milliseconds[best] < (1 - GAIN) * milliseconds[before] else before
         if save:
             save_shapes(device, {job.signature: after})

@@ -18,16 +18,16 @@ def register(app: typer.Typer) -> None:
         device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = "",
         rounds: Annotated[int, typer.Option(min=1, help="Timed turns of each candidate.")] = 7,
         elements: Annotated[int, typer.Option(min=0, help="Elements of all parameters; 0 fits the device.")] = 0,
+        seconds: Annotated[float, typer.Option(min=0, help="Time for all of it, in seconds; 0 for no limit.")] = 300,
         save: Annotated[bool, typer.Option(help="Keep the result for later processes.")] = True,
     ) -> None:
         """Measure how to cut tensors into tiles, for the traffic of these rules; without any, of every rule there is.
 
         Rules that move the same bytes share the result, and work on whole matrices is not tiled.
-        Optimizers take it up when they are made.
+        Optimizers take it up when they are made. What is measured is kept at once: Ctrl-C loses the rest alone.
         """
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Table
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         from ..bench.tune import jobs, tiled_rules
         from ..bench.tune import tune as measured
@@ -36,25 +36,43 @@ def register(app: typer.Typer) -> None:
 
         console = Console()
         chosen = chosen_device(device)
-        listed = jobs([load_rule(name) for name in rules] if rules else tiled_rules(), chosen)
-        table = Table(title=f"milliseconds of a step, {device_key(chosen)}", title_justify="left")
-        for title in ("signature", "for example"):
-            table.add_column(title)
-        for title in ("before", "ms", "after", "ms", "gain"):
-            table.add_column(title, justify="right", no_wrap=True)
-        columns = [TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        with console.status("looking for signatures"):
+            listed = jobs([load_rule(name) for name in rules] if rules else tiled_rules(), chosen)
+        console.print(f"milliseconds of a step, {device_key(chosen)}", markup=False)
+        columns = [BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
+        count, stopped = 0, ""
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("measuring", total=len(listed))
-            for outcome in measured(listed, chosen, rounds, elements, save):
-                job, times = outcome.job, outcome.milliseconds
-                table.add_row(
-                    job.signature,
-                    f"{job.rule.name}, {job.kind}",
-                    str(outcome.before),
-                    f"{times[outcome.before]:.3f}",
-                    "the same" if outcome.after == outcome.before else str(outcome.after),
-                    f"{times[outcome.after]:.3f}",
-                    f"{outcome.gain:.1%}",
-                )
-                progress.update(task, advance=1, description=f"measured {job.rule.name}, {job.kind}")
-        console.print(table)
+            task = progress.add_task("", total=len(listed))
+            try:
+                for outcome in measured(
+                    listed,
+                    chosen,
+                    rounds,
+                    elements,
+                    save,
+                    seconds,
+                    lambda job, text: progress.update(task, description=f"{job.rule.name}, {job.kind}: {text}"),
+                ):
+                    job, times, count = outcome.job, outcome.milliseconds, count + 1
+                    change = "no other is faster"
+                    if outcome.after != outcome.before:
+                        change = f"after {outcome.after}: {times[outcome.after]:.3f}, {outcome.gain:.1%} less"
+                    progress.console.print(
+                        f"{job.rule.name}, {job.kind} ({job.signature})\n"
+                        f"  before {outcome.before}: {times[outcome.before]:.3f}; {change} ({len(times)} shapes)",
+                        markup=False,
+                        highlight=False,
+                        soft_wrap=True,
+                    )
+                    progress.update(task, advance=1)
+            except KeyboardInterrupt:
+                stopped = "stopped"
+        if count < len(listed):
+            kept = "kept" if save else "measured"
+            console.print(
+                f"{stopped or f'{seconds:g} seconds are over'}: {count} of {len(listed)} signatures are {kept}; "
+                "--seconds, or names of rules, for the others",
+                markup=False,
+            )
+        if stopped:
+            raise typer.Exit(130)
