@@ -37,12 +37,16 @@ class Bench:
         quick: tiny sizes, which check the harness and measure nothing.
         until: when a part should come to its end, by `time.monotonic`; None for whenever.
         note: takes what a part has found so far, for the case that it does not come to its end.
+        chosen: the batch sizes; none for those of all parts.
+        only: the contenders of a part that compares iterations; none for its own.
     """
 
     device: torch.device
     quick: bool
     until: float | None = None
     note: Callable[[dict[str, Any]], None] = lambda found: None
+    chosen: tuple[int, ...] = ()
+    only: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -50,15 +54,15 @@ class Bench:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        return (1, 2) if self.quick else (1, 4)
+        return self.chosen or ((1, 2) if self.quick else (1, 4))
 
     @property
     def ranks(self) -> int:
         return dist.get_world_size()
 
-    def is_over(self) -> bool:
-        """Whether the time is over on any rank; all of them ask."""
-        late = self.until is not None and time.monotonic() > self.until
+    def is_over(self, before: float = 0) -> bool:
+        """Whether the time, less some seconds, is over on any rank; all of them ask."""
+        late = self.until is not None and time.monotonic() > self.until - before
         return self.on_any(late)
 
     def on_any(self, here: bool) -> bool:

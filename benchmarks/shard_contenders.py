@@ -92,13 +92,14 @@ class Llama(nn.Module):
 
 
 _block_backend = ""
+_is_whole = False
 
 
 @contextmanager
-def compiled_blocks(backend: str) -> Iterator[None]:
-    """Models made here have every block compiled by itself, in place, as torchtitan does it."""
-    global _block_backend
-    _block_backend = backend
+def compiled_blocks(backend: str, whole: bool = False) -> Iterator[None]:
+    """Models made here have every block compiled by itself, in place, as torchtitan does it; or are compiled whole."""
+    global _block_backend, _is_whole
+    _block_backend, _is_whole = backend, whole
     before = torch._dynamo.config.recompile_limit
     # Every contender has its own code for the same blocks.
     torch._dynamo.config.recompile_limit = 64
@@ -116,8 +117,8 @@ def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Llama:
         if param.dim() == 2:
             nn.init.normal_(param, std=0.02)
     if _block_backend:
-        for block in model.blocks:
-            block.compile(fullgraph=True, backend=_block_backend)
+        for part in (model,) if _is_whole else model.blocks:
+            part.compile(fullgraph=True, backend=_block_backend)
     return model.to(dtype)
 
 
@@ -307,8 +308,8 @@ def fully_sharded_forward(shape: Shape, device: torch.device) -> Trained:
 
 
 def sharded_remainder(shape: Shape, device: torch.device) -> Trained:
-    """tilestep: masters as 16-bit remainders of the bfloat16 parameters."""
-    return sharded(shape, device, master_weights="remainder")
+    """tilestep: masters as 16-bit remainders of the bfloat16 parameters, which are fetched by copy engines."""
+    return sharded(shape, device, master_weights="remainder", param_buffer="peers")
 
 
 def apex(shape: Shape, device: torch.device, **options: Any) -> Trained:

@@ -41,7 +41,18 @@ SETTLE_SECONDS = 10.0
 """How long ranks wait for each other at the end of a part, and how long before its time is over it should end."""
 
 
-def work(rank: int, ranks: int, folder: str, names: list[str], quick: bool, until: float) -> None:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run of parts is told: tiny sizes or not, when it ends, how long a part takes, batches and contenders."""
+
+    quick: bool
+    until: float
+    part_seconds: float = PART_SECONDS
+    batches: tuple[int, ...] = ()
+    only: tuple[str, ...] = ()
+
+
+def work(rank: int, ranks: int, folder: str, names: list[str], told: Run) -> None:
     """What a rank does: one part after the other, as long as all ranks get on with them in the same way."""
     cuda = torch.cuda.is_available()
     _take_own_cores(rank, ranks)
@@ -53,17 +64,17 @@ def work(rank: int, ranks: int, folder: str, names: list[str], quick: bool, unti
         torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     own = dist.PrefixStore("figures", store)
-    timeout = timedelta(seconds=PART_SECONDS)
+    timeout = timedelta(seconds=told.part_seconds)
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout, **options
     )
     for name in names:
         (Path(folder) / f"{name}.begun").touch()
         error, found, start = "", {}, time.monotonic()
-        end = min(until, start + PART_SECONDS) - SETTLE_SECONDS
+        end = min(told.until, start + told.part_seconds) - SETTLE_SECONDS
         note = partial(_write, Path(folder) / f"{name}.partial") if rank == 0 else _ignore
         try:
-            found = PARTS[name](Bench(device, quick, end, note))
+            found = PARTS[name](Bench(device, told.quick, end, note, told.batches, told.only))
         except Exception:
             error = traceback.format_exc()
         if rank == 0 and not error:
@@ -102,21 +113,21 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def run(names: list[str], ranks: int, quick: bool, until: float) -> dict[str, Any]:
+def run(names: list[str], ranks: int, told: Run) -> dict[str, Any]:
     """Every part's figures, or why there are none."""
     found: dict[str, Any] = {}
     while remaining := [name for name in names if name not in found]:
-        if time.monotonic() > until:
+        if time.monotonic() > told.until:
             found.update({name: {"failure": "no time was left"} for name in remaining})
             break
         with tempfile.TemporaryDirectory() as folder:
-            found.update(_run_some(remaining, ranks, quick, until, Path(folder)))
+            found.update(_run_some(remaining, ranks, told, Path(folder)))
     return found
 
 
-def _run_some(names: list[str], ranks: int, quick: bool, until: float, folder: Path) -> dict[str, Any]:
+def _run_some(names: list[str], ranks: int, told: Run, folder: Path) -> dict[str, Any]:
     context = mp.get_context("spawn")
-    arguments = (ranks, str(folder), names, quick, until)
+    arguments = (ranks, str(folder), names, told)
     processes = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -133,7 +144,7 @@ def _run_some(names: list[str], ranks: int, quick: bool, until: float, folder: P
         if any(process.exitcode for process in processes):
             # The others wait for it.
             stopped = f"a rank ended, exit codes {[process.exitcode for process in processes]}"
-        elif now > until or (not done and now - begun[current] > PART_SECONDS):
+        elif now > told.until or (not done and now - begun[current] > told.part_seconds):
             stopped = f"stopped after {now - begun.get(current, now):.0f} s"
     for process in processes:
         if process.is_alive():
@@ -311,6 +322,9 @@ def main(
     ranks: Annotated[int, typer.Option(min=0, help="GPUs; 0 for all.")] = 0,
     parts: Annotated[str, typer.Option(help="Only these, by name, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="After this no part begins.")] = ALL_SECONDS,
+    part_seconds: Annotated[float, typer.Option(help="After this a part is stopped.")] = PART_SECONDS,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "",
+    contenders: Annotated[str, typer.Option(help="Only these in parts that compare iterations, with commas.")] = "",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
     constants: Annotated[Path | None, typer.Option(help="Write constants for `tilestep plan` there.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
@@ -345,7 +359,9 @@ def main(
         native.module(sys.maxsize)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     described = environment(device)
-    found = run(names, ranks, quick, start + seconds)
+    sizes = tuple(int(size) for size in batches.split(",") if size)
+    only = tuple(name.strip() for name in contenders.split(",") if name.strip())
+    found = run(names, ranks, Run(quick, start + seconds, part_seconds, sizes, only))
     path = output or RESULTS / f"shard-figures-{_slug(described['device'])}-x{ranks}.json"
     known = json.loads(path.read_text()) if add and path.exists() else {}
     found = {**_kept(known, described, names), **found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,10 @@ __all__ = ["iterations"]
 ROUNDS = 8
 PERIODS = {1: 4, 4: 2}
 """Iterations of one figure by batch, after one that is not counted."""
+FOR_ROUNDS = 0.35
+"""The part of its time that a part keeps for rounds: contenders that are not made by then are left out."""
+HOST_SECONDS = 3.0
+"""What the host's figures of a contender take."""
 TURNS = {1: 3}
 """How often contenders take turns in a round by batch, once where nothing is said: short iterations drift the most."""
 
@@ -101,7 +106,12 @@ def iterations(bench: Bench, names: Sequence[str] = ()) -> dict[str, Any]:
     bench.warm_up()
     failures: dict[str, str] = {}
     runs: list[Run] = []
-    for name in names or ("sharded", "data_parallel", "data_parallel_master", "fully_sharded"):
+    begin = time.monotonic()
+    for name in bench.only or names or ("sharded", "data_parallel", "data_parallel_master", "fully_sharded"):
+        # Rounds of those that are there are worth more than another one.
+        if bench.until is not None and bench.is_over(before=(bench.until - begin) * FOR_ROUNDS):
+            failures[name] = "no time was left"
+            continue
         made = _made(bench, name, failures)
         if made is not None:
             runs.append(made)
@@ -115,7 +125,7 @@ def iterations(bench: Bench, names: Sequence[str] = ()) -> dict[str, Any]:
                     run.measure(bench, batch, components=not again and (turn < 4 or run is runs[0]))
         found = _report(bench, runs, failures, turn + 1)
         bench.note(found)
-        if bench.is_over():
+        if bench.is_over(before=HOST_SECONDS * len(runs)):
             break
     found["host"] = {}
     for run in (run for run in runs if run.trained.has_parts):
@@ -128,7 +138,7 @@ def iterations(bench: Bench, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _backward(bench: Bench, trained: Trained) -> Callable[[], None]:
-    return lambda: bench.backward(trained, 1)
+    return lambda: bench.backward(trained, bench.batches[0])
 
 
 def _made(bench: Bench, name: str, failures: dict[str, str]) -> Run | None:

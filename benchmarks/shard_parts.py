@@ -209,7 +209,14 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
     return found
 
 
-COMPILED = ("sharded", "sharded_waiting", "fully_sharded", "fully_sharded_ours", "fully_sharded_forward")
+COMPILED = (
+    "sharded",
+    "sharded_peers",
+    "fully_sharded_ours",
+    "fully_sharded_forward",
+    "fully_sharded",
+    "sharded_waiting",
+)
 
 
 def compiled(bench: Bench) -> dict[str, Any]:
@@ -229,7 +236,7 @@ def captured(bench: Bench) -> dict[str, Any]:
         return {**found, "compiled": iterations(fast, names)}
 
 
-RIVALS = ("sharded", "sharded_peers", "apex", "megatron", "sharded_remainder", "apex_remainder")
+RIVALS = ("sharded_peers", "apex", "megatron", "apex_remainder", "sharded_remainder", "sharded")
 
 
 def rivals(bench: Bench) -> dict[str, Any]:
@@ -247,6 +254,12 @@ def peers(bench: Bench) -> dict[str, Any]:
     """Iterations of compiled blocks whose parameters are fetched by copy engines, beside those that are sent."""
     with compiled_blocks("aot_eager" if bench.quick else "inductor"):
         return iterations(bench, ("sharded", "sharded_peers"))
+
+
+def whole(bench: Bench) -> dict[str, Any]:
+    """Iterations of models that are compiled as a whole."""
+    with compiled_blocks("aot_eager" if bench.quick else "inductor", whole=True):
+        return iterations(bench, ("sharded_peers", "sharded"))
 
 
 def models(bench: Bench) -> dict[str, Any]:
@@ -278,7 +291,7 @@ def _model(bench: Bench) -> dict[str, Any]:
     return {**found, "host_ms": bench.host(partial(run, 1), lambda: None, 3 if bench.quick else 8)}
 
 
-ON_REQUEST = ("compiled", "captured", "models", "beside", "rivals", "rivals_compiled", "peers")
+ON_REQUEST = ("compiled", "captured", "models", "beside", "rivals", "rivals_compiled", "peers", "whole")
 """Parts that run where they are named: compiling blocks takes longer than all others."""
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
@@ -293,5 +306,6 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "rivals": rivals,
     "rivals_compiled": rivals_compiled,
     "peers": peers,
+    "whole": whole,
     "zero_redundancy": partial(iterations, names=("sharded", "zero_redundancy")),
 }
