@@ -89,7 +89,8 @@ def test_parts_that_fail_are_reported_and_the_others_run(tmp_path: Path) -> None
         "def works(bench): return {'ranks': bench.ranks}\n"
         "shard_parts.PARTS.update(fails=fails, ends=ends, works=works)\n"
         "if __name__ == '__main__':\n"
-        "    print(json.dumps(shard_figures.run(['fails', 'ends', 'works'], 2, shard_figures.Run(True, time.monotonic() + 200))))\n"
+        "    told = shard_figures.Run(True, time.monotonic() + 200)\n"
+        "    print(json.dumps(shard_figures.run(['fails', 'ends', 'works'], 2, told)))\n"
     )
     done = python(str(tmp_path / "broken.py"))
     assert done.returncode == 0, done.stderr
