@@ -13,11 +13,12 @@ from scripts import all_equal_in_the_interpreter
 import tilestep
 from tilestep.backends import registry as backends
 from tilestep.backends.cpp import source
-from tilestep.backends.cpp.run import CpuSlices
+from tilestep.backends.cpp.run import CpuSegment, CpuSlices
 from tilestep.backends.eager import EagerSegment
 from tilestep.errors import RuleError
 from tilestep.graph import partition, trace
 from tilestep.rules import Rule, State, registry, rule
+from tilestep.rules.compose import centralize
 from tilestep.runtime import graph_for, kernel_spec
 from tilestep.storage import Plain
 
@@ -67,6 +68,32 @@ def test_random_rules(seed: int) -> None:
 def test_eager_fallback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
     compare(*run(*RULES[name], [(5, 9), (12, 7), (3, 4), (3, 4, 5), (6, 4, 3, 3)], torch.float64), torch.float64)
+
+
+@pytest.mark.parametrize("backend", [CpuSegment, EagerSegment])
+@pytest.mark.parametrize(
+    ("state_dtype", "bound"),
+    [("float32", 1e-6), ("scaled_float16", 2e-5), ("int8", 5e-4), ("float8_e4m3", 2e-3), ("int4", 4e-3)],
+)
+def test_states_in_blocks_train_as_in_float64(
+    state_dtype: str, bound: float, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "segment_class", lambda device: backend)
+    hyper = {"lr": 1e-3}
+    shapes: list[Shape] = [(66, 130), (33, 320), (130, 70), (6, 5, 3, 3)]
+    chosen = centralize(registry["AdamW"])
+    params = [torch.nn.Parameter(tensor) for tensor in drawn(shapes, torch.float32)]
+    referee = Referee(chosen, params, hyper)
+    optimizer = tilestep.Optimizer(params, chosen, state_dtype=lambda _: state_dtype, **hyper)
+    for step in range(5):
+        gradients = drawn(shapes, torch.float32, seed=step + 1)
+        for param, gradient in zip(params, gradients):
+            param.grad = gradient.clone(memory_format=torch.preserve_format)
+        optimizer.step()
+        referee.step(gradients)
+    for param, expected in zip(params, referee.params):
+        assert (optimizer.state[param]["exp_avg"].dtype is torch.float32) is (state_dtype == "float32")
+        assert float((param.detach().double() - expected).abs().max()) < bound
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -19,7 +19,7 @@ from tilestep.backends.triton.slices import block_of, build_options, held_rows
 from tilestep.backends.triton.source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from tilestep.rules import registry
 from tilestep.runtime import graph_for, kernel_spec
-from tilestep.storage import Plain
+from tilestep.storage import Plain, Stochastic, state_format
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -40,6 +40,7 @@ def compiled(kernel: Any, pointers: list[str], compute: torch.dtype, constants: 
 
     number = "*fp64" if compute is torch.float64 else "*fp32"
     numbers = {name: number for name in pointers if name == "rows" or name.startswith(("slot_", "parts", "out"))}
+    numbers.update({"step": "*fp32"} if "step" in pointers else {})
     signature = {name: {**TYPES, **numbers}.get(name, "*i64") for name in pointers}
     signature.update(dict.fromkeys(constants, "constexpr"))
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -79,6 +80,24 @@ def test_every_pass_compiles_and_reads_full_tiles_16_bytes_at_a_time(dims: int, 
             compiled(getattr(module, f"{name}_strided"), strided, spec.compute, constants)
         if tile.reductions:
             compiled(getattr(module, f"{name}_finish"), FINISH_POINTERS, spec.compute, {"BLOCK": 1024})
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("columns", [4096, 64], ids=["whole blocks", "a short block a row"])
+def test_passes_with_states_in_blocks_compile(format: str, columns: int) -> None:
+    require_assembler()
+    rule = registry["Tiger"]
+    graph = graph_for(rule, {**rule.hyperparameters, "embedding": True}, 2)
+    storages: dict[str, Any] = dict.fromkeys(("param", "grad"), Plain(torch.bfloat16))
+    storages["exp_avg"] = Stochastic(state_format(format)) if columns == 64 else state_format(format)  # type: ignore[arg-type]
+    spec = kernel_spec(graph, storages, torch.float32, "cuda")
+    module = load_module(spec.name, triton_backend.source(spec))
+    for tile in (tile for tile in spec.program.tile_passes() if tile.view is not None and tile.over is None):
+        constants, options = build_options(spec, tile, block_of(32768, True)(1, 4096, columns), unscale=True)
+        own, name = slice_pointers(spec, tile), f"{spec.name}_{tile.title}"
+        compiled(getattr(module, name), [*SLICE_POINTERS, *own], spec.compute, constants, **options)
+        strided = [*SLICE_POINTERS, *STRIDED_POINTERS, *own]
+        compiled(getattr(module, f"{name}_strided"), strided, spec.compute, constants)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

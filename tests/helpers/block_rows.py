@@ -37,7 +37,25 @@ def positive_rule(param: Any, grad: Any, kept: Any, *, lr: float = 1.0) -> tuple
     return kept, abs(grad * lr)
 
 
+def _unless_negative(grad: Any, kept: Any) -> Any:
+    """What is kept, chosen by numbers of rows and of columns, which no magnitude is below."""
+    row = grad.abs().amax(tuple(range(1, grad.dim())), keepdim=True)
+    return torch.where((row < 0) | (grad.abs().amax(0, keepdim=True) < 0), 0.0, kept)
+
+
+def signed_rows(param: Any, grad: Any, kept: Any, *, lr: float = 1.0) -> tuple[Any, Any]:
+    """As `signed_rule`, in a pass that reads numbers of rows and columns."""
+    return kept, _unless_negative(grad, grad * lr)
+
+
+def positive_rows(param: Any, grad: Any, kept: Any, *, lr: float = 1.0) -> tuple[Any, Any]:
+    """As `positive_rule`, in a pass that reads numbers of rows and columns."""
+    return kept, _unless_negative(grad, abs(grad * lr))
+
+
 RULES = {True: tilestep.rule(signed_rule), False: tilestep.rule(positive_rule)}
+
+RULES_OVER_ROWS = {True: tilestep.rule(signed_rows), False: tilestep.rule(positive_rows)}
 
 
 def numbers(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -63,9 +81,9 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor).view(kind)
 
 
-def check_blocks(name: str, shapes: list[tuple[int, ...]], *, strided: bool = False) -> None:
+def check_blocks(name: str, shapes: list[tuple[int, ...]], *, strided: bool = False, over_rows: bool = False) -> None:
     """Two steps: the first keeps numbers as `stored_in` does, the second reads them as `values_of` does."""
-    for signed, rule in RULES.items():
+    for signed, rule in (RULES_OVER_ROWS if over_rows else RULES).items():
         params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         if strided:
             params = [

@@ -19,6 +19,8 @@ if __name__ == "__main__":
         for format in FORMATS:
             check_blocks(format, [*SHAPES[2:4], (640,)])
             check_blocks(format, [(4, 3, 96)], strided=True)
+            check_blocks(format, [(5, 130), (3, 320), (6, 40)], over_rows=True)
+            check_blocks(format, [(4, 3, 96)], strided=True, over_rows=True)
         check_elements(torch.bfloat16, few=True)
         for format in ("float16", *FORMATS):
             check_states(format, [(4, 3, 96)])

@@ -6,15 +6,32 @@ import pytest
 import torch
 from block_rows import BACKENDS, FORMATS, SHAPES, backend, check_blocks
 
+import tilestep
+from tilestep.errors import StateError
+from tilestep.rules import registry
+from tilestep.rules.compose import centralize
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
 
+@pytest.mark.parametrize("over_rows", [False, True], ids=["flat", "over rows"])
 @pytest.mark.parametrize("strided", [False, True], ids=["plain", "strided"])
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_numbers_are_kept_as_torch_keeps_them(format: str, name: str, strided: bool) -> None:
+def test_numbers_are_kept_as_torch_keeps_them(format: str, name: str, strided: bool, over_rows: bool) -> None:
+    shapes = [*(shape for shape in SHAPES if len(shape) > 1), (3, 5000)] if over_rows else SHAPES
     with backend(name):
-        check_blocks(format, SHAPES, strided=strided)
+        check_blocks(format, shapes, strided=strided, over_rows=over_rows)
+
+
+def test_blocks_that_cross_rows_are_kept_in_float32_or_refused() -> None:
+    rule, weight = centralize(registry["AdamW"]), torch.nn.Parameter(torch.ones(4, 8, 150))
+    for choice in ("int8", {"exp_avg": "int8"}):
+        optimizer = tilestep.Optimizer([("layer", weight)], rule, state_dtype=choice)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert optimizer.state[weight]["exp_avg"].dtype is torch.float32
+    with pytest.raises(StateError, match=r"reduces over rows that blocks of 128 along 150 elements cross"):
+        tilestep.Optimizer([("layer", weight)], rule, state_dtype=lambda _: "int8")
 
 
 @pytest.mark.parametrize(

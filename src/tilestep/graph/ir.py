@@ -285,6 +285,13 @@ class Graph:
         """Whether it has numbers for rows, columns or other slices, which passes of their own compute."""
         return bool(self.slice_states) or any(value.level is Level.SLICE for value in self.values())
 
+    @property
+    def slice_ends(self) -> set[int]:
+        """Where the columns of passes over elements may begin: the dimensions behind those that slices have not, or
+        the first of these where they are the last."""
+        overs = {*self.slice_states.values(), *(value.over for value in self.values() if value.level is Level.SLICE)}
+        return {over[1] if over[1] < self.dims else over[0] for over in overs if over is not None}
+
     def loads(self) -> list[str]:
         """Names of the buffers that are read."""
         return [value.attribute for value in self.values() if value.operation == "load"]

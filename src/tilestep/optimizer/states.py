@@ -30,6 +30,7 @@ from ..storage import (
     codec_of,
     dtype_name,
     kept_in_blocks,
+    lie_in_rows,
     rows_of,
     scale_names,
     shape_of_entries,
@@ -171,13 +172,14 @@ def _in_blocks(
     chosen: Storage, kept: Any, signed: bool, shape: Sequence[int], graph: Graph, label: str, *, exactly: bool
 ) -> Storage:
     """A format of blocks where they can lie, and what is kept in its place where not."""
-    if graph.has_slices:
-        raise StateError(
-            f"{label}: {graph.title} reduces over rows or columns, and passes over these do not read blocks yet: keep "
-            f"its states as 'float32', 'bfloat16' or 'float16' in place of {kept!r}"
-        )
     columns = rows_of(shape)[1]
-    if columns < SHORTEST and not exactly:
+    is_across = not all(lie_in_rows(shape, end) for end in graph.slice_ends)
+    if is_across and exactly:
+        raise StateError(
+            f"{label} of shape {tuple(shape)}: {graph.title} reduces over rows that blocks of {BLOCK} along "
+            f"{columns} elements cross: keep its states as 'float32', 'bfloat16' or 'float16' in place of {kept!r}"
+        )
+    if is_across or (columns < SHORTEST and not exactly):
         return Plain(torch.float32)
     is_packed = codec_of(chosen).is_packed
     if is_packed and (not shape or shape[-1] % 2 or shape[-1] != columns):

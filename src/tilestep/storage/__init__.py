@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .blocks import BLOCK, entries_before, rows_of, shape_of_entries
+from .blocks import BLOCK, entries_before, lie_in_rows, rows_of, shape_of_entries
 from .format import Array, Codec, Storage, Term, codec_of, dtype_name, is_coarse, read_arrays, stored_in, values_of
 from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
@@ -38,6 +38,7 @@ __all__ = [
     "is_coarse",
     "kept_in_blocks",
     "keys_graph",
+    "lie_in_rows",
     "random_tensor",
     "read_arrays",
     "rows_of",

@@ -6,6 +6,7 @@ first dimension. So a shard along the first dimension holds whole blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,17 @@ def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         dim -= 1
         columns *= int(shape[dim])
     return tuple(shape[:dim]), columns
+
+
+def lie_in_rows(shape: Sequence[int], dim: int) -> bool:
+    """Whether no block goes across rows that are everything from a dimension on, however these are cut at blocks.
+
+    Example:
+        >>> lie_in_rows((1000, 300), 1), lie_in_rows((8, 64, 3, 3), 1), lie_in_rows((8, 64, 3, 3), 3)
+        (True, True, False)
+    """
+    columns, row = rows_of(shape)[1], math.prod(shape[dim:])
+    return row == columns or (row % max(columns, 1) == 0 and columns % BLOCK == 0)
 
 
 def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:

@@ -444,12 +444,19 @@ class _SlicePass:
         reduced = [(f"chunk_{slot}", value) for slot, value in self.tile.reductions]
         reduced += [(f"row_{slot}", value) for slot, value in self.row_parts]
         clause = "".join(f" reduction({COMBINERS[value.operation]} : {name})" for name, value in reduced)
-        lines = [] if strided else [f"#pragma omp simd{clause}"]
-        lines.append("          for (int64_t i = chunk; i < chunk_end; ++i) {")
+        lines = _blocks_of_a_row() if body.touches_blocks else []
+        begin, clauses = body.begin_blocks("          ")
+        lines += begin
+        lines += [] if strided else [f"#pragma omp simd{clause}{clauses}"]
+        if body.touches_blocks:
+            lines += ["          for (int64_t j = 0; j < count; ++j) {", "            const int64_t i = first + j;"]
+        else:
+            lines.append("          for (int64_t i = chunk; i < chunk_end; ++i) {")
         if strided:
             arrays = 1 + len(self.spec.arrays)
             lines += [f"            int64_t at[{arrays}];", f"            locate(layout, i, {arrays}, at);"]
-        lines += [*inner.lines, "          }"]
+        lines += [*inner.lines, "          }", *body.keep_blocks("          ", strided)]
+        lines += ["          }"] if body.touches_blocks else []
         return lines + (unscale_loop(self.spec, strided) if self.unscales else [])
 
     def _accumulate(self, inner: Writer, indent: str) -> None:
@@ -584,11 +591,9 @@ def _element_loop(
     lines = _blocks() if spec.has_blocks else _chunks()
     for slot, reduction in tile.reductions:
         lines.append(f"        {scalar} chunk_{slot} = {neutral(reduction)};")
-    lines += body.entries("        ")
-    for name in body.kept_in_blocks():
-        lines.append(f"        float {name}_of_block[{BLOCK}];")
-        lines.append(f"        uint32_t {name}_largest = 0;")
-        clause += f" reduction(max : {name}_largest)"
+    begin, clauses = body.begin_blocks("        ")
+    lines += begin
+    clause += clauses
     lines += taps.chunk_lines(scalar) if taps is not None else []
     if not strided:
         lines.append(f"#pragma omp simd{clause}{taps.clause if taps is not None else ''}")
@@ -628,6 +633,17 @@ def _blocks() -> list[str]:
         f"        const int64_t count = columns - column < {BLOCK} ? columns - column : {BLOCK};",
         "        const int64_t chunk = first, chunk_end = first + count;",
         "        const int64_t pair = line * ((columns + 1) / 2) + column / 2;",
+    ]
+
+
+def _blocks_of_a_row() -> list[str]:
+    """The head of the loop over the blocks of a tile's part of a row; only a row's last one may be short."""
+    return [
+        f"          for (int64_t column = cut.column_begin; column < cut.column_end; column += {BLOCK}) {{",
+        f"          const int64_t block = line * ((cut.columns + {BLOCK - 1}) / {BLOCK}) + column / {BLOCK};",
+        "          const int64_t first = base + column;",
+        f"          const int64_t count = cut.column_end - column < {BLOCK} ? cut.column_end - column : {BLOCK};",
+        "          const int64_t pair = line * ((cut.columns + 1) / 2) + column / 2;",
     ]
 
 

@@ -215,14 +215,26 @@ class TileBody:
         index = f"offset_of(layout, {place}, {1 + len(self.spec.arrays)})" if self.is_strided else place
         return f", random_{self.spec.draws[name]}(key_0, key_1, origin + {index})"
 
-    def entries(self, indent: str) -> list[str]:
-        """Variables of what is read of a block: a store of bytes could change it in memory, as compilers see it."""
+    @property
+    def touches_blocks(self) -> bool:
+        """Whether this pass reads or stores something in blocks."""
+        return any(codec_of(self.spec.storages[name]).has_blocks for name in (*self.tile.reads(), *self.tile.stores))
+
+    def begin_blocks(self, indent: str) -> tuple[list[str], str]:
+        """The statements before the elements of a block, and the reductions of its loop, for OpenMP.
+
+        What is read of a block gets variables: a store of bytes could change it in memory, as compilers see it.
+        """
         read = {name for name in self.tile.reads() if codec_of(self.spec.storages[name]).has_blocks}
         arrays = [a for name in read for a in read_arrays(self.spec.storages[name], name) if a.elements == BLOCK]
-        return [
+        lines = [
             f"{indent}const {C_TYPES[dtype_name(array.dtype)]} {array.name}_entry = {array.name}_array[block];"
             for array in sorted(arrays, key=lambda array: array.name)
         ]
+        stored = self.kept_in_blocks()
+        for name in stored:
+            lines += [f"{indent}float {name}_of_block[{BLOCK}];", f"{indent}uint32_t {name}_largest = 0;"]
+        return lines, "".join(f" reduction(max : {name}_largest)" for name in stored)
 
     def kept_in_blocks(self) -> list[str]:
         """Names of the buffers that this pass stores in blocks."""

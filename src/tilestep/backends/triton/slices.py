@@ -77,13 +77,14 @@ def _power_below(number: int) -> int:
     return 1 << (max(number, 1).bit_length() - 1)
 
 
-def block_of(elements: int) -> Callable[[int, int, int], Block]:
+def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int], Block]:
     """A function from matrices, rows and columns of a tensor to the block of its tiles.
 
     Sides are powers of two from a short list: each block that occurs is built and launched once.
 
     Args:
         elements: the elements of a tile that a program walks; tiles of a few rows or small matrices are held whole.
+        in_blocks: whether tiles that are no whole row must have whole blocks of a row.
 
     Example:
         >>> choose = block_of(32768)
@@ -97,7 +98,8 @@ def block_of(elements: int) -> Callable[[int, int, int], Block]:
     def choose(matrices: int, rows: int, columns: int) -> Block:
         if matrices * rows == 1 and columns > _LONGEST:
             return 1, 1, _LONGEST
-        width = side(columns, _WIDEST if columns % _WIDEST != _WIDEST // 2 or columns > _WIDE else _WIDEST // 2)
+        is_wide = in_blocks or columns % _WIDEST != _WIDEST // 2 or columns > _WIDE
+        width = side(columns, _WIDEST if is_wide else _WIDEST // 2)
         held = _WHOLE_ELEMENTS // width
         if rows > held:
             return 1, _power_below(min(elements // width, _SPANNED // max(columns, 1))), width
@@ -149,7 +151,7 @@ class CudaSlices:
         self.spec, self.device = spec, device
         slices = spec.program.slices
         total = sum(math.prod(shape) for shape in shapes)
-        self.tables = tables = SliceTables(slices, shapes, block_of(elements_of(total)))
+        self.tables = tables = SliceTables(slices, shapes, block_of(elements_of(total), spec.has_blocks))
         self.most_tiles = tables.most_tiles
         self._arrays = {
             "starts": self._table(tables.starts[:, :-1].T),

@@ -439,6 +439,20 @@ _SHAPE = "(MATRICES, HELD, COLUMNS)"
 
 _COLUMNS_INSIDE = "(matrix < matrices_left) & (column < columns_left)"
 
+_CODES = "(MATRICES * HELD * COLUMNS // WIDE, WIDE)"
+"""A sub-block with a row for each block, as formats of blocks take it; `WIDE` of a tile of fewer columns are these."""
+
+_BLOCK_LANES = (
+    f"    WIDE: tl.constexpr = COLUMNS if COLUMNS < {BLOCK} else {BLOCK}",
+    "    block_lane = tl.arange(0, MATRICES * HELD * COLUMNS // WIDE)[:, None]",
+    "    block_matrix = block_lane // (HELD * (COLUMNS // WIDE))",
+    "    block_across = block_lane // (COLUMNS // WIDE) % HELD",
+    "    block_column = block_lane % (COLUMNS // WIDE) * WIDE",
+    "    block_line = block_matrix * height.to(tl.int32) + block_across",
+    "    lane = block_column + tl.arange(0, WIDE)[None, :]",
+    f"    per_row = (width + {BLOCK - 1}) // {BLOCK}",
+)
+
 
 def slice_pointers(spec: KernelSpec, tile: TilePass) -> list[str]:
     """The arrays of slots and parts that a pass takes, as names of pointer parameters: `slot_<n>`, `parts_<n>`."""
@@ -496,6 +510,8 @@ class _SliceKernel(TileMath):
         self.row_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "row"]
         self.column_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "column"]
         self.whole_tile = self._whole_tile()
+        in_blocks = [name for name in (*tile.reads(), *tile.stores) if codec_of(spec.storages[name]).has_blocks]
+        self.block_arrays = {array.name for name in in_blocks for array in spec.storages[name].arrays(name)}
 
     def _kind(self, slot: int) -> int:
         return self.all_slices.kinds.index(self.all_slices.overs[slot])
@@ -566,12 +582,18 @@ class _SliceKernel(TileMath):
             "    across = tl.arange(0, HELD)[None, :, None]",
             "    column = tl.arange(0, COLUMNS)[None, None, :]",
             "    line = matrix * height.to(tl.int32) + across",
+            *(_BLOCK_LANES if self.block_arrays else ()),
+            *(["    pair_lane = block_column // 2 + tl.arange(0, WIDE // 2)[None, :]"] if self._has_pairs else []),
         ]
+
+    @property
+    def _has_pairs(self) -> bool:
+        return any(array.elements == 2 for _, array in self.used())
 
     def kernel(self) -> list[str]:
         """The kernel over tensors that lie row by row: a loop over full rows that are aligned, one for all others."""
         pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, self.tile)]
-        together = " | ".join(f"{array.name}_address" for _, array in self.used()) or "0"
+        together = " | ".join(f"{array.name}_address" for _, array in self.used() if array.elements < BLOCK) or "0"
         unit = self._unit()
         lines = decorator(pointers)
         lines.append(f"def {self.spec.name}_{self.tile.title}({', '.join(pointers)}, {_SLICE_CONSTANTS}):")
@@ -591,31 +613,60 @@ class _SliceKernel(TileMath):
             "        for start in tl.range(0, loop_bound(whole), HELD, num_stages=STAGES):",
             "            place = start * even_pitch + even_place",
         ]
+        if self.block_arrays:
+            lines.append("            code_place = (start + block_line) * even_pitch + lane")
         for _, array in self.used():
-            corner = f"tl.multiple_of({pointer_to(array)}, 16) + even_corner"
-            lines.append(f"            {array.name}_array = {corner} + place")
-        lines += self.element_index("            ", "even_corner + place")
+            base, corner = f"tl.multiple_of({pointer_to(array)}, 16)", "even_corner"
+            lines.append(f"            {array.name}_array = {base} + {self._place_of(array, corner, 'even_pitch')}")
+        lines += self._element_indices("            ", "even_corner")
         lines += self._work("            ", masked=False)
         lines += [
             "        odd_place = line * pitch + column",
             "        for start in tl.range(loop_bound(whole), loop_bound(rows_left), HELD):",
         ]
         lines += self._masks("            ")
-        lines += [f"            {array.name}_array = {pointer_to(array)} + corner + place" for _, array in self.used()]
-        lines += self.element_index("            ", "corner + place")
+        for _, array in self.used():
+            place = self._place_of(array, "corner", "pitch")
+            lines.append(f"            {array.name}_array = {pointer_to(array)} + {place}")
+        lines += self._element_indices("            ", "corner")
         lines += self._work("            ", masked=True)
         return lines + self._after_loops("        ")
 
+    def _place_of(self, array: Array, corner: str, pitch: str) -> str:
+        """Where an array's entries of a sub-block lie in a tensor that lies row by row."""
+        if array.elements == BLOCK:
+            return f"(first_line + (start + block_line)) * per_row + (first_column + block_column) // {BLOCK}"
+        if array.elements == 2:
+            return f"{corner} // 2 + ((start + block_line) * ({pitch} // 2) + pair_lane)"
+        return f"{corner} + code_place" if array.name in self.block_arrays else f"{corner} + place"
+
+    def _element_indices(self, indent: str, corner: str) -> list[str]:
+        lines = self.element_index(indent, f"{corner} + place")
+        return (
+            [*lines, f"{indent}code_index = origin + ({corner} + code_place)"] if lines and self.block_arrays else lines
+        )
+
     def _unit(self) -> int:
         """Elements of the narrowest array in 16 bytes."""
-        return 16 // min((array.dtype.itemsize for _, array in self.used()), default=4)
+        sizes = [array.dtype.itemsize / array.elements for _, array in self.used() if array.elements < BLOCK]
+        return int(16 / min(sizes, default=4))
 
     def _masks(self, indent: str) -> list[str]:
-        return [
-            f"{indent}place = start * pitch + odd_place",
-            f"{indent}inside = (matrix < matrices_left) & (across < rows_left - start)",
-            f"{indent}mask = inside & (column < columns_left)",
+        lines = [
+            "place = start * pitch + odd_place",
+            "inside = (matrix < matrices_left) & (across < rows_left - start)",
+            "mask = inside & (column < columns_left)",
         ]
+        if self.block_arrays:
+            lines += [
+                "code_place = (start + block_line) * pitch + lane",
+                "block_inside = (block_matrix < matrices_left) & (block_across < rows_left - start)",
+                "block_mask = block_inside & (block_column < columns_left)",
+                "code_mask = block_inside & (lane < columns_left)",
+            ]
+        if self._has_pairs:
+            lines.append("pair_mask = block_inside & (pair_lane * 2 < columns_left)")
+        return [indent + line for line in lines]
 
     def strided_kernel(self) -> list[str]:
         """The kernel over tensors that must be walked by coordinates."""
@@ -637,11 +688,28 @@ class _SliceKernel(TileMath):
 
     def _located(self, indent: str) -> list[str]:
         lines = [f"layout = layouts + layout_row * {self.layout_width}", "index = corner + place"]
-        lines += _walked_to(position for position, _ in self.walked)
-        for position, array in self.used():
-            lines.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
-        lines += self.element_index("", f"at_{len(self.arrays)}")
+        lines += self._walked_arrays(None)
+        if self.block_arrays:
+            lines.append("index = corner + code_place")
+            lines += self._walked_arrays("code_index")
         return [indent + line for line in lines]
+
+    def _walked_arrays(self, index: str | None) -> list[str]:
+        """Pointers to arrays of an entry an element, of buffers in blocks if their elements' index has a name."""
+        arrays = [
+            (position, array)
+            for position, array in self.walked
+            if array is None or (array.elements == 1 and (array.name in self.block_arrays) is (index is not None))
+        ]
+        lines = _walked_to(position for position, _ in arrays)
+        places = {array: f"at_{position}" for position, array in arrays if array is not None}
+        if index is not None:
+            others = [array for _, array in self.used() if array.elements > 1]
+            places.update({array: f"({self._place_of(array, 'corner', 'pitch')})" for array in others})
+        lines += [f"{array.name}_array = {pointer_to(array)} + {place}" for array, place in places.items()]
+        if index is None:
+            return lines + self.element_index("", f"at_{len(self.arrays)}")
+        return [*lines, f"{index} = origin + at_{len(self.arrays)}"] if self.draws else lines
 
     def _before_loops(self, indent: str) -> list[str]:
         """Loads that all rows of the tile share, and what columns and the whole tile are accumulated in."""
@@ -665,6 +733,7 @@ class _SliceKernel(TileMath):
     def _work(self, indent: str, *, masked: bool) -> list[str]:
         lines: list[str] = []
         body = TileBody(self.spec, lines, indent, lambda name: f"{name}_array", "mask" if masked else "")
+        body.shapes = (_SHAPE, _CODES) if self.block_arrays else None
         self.load_inputs(body)
         for name, value in self.slices:
             if self._place(value) not in ("column", "matrix"):

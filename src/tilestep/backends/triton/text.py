@@ -336,9 +336,17 @@ class TileBody:
         self.store_mask = mask
         self.in_pairs = False
         self.compute = dtype_name(spec.compute)
+        self.shapes: tuple[str, str] | None = None
+        """Of the tile, and of its numbers in rows of blocks where a tile is none of these."""
 
     def _mask(self, array: Array) -> str:
+        if self.mask and self.shapes is not None and array.elements == 1:
+            return "code_mask" if self._is_of_blocks(array) else self.mask
         return _MASKS[array.elements] if self.mask and self.spec.has_blocks else self.mask
+
+    def _is_of_blocks(self, array: Array) -> bool:
+        own = (s.arrays(name) for name, s in self.spec.storages.items() if codec_of(s).has_blocks)
+        return any(array in arrays for arrays in own)
 
     def loaded(self, array: Array) -> str:
         """The expression of an array's elements as they lie in memory."""
@@ -350,7 +358,7 @@ class TileBody:
     def _store(self, array: Array, element: str) -> None:
         mask = self._mask(array) if self.store_mask == self.mask else self.store_mask
         pointer = self.pointer(array.name)
-        if array.elements == BLOCK and not self.mask:
+        if array.elements == BLOCK and not self.mask and self.shapes is None:
             # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
             # another, and its numbers would be moved between threads with two barriers.
             pointer = f"tl.multiple_of({pointer} + lane, [1, 16])"
@@ -367,6 +375,8 @@ class TileBody:
         joined = elements if codec.is_element else f"join_{storage.title}({elements})"
         if codec.is_element and self.spec.has_blocks and storage.arrays(name)[0].dtype is torch.bfloat16:
             joined = f"to_float32({elements})"
+        if codec.has_blocks and self.shapes is not None:
+            joined = f"tl.reshape({joined}, {self.shapes[0]})"
         return f"{joined}.to(tl.{self.compute})"
 
     def store(self, name: str, value: str) -> None:
@@ -377,12 +387,15 @@ class TileBody:
             self._store(arrays[0], narrowed(value, arrays[0], self.compute, in_pairs=self.in_pairs))
             return
         elements = [f"{array.name}_element" for array in arrays]
-        number = f"({value}).to(tl.float32)"
+        number, index = f"({value}).to(tl.float32)", "element_index"
         if codec.has_blocks and self.mask:
             # What is behind a short block is no part of it.
             number = f"tl.where({self.mask}, {number}, 0.0)"
+        if codec.has_blocks and self.shapes is not None:
+            number = f"tl.reshape(tl.broadcast_to({number}, {self.shapes[0]}), {self.shapes[1]})"
+            index = "code_index"
         random = self.spec.draws.get(name)
-        arguments = number if random is None else f"{number}, random_{random}(key_0, key_1, element_index)"
+        arguments = number if random is None else f"{number}, random_{random}(key_0, key_1, {index})"
         self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({arguments})")
         for array, element in zip(arrays, elements):
             self._store(array, element)
@@ -401,6 +414,7 @@ first_matrix first_column first_line corner even_corner matrices_left rows_left 
 place even_place odd_place
 random stream origin steps_taken stream_keys key_0 key_1 element_index
 block block_lane block_mask pair_lane pair_mask columns_of_row per_row line_column first_column packed_columns
+block_matrix block_across block_column block_line block_inside code_place code_mask code_index
 """
 
 _RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
