@@ -88,7 +88,7 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
     """
     from tilestep.backends import registry
     from tilestep.backends.triton.run import CudaSegment, decision_launch
-    from tilestep.runtime.control import fresh_control
+    from tilestep.optimizer.control import fresh_control
 
     parameters = [torch.ones(tuple(shape), dtype=dtype, requires_grad=True) for shape in shapes]
     chosen, registry.segment_class = registry.segment_class, lambda device: CudaSegment

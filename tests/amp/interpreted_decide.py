@@ -9,12 +9,11 @@ import warnings
 import torch
 from amp_runs import INF, NAN
 
-from tilestep.backends.registry import apply_limit
 from tilestep.backends.triton.run import decide_on_device, limit_on_device
 from tilestep.control_numbers import CLIP, CONTROL_SIZE, LARGEST_SUM, NORM, SKIP, SKIPPED
 from tilestep.errors import GradientError
-from tilestep.runtime.control import StepInputs, decide_on_host
-from tilestep.runtime.limits import Sigma, ZClip
+from tilestep.optimizer.control import decide_on_host, limit_on_host
+from tilestep.runtime.limits import Sigma, StepInputs, ZClip
 
 REMEMBERED = [(0.0, 0.0), (2.0, 3.0), (2.0, 4.0), (0.0, 9.0)]
 LIMITS = [{}, {"skip_above": 3.0}, {"mean_factor": 1.5, "mean_decay": 0.5, "mean_warmup": 4.0}]
@@ -86,7 +85,7 @@ def compare_limits() -> None:
                 if on_device:
                     limit_on_device(control, limit, memory, loss, launchers)
                 else:
-                    apply_limit(control, limit, memory, loss, {})
+                    limit_on_host(control, limit, memory, loss)
                 controls.append(control)
             torch.testing.assert_close(
                 controls[1], controls[0], rtol=1e-12, atol=0, equal_nan=True, msg=f"{limit} {step}"

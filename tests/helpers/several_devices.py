@@ -24,16 +24,18 @@ def spread_over_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
     def spread(
         optimizer: Any, by_device: Mapping[torch.device, Any], members: Mapping[int, Any], keys: Sequence[Any]
-    ) -> tuple[list[Any], dict[Any, list[int]]]:
+    ) -> tuple[list[Any], list[Any], dict[Any, list[int]]]:
         device, by_spec = next(iter(by_device.items()))
         order = [id(entry) for _, entries in by_spec for entry in entries]
         engines: list[Any] = []
+        controls: list[Any] = []
         for index in range(count):
             own = set(order[index::count])
             mine = [(spec, [entry for entry in entries if id(entry) in own]) for spec, entries in by_spec]
-            made, _ = build_engines(optimizer, {device: [each for each in mine if each[1]]}, members, keys)
+            made, own_controls, _ = build_engines(optimizer, {device: [one for one in mine if one[1]]}, members, keys)
             engines.extend(made)
-        assert len({id(engine.decider) for engine in engines}) == count
-        return engines, {None: list(range(len(engines)))}
+            controls.extend(own_controls)
+        assert len({id(engine.control) for engine in engines}) == count
+        return engines, controls, {None: list(range(len(engines)))}
 
     monkeypatch.setattr(tilestep.optimizer.build, "build_engines", spread)

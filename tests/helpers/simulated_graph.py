@@ -103,14 +103,8 @@ class Simulation:
         for module in (tilestep.backends.registry, tilestep.optimizer.graphs):
             monkeypatch.setattr(module, "segment_class", lambda device: tilestep.backends.triton.run.CudaSegment)
         monkeypatch.setattr(tilestep.norm.table, "cpu_norm", lambda numels, dtypes: TritonNorm(CPU, numels, dtypes))
-        self.deciders: Any = {}
-
-        def decide(control: torch.Tensor, decision: Any) -> None:
-            tilestep.backends.triton.run.decide_on_device(control, decision, self.deciders)
-
-        monkeypatch.setattr(tilestep.backends.registry, "decide_on_host", decide)
-        shared = property(lambda _: self.deciders, lambda decider, value: None)
-        monkeypatch.setattr(tilestep.runtime.Decider, "kernels", shared, raising=False)
+        kernels = tilestep.backends.triton.run
+        monkeypatch.setattr(tilestep.optimizer.control, "control_kernels", lambda control: kernels)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

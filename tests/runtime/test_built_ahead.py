@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tilestep.backends import registry
 from tilestep.backends.triton import launch as launch_triton
 from tilestep.backends.triton.launch import Launch, Launcher
 from tilestep.norm import table
-from tilestep.runtime import decider
+from tilestep.optimizer import control
 from tilestep.runtime import engine as ahead
 
 SHAPES = [(8, 8), (70, 3), (5,)]
@@ -38,14 +37,14 @@ class Noted:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from tilestep.backends.triton.run import CudaSegment, decide_on_device
+    from tilestep.backends.triton import run
+    from tilestep.backends.triton.run import CudaSegment
     from tilestep.norm.triton_backend import TritonNorm
 
     found = Noted()
     monkeypatch.setattr(registry, "segment_class", lambda device: CudaSegment)
     monkeypatch.setattr(table, "cpu_norm", lambda numels, dtypes: TritonNorm(torch.device("cpu"), numels, dtypes))
-    deciding = partial(partial, decide_on_device)
-    monkeypatch.setattr(decider, "deciding_function", lambda control, known: deciding(known=known))
+    monkeypatch.setattr(control, "control_kernels", lambda numbers: run)
     monkeypatch.setattr(ahead, "build_together", found.build)
     monkeypatch.setattr(ahead, "build_threads", lambda: 4)
     monkeypatch.setattr(Launcher, "_launch", lambda launcher, arguments: found.launch(launcher, arguments))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import BuildError
-from ..runtime.control import StepInputs, decide_on_host
-from ..runtime.limits import StepLimit
 from ..runtime.segment import Segment
 from .cpp.compile import warn_of_failure
 from .spec import KernelSpec
@@ -90,38 +87,10 @@ def load_ahead(spec: KernelSpec, device: torch.device) -> None:
             load(spec)
 
 
-def deciding_function(control: torch.Tensor, known: dict[Any, Any]) -> Callable[[torch.Tensor, StepInputs], None]:
-    """What writes the control numbers of steps, float64[8], where they live; `known` keeps its kernels."""
+def control_kernels(control: torch.Tensor) -> Any:
+    """What writes control numbers on a GPU, the functions of `triton.run`; None where the host writes them."""
     if not control.is_cuda:
-        return decide_on_host
-    from .triton.run import decide_on_device
+        return None
+    from .triton import run
 
-    return partial(decide_on_device, known=known)
-
-
-def apply_limit(
-    control: torch.Tensor,
-    limit: StepLimit,
-    memory: torch.Tensor,
-    loss: torch.Tensor | None,
-    known: dict[Any, Any],
-    *,
-    build_only: bool = False,
-) -> None:
-    """Let a limit with a memory decide a step where its control numbers live."""
-    if control.is_cuda:
-        from .triton.run import limit_on_device
-
-        limit_on_device(control, limit, memory, loss, known, build_only=build_only)
-        return
-    decided, remembered = control.tolist(), memory.tolist()
-    limit.on_host(decided, remembered, None if loss is None else float(loss))
-    control.copy_(torch.tensor(decided, dtype=torch.float64, device="cpu"))
-    memory.copy_(torch.tensor(remembered, dtype=torch.float64, device="cpu"))
-
-
-def build_decider(control: torch.Tensor, decision: StepInputs, known: dict[Any, Any]) -> None:
-    """Build the kernel that decides such steps on a GPU without launching it; arguments as for `decide`."""
-    from .triton.run import decide_on_device
-
-    decide_on_device(control, decision, known, build_only=True)
+    return run

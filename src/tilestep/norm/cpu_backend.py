@@ -300,13 +300,14 @@ class CpuNorm:
         self._tile_tables = tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, tiles.count
         self._partials_address = self._partials.data_ptr()
 
-    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
-        """`norm` for the 2-norm without its root, float64[1]: written where it lies."""
+    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`norm` for the 2-norm without its root, float64[1]: written where it lies, and returned."""
         threads = 1 if self._most_threads == 1 else min(self._most_threads, thread_count())
         tables, order = self._tile_tables, int(Order.SQUARES)
         self._library.tilestep_norm(
             addresses.data_ptr(), *tables, order, 2.0, False, self._partials_address, out.data_ptr(), threads
         )
+        return out
 
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
         """One call; the result does not depend on the number of threads."""
@@ -372,9 +373,10 @@ class EagerNorm:
     def __init__(self, tiles: Tiles) -> None:
         self._rows = tiles.rows.tolist()
 
-    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
+    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The sum of squares."""
         self.norm(addresses, out, 2.0, False)
+        return out
 
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
         """Each tensor by itself, then together."""

@@ -41,8 +41,8 @@ class NormTable:
             self._backend = TritonNorm(device, numels, dtypes, elements)
         else:
             self._backend = cpu_norm(numels, dtypes)
-        self.sum_squares: Callable[[torch.Tensor, torch.Tensor], None] = self._backend.sum_squares
-        """`launch` for the 2-norm without its root."""
+        self.sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._backend.sum_squares
+        """`launch` for the 2-norm without its root; returns what it writes to."""
 
     def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, *, root: bool = False) -> None:
         """Compute the norm of the tensors at these addresses: two launches, no allocation, no synchronization.

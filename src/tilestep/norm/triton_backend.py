@@ -37,9 +37,10 @@ class TritonNorm:
         self._norms: dict[tuple[Order, bool, torch.dtype], tuple[Launcher, Launcher]] = {}
         self._scales: dict[tuple[torch.dtype, torch.dtype | None], Launcher] = {}
 
-    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
+    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Launch the 2-norm without its root."""
         self.norm(addresses, out, 2.0, False)
+        return out
 
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
         """Launch the tiles, then the finish."""

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..backends.spec import KernelSpec
+from ..combinations import FSDP1, refusal, split_kind
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
@@ -31,8 +32,9 @@ from ..placement import (
 )
 from ..placement.local import first_index, local_part
 from ..rules import Rule
-from ..runtime import Decider, DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, kernel_spec, load_ahead
+from ..runtime import DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, kernel_spec, load_ahead
 from ..storage import entries_of
+from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys, sorted_for
 from .masters import MASTER_KEYS, Masters, check_master
 from .parameters import check_not_shared, check_pairs, check_parameter, further_rounds, iter_params, listed_once
@@ -85,24 +87,30 @@ def build_engines(
     by_device: Mapping[torch.device, BySpec],
     members: Mapping[int, torch.Tensor],
     keys: Sequence[Sequence[str]],
-) -> tuple[list[DeviceEngine], dict[Any, list[int]]]:
-    """Make the engines."""
+) -> tuple[list[DeviceEngine], list[DeviceControl], dict[Any, list[int]]]:
+    """Make the engines, the control numbers of each device, and which engines are those of each part."""
     home = optimizer.memory
     engines: list[DeviceEngine] = []
+    controls: list[DeviceControl] = []
     places: dict[Any, list[int]] = {}
     for device, by_spec in by_device.items():
         divided = _divided(optimizer, by_spec, members)
-        decider = Decider(device)
+        control = DeviceControl(device)
+        controls.append(control)
         made = [
-            DeviceEngine(device, home.split_segments(own), optimizer.param_groups, keys, decider, home.on_segment)
+            DeviceEngine(
+                device, home.split_segments(own), optimizer.param_groups, keys, control.numbers, home.on_segment
+            )
             for own in divided.values()
         ]
         if len(made) > 1:
-            decider.joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)
+            joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)
+            for engine in made:
+                engine.joint = joint
         for place, part in enumerate(divided, len(engines)):
             places.setdefault(part, []).append(place)
         engines.extend(made)
-    return engines, places
+    return engines, controls, places
 
 
 def _divided(
@@ -271,7 +279,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         if known:
             is_ahead = isinstance(known, ParameterState) and known.is_ahead
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=is_ahead)
-    engines, places, members = _engines(optimizer, planned, agreement)
+    engines, controls, places, members = _engines(optimizer, planned, agreement)
     stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
     plan = StepPlan(
         engines=engines,
@@ -287,6 +295,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         ranks=agreement,
         sharers=agreement,
         places=places,
+        controls=controls,
         home=home,
         further_rounds=further_rounds(optimizer),
         ahead=[one.param for one in planned if state[one.param].is_ahead],
@@ -465,7 +474,7 @@ def loaded_states(
 
 def _engines(
     optimizer: Optimizer, planned: Sequence[_Planned], agreement: ReductionGroup | None
-) -> tuple[list[DeviceEngine], Any, list[list[torch.Tensor]]]:
+) -> tuple[list[DeviceEngine], list[DeviceControl], Any, list[list[torch.Tensor]]]:
     """Engines of planned parameters, which get their states now; the engines' places, and their parameters."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     members: dict[int, torch.Tensor] = {}
@@ -485,7 +494,7 @@ def _engines(
         check_not_shared([(entry.label, entry.param) for _, entries in by_spec.values() for entry in entries])
     keys = [deciding_keys(optimizer.rule_of(group)) for group in optimizer.param_groups]
     by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
-    engines, places = build_engines(optimizer, by_device, members, keys)
+    engines, controls, places = build_engines(optimizer, by_device, members, keys)
     for engine in engines:
         states = []
         for entry in engine.entries:
@@ -493,7 +502,7 @@ def _engines(
             own.update({**entry.scalars, **entry.matrices})
             states += [own[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in own]
         engine.watch_states(states)
-    return engines, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]
+    return engines, controls, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]
 
 
 def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
@@ -615,3 +624,17 @@ def _check_memory(label: str, part: torch.Tensor) -> None:
         kind = type(part).__name__
         what = "has no memory: its storage was freed" if kind in ("Tensor", "Parameter") else f"is of the type {kind}"
         raise GradientError(f"{label} {what}; only parameters whose values lie in memory of their own can be updated")
+
+
+def flat_part(optimizer: Optimizer) -> str:
+    """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any."""
+    first = ""
+    for label, _, group, param in iter_params(optimizer):
+        if not split_kind(param):
+            continue
+        first = first or label
+        program = spec_of(optimizer.rule_of(group), group, param).program
+        reduces = program.across or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
+        if reduces or program.library.scratch or program.slices.views or program.graph.slice_states:
+            raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
+    return first

@@ -1,4 +1,26 @@
-"""Deciding a step: what goes into it, from a scaler, limits and other optimizers, and what outlives it."""
+"""Clip, scale and skip: what a step is decided from, the numbers that decide it on a device, and what outlives it.
+
+The formulas, the same on every device (inputs in the order of `StepInputs`; `nan` and `inf` as in IEEE arithmetic):
+
+    inverse  = 1 / grad_scale                                   1 without a scale
+    valid    = 0 < grad_scale < inf                             true without a scale
+    finite   = power_sum < inf                                  true without a norm pass; false for nan
+    norm     = sqrt(power_sum) * inverse                        0 without a norm pass; inf from LARGEST_SUM on
+    overflow = found_inf != 0 or (check_overflow and not finite)
+    limit    = min(skip_above, mean_factor * MEAN if MEAN_COUNT >= mean_warmup and MEAN > 0 else inf)
+    skip     = overflow or not valid or (skip_nonfinite and not finite) or norm > limit
+
+    NORM, SKIP, INVERSE_SCALE = norm, skip, inverse
+    UNSCALE    = a scale was given
+    SKIPPED   += skip
+    if there was a norm pass, and norm < inf, finite, valid and not overflow:
+        MEAN       += max(1 - mean_decay, 1 / (MEAN_COUNT + 1)) * (min(norm, limit) - MEAN)
+        MEAN_COUNT += 1
+    overflow out = overflow
+
+CLIP is what an adaptive limit clips to beside `max_grad_norm`, inf without one; limits with a memory of their own run
+after these formulas (runtime/limits.py).
+"""
 
 from __future__ import annotations
 
@@ -6,24 +28,35 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..combinations import FSDP1, refusal, split_kind
-from ..control_numbers import CONTROL_SIZE, MEAN, MEAN_COUNT, NORM, SKIPPED
+from ..backends.registry import control_kernels
+from ..combinations import FSDP1, refusal
+from ..control_numbers import (
+    CLIP,
+    CONTROL_SIZE,
+    INVERSE_SCALE,
+    LARGEST_SUM,
+    MEAN,
+    MEAN_COUNT,
+    NORM,
+    SKIP,
+    SKIPPED,
+    UNSCALE,
+)
 from ..errors import GradientError
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead
 from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
-from .build import spec_of
-from .parameters import iter_params
-from .plan import moved
+from .plan import StepPlan, moved
 
 if TYPE_CHECKING:
     from ..placement import ReductionGroup
-    from .protocol import Optimizer, StepPlan
+    from .protocol import Optimizer
 
 
 LIMITS_KEY = "limits"
@@ -110,6 +143,106 @@ class SkipPolicy:
         return StepInputs(skip_nonfinite=self.skips, skip_above=above)
 
 
+def fresh_control(device: torch.device) -> torch.Tensor:
+    """Control numbers of a step without clip, scale or skip, and nothing remembered: float64[8] on the device."""
+    control = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=device)
+    control[INVERSE_SCALE].fill_(1.0)
+    control[CLIP].fill_(math.inf)
+    return control
+
+
+def decide_on_host(control: torch.Tensor, inputs: StepInputs) -> None:
+    """Write the control numbers of a CPU step."""
+    numbers = control.tolist()
+    inverse = 1.0
+    if inputs.grad_scale is not None:
+        scale = float(inputs.grad_scale)
+        if not 0 < scale < math.inf:
+            raise GradientError(f"the loss scale is {scale}: gradients cannot be unscaled by it; nothing was updated")
+        inverse = 1 / scale
+    overflow = inputs.found_inf is not None and float(inputs.found_inf) != 0
+    power_sum = 0.0 if inputs.power_sum is None else float(inputs.power_sum)
+    finite = power_sum < math.inf
+    overflow = overflow or (inputs.check_overflow and not finite)
+    norm = math.inf if power_sum >= LARGEST_SUM else math.sqrt(power_sum) * inverse
+    limit = inputs.skip_above
+    if numbers[MEAN_COUNT] >= inputs.mean_warmup and numbers[MEAN] > 0:
+        limit = min(limit, inputs.mean_factor * numbers[MEAN])
+    skip = overflow or (inputs.skip_nonfinite and not finite) or norm > limit
+    numbers[NORM], numbers[SKIP], numbers[INVERSE_SCALE] = norm, float(skip), inverse
+    numbers[UNSCALE] = float(inputs.grad_scale is not None)
+    numbers[SKIPPED] += float(skip)
+    if inputs.power_sum is not None and finite and norm < math.inf and not overflow:
+        weight = max(1 - inputs.mean_decay, 1 / (numbers[MEAN_COUNT] + 1))
+        numbers[MEAN] += weight * (min(norm, limit) - numbers[MEAN])
+        numbers[MEAN_COUNT] += 1
+    control.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+    if inputs.overflow is not None:
+        inputs.overflow.fill_(float(overflow))
+
+
+def limit_on_host(control: torch.Tensor, limit: StepLimit, memory: torch.Tensor, loss: torch.Tensor | None) -> None:
+    """Let a limit with a memory decide a CPU step."""
+    decided, remembered = control.tolist(), memory.tolist()
+    limit.on_host(decided, remembered, None if loss is None else float(loss))
+    control.copy_(torch.tensor(decided, dtype=torch.float64, device="cpu"))
+    memory.copy_(torch.tensor(remembered, dtype=torch.float64, device="cpu"))
+
+
+class DeviceControl:
+    """The control numbers of a device, and the kernels that write them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.numbers = fresh_control(device)
+        self.overflow = torch.zeros((), dtype=torch.float32, device=device)
+        self.launchers: dict[Any, Any] = {}
+        """Of kernels that write the numbers, by what a step is decided from."""
+        self._kernels = control_kernels(self.numbers)
+        self._was_trivial = True
+        self._plain = self.numbers[: UNSCALE + 1].clone()
+
+    def update(self, inputs: StepInputs, *, captured: bool = False) -> None:
+        """Write the control numbers of a step."""
+        is_trivial = not inputs.needs_norm and inputs.is_trivial
+        if is_trivial and captured:
+            # The host cannot know whether a graph was replayed, and what it has decided.
+            self.numbers[: UNSCALE + 1].copy_(self._plain)
+            return
+        if is_trivial and self._was_trivial:
+            return
+        self._was_trivial = is_trivial
+        if self._kernels is None:
+            decide_on_host(self.numbers, inputs)
+        else:
+            self._kernels.decide_on_device(self.numbers, inputs, self.launchers)
+        if inputs.limits:
+            self._apply_limits(inputs)
+
+    def _apply_limits(self, inputs: StepInputs, *, build_only: bool = False) -> None:
+        for limit in inputs.limits:
+            assert inputs.memory is not None
+            memory = inputs.memory.of(limit, self.numbers.device)
+            if self._kernels is None:
+                limit_on_host(self.numbers, limit, memory, inputs.loss)
+            else:
+                self._kernels.limit_on_device(
+                    self.numbers, limit, memory, inputs.loss, self.launchers, build_only=build_only
+                )
+
+    def launches(self, inputs: StepInputs) -> list[Any]:
+        """What `update` launches first, where kernels write the numbers."""
+        if self._kernels is None or inputs.is_trivial:
+            return []
+        inputs = replace(inputs, overflow=self.overflow if inputs.check_overflow else None)
+        return [self._kernels.decision_launch(self.numbers, inputs, self.launchers)]
+
+    def build(self, inputs: StepInputs) -> None:
+        """Build the kernels that decide such steps, where kernels do."""
+        if self._kernels is not None and not inputs.is_trivial:
+            self._kernels.decide_on_device(self.numbers, inputs, self.launchers, build_only=True)
+            self._apply_limits(inputs, build_only=True)
+
+
 class StepControl:
     """What the steps of an optimizer are decided from, and what outlives them."""
 
@@ -182,7 +315,7 @@ class StepControl:
             inputs.loss = None if inputs.loss is None else moved(inputs.loss, device)
         unscales = inputs.grad_scale is not None
         if unscales not in plan.built_ahead:
-            build_ahead(engines, inputs, norm=inputs.needs_norm, alone=ranks is None)
+            build_ahead(engines, unscales, partial(_decision_launches, plan, inputs))
             plan.built_ahead.add(unscales)
         if inputs.needs_norm:
             self._find_norm(optimizer, plan, inputs)
@@ -194,14 +327,14 @@ class StepControl:
             plan.kind = kind
             for engine in engines:
                 engine.follow(inputs)
-        for decider, engine in plan.deciders:
-            own = inputs if len(plan.deciders) == 1 else replace(inputs)
+        captured = any([engine.captured for engine in engines])
+        for control in plan.controls:
+            own = inputs if len(plan.controls) == 1 else replace(inputs)
             if own is not inputs or (own.power_sum is not None and own.power_sum.device != device):
-                _bring(own, engine)
-            own.overflow = engine.overflow if own.check_overflow else None
-            decider.decide(own, captured=engine.captured)
-        is_trivial = not inputs.needs_norm and inputs.is_trivial
-        plan.decided_plainly = is_trivial and not any(engine.captured for engine in engines)
+                _bring(own, control.numbers.device)
+            own.overflow = control.overflow if own.check_overflow else None
+            control.update(own, captured=captured)
+        plan.decided_plainly = not captured and not inputs.needs_norm and inputs.is_trivial
 
     def expected(self, optimizer: Optimizer, plan: StepPlan) -> StepInputs:
         """What a step is decided from, for a capture; the norm pass is run if anything asks for it."""
@@ -225,7 +358,9 @@ class StepControl:
             inputs.partials = plan.norm_sources[0].norm_partials()
             plan.sums_in_tiles = inputs.partials is not None
         if inputs.partials is None:
-            inputs.power_sum = plan.power_sum()
+            # A steady step's launch, with nothing in between.
+            norm_pass = plan.norm_engine.norm_pass if plan.norm_engine is not None else None
+            inputs.power_sum = plan.power_sum() if norm_pass is None else norm_pass()
 
     def power_sum(self, plan: StepPlan) -> torch.Tensor | None:
         """The sum of squares of the gradients on all devices and ranks, float64[1]; None without engines."""
@@ -301,20 +436,6 @@ class StepControl:
         self.history.load(self.limits(groups), first.get(LIMITS_KEY, {}))
 
 
-def flat_part(optimizer: Optimizer) -> str:
-    """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any."""
-    first = ""
-    for label, _, group, param in iter_params(optimizer):
-        if not split_kind(param):
-            continue
-        first = first or label
-        program = spec_of(optimizer.rule_of(group), group, param).program
-        reduces = program.across or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
-        if reduces or program.library.scratch or program.slices.views or program.graph.slice_states:
-            raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
-    return first
-
-
 def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
     """The adaptive clip of param groups, at most one."""
     clips = tuple(dict.fromkeys(g["max_grad_norm"] for g in groups if isinstance(g.get("max_grad_norm"), ZClip)))
@@ -326,35 +447,35 @@ def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
     return clips
 
 
-def _agree(decision: StepInputs, agreement: ReductionGroup, *, has_whole_norm: bool) -> None:
+def _agree(inputs: StepInputs, agreement: ReductionGroup, *, has_whole_norm: bool) -> None:
     """Let all ranks know what each has found: the norm of all gradients, and whether one of them overflowed."""
     if has_whole_norm:
-        whole, decision.power_sum = decision.power_sum, None
-        _agree(decision, agreement, has_whole_norm=False)
-        decision.power_sum = whole
+        whole, inputs.power_sum = inputs.power_sum, None
+        _agree(inputs, agreement, has_whole_norm=False)
+        inputs.power_sum = whole
         return
-    known = [number for number in (decision.power_sum, decision.loss, decision.found_inf) if number is not None]
-    if not known:
+    numbers = [number for number in (inputs.power_sum, inputs.loss, inputs.found_inf) if number is not None]
+    if not numbers:
         return
-    device = known[0].device
-    if len(known) == 1 and known[0].dtype is torch.float64 and known[0] is decision.power_sum:
-        # Whoever computes it does so anew at every step, for the decision alone.
-        decision.power_sum = known[0] if known[0].dim() == 1 else known[0].reshape(1)
-        agreement.add(decision.power_sum)
+    device = numbers[0].device
+    if len(numbers) == 1 and numbers[0].dtype is torch.float64 and numbers[0] is inputs.power_sum:
+        # What computes it does so anew at every step, for the decision alone.
+        inputs.power_sum = numbers[0] if numbers[0].dim() == 1 else numbers[0].reshape(1)
+        agreement.add(inputs.power_sum)
         return
-    if decision.loss is not None:
+    if inputs.loss is not None:
         # The ranks' losses are averaged.
-        known.append(torch.ones_like(decision.loss))
-    together = torch.cat([moved(number, device).to(torch.float64).reshape(1) for number in known])
+        numbers.append(torch.ones_like(inputs.loss))
+    together = torch.cat([moved(number, device).to(torch.float64).reshape(1) for number in numbers])
     agreement.add(together)
-    if decision.loss is not None:
+    if inputs.loss is not None:
         *together, ranks = together.split(1)
         together = torch.cat(together)
-        decision.loss = together[int(decision.power_sum is not None) :][:1] / ranks
-    if decision.power_sum is not None:
-        decision.power_sum = together[:1]
-    if decision.found_inf is not None:
-        decision.found_inf = together[-1].to(decision.found_inf.dtype)
+        inputs.loss = together[int(inputs.power_sum is not None) :][:1] / ranks
+    if inputs.power_sum is not None:
+        inputs.power_sum = together[:1]
+    if inputs.found_inf is not None:
+        inputs.found_inf = together[-1].to(inputs.found_inf.dtype)
 
 
 def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
@@ -364,12 +485,27 @@ def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
     return moved(value, device) if isinstance(value, torch.Tensor) else torch.full((), float(value), device=device)
 
 
-def _bring(decision: StepInputs, engine: DeviceEngine) -> None:
-    """Let a decision be made on an engine's device."""
+def _bring(inputs: StepInputs, device: torch.device) -> None:
+    """Bring what a step is decided from to a device."""
     for name in ("power_sum", "grad_scale", "found_inf", "loss"):
-        number = getattr(decision, name)
-        if number is not None and number.device != engine.device:
-            setattr(decision, name, moved(number, engine.device))
+        number = getattr(inputs, name)
+        if number is not None and number.device != device:
+            setattr(inputs, name, moved(number, device))
+
+
+def _decision_launches(plan: StepPlan, inputs: StepInputs) -> list[Any]:
+    """The launches of the norm and of the decision, if one engine decides for itself."""
+    if plan.ranks is not None or len(plan.engines) > 1:
+        return []
+    launches = []
+    if inputs.needs_norm:
+        norm = plan.engines[0].tiles_launch() if plan.sums_in_tiles else None
+        if norm is None:
+            return []
+        launch, sums = norm
+        launches.append(launch)
+        inputs = replace(inputs, partials=sums)
+    return [*launches, *plan.controls[0].launches(inputs)]
 
 
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

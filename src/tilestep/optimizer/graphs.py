@@ -120,7 +120,9 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
         plan.prepare()
     plan.sync_masters()
     plan.record_versions()
-    plan.engines[0].build(optimizer.control.expected(optimizer, plan))
+    inputs = optimizer.control.expected(optimizer, plan)
+    plan.engines[0].build(inputs)
+    plan.controls[0].build(inputs)
     plan.kind = None
     optimizer.graphs = replace(optimizer.graphs, stale="", kept=None)
     return plan

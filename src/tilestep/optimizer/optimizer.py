@@ -18,13 +18,13 @@ from ..memory.memory import StateMemory
 from ..placement import LOCAL, Placement, ReductionGroup
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
-from ..runtime import DeviceEngine, Stale, StepInputs
+from ..runtime import Stale, StepInputs
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.schedule import AT_STEP, Schedule
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
-from .build import begin_at_once, begins_together, build_plan, check_params, require_no_real, spec_of
+from .build import begin_at_once, begins_together, build_plan, check_params, flat_part, require_no_real, spec_of
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
-from .control import SkipPolicy, StepControl, TimesMean, flat_part, with_limits
+from .control import SkipPolicy, StepControl, TimesMean, with_limits
 from .evaluation import holds_averages, keeps_averages, swap_in_averages, swap_out_averages
 from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
@@ -418,10 +418,8 @@ class Optimizer(torch.optim.Optimizer):
         """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
         if not self.schedule.had_gradients(self):
             return {}
-        engines = self._current()
-        if not engines:
-            return {}
-        return {engines[0].device: engines[0].overflow}
+        controls = self._current().controls
+        return {controls[0].numbers.device: controls[0].overflow} if controls else {}
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
         """The sum of squares of the gradients as they are, those of all ranks for DTensors, as a step works it out.
@@ -543,9 +541,9 @@ class Optimizer(torch.optim.Optimizer):
         """The control numbers of the last step, on a device; None before any."""
         return self.schedule.updating(self).control.numbers  # type: ignore[no-any-return]
 
-    def _current(self) -> list[DeviceEngine]:
+    def _current(self) -> StepPlan:
         updating = self.schedule.updating(self)
-        return (updating._plan or updating.rebuild(ahead=True)).engines  # type: ignore[no-any-return]
+        return updating._plan or updating.rebuild(ahead=True)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -578,7 +576,7 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.control.forget_step(self)
             raise
-        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current():
+        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current().engines:
             raise RuntimeError(
                 "step(loss=...): the step was decided before it was called, in backward or without gradients, so its "
                 "loss was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"

@@ -56,6 +56,7 @@ class StepPlan:
     home: StateMemory = field(default_factory=StateMemory)  # where the state lives
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
     complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
+    controls: Sequence[Any] = ()  # for each device its `control.DeviceControl`
     ahead: list[torch.Tensor] = field(default_factory=list)  # parameters whose state was made before a step needed it
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
@@ -84,8 +85,6 @@ class StepPlan:
         """Whether something follows what other code writes to parameters."""
         self._home_finishes = home.finish is not StateMemory.finish
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
-        self.deciders = list({engine.decider: engine for engine in self.engines}.items())
-        """What decides steps on each device, with an engine there."""
         self.sums_in_tiles = len(self.norm_sources) == 1 and all(
             e.norm_share == 1 for each in self.engines for e in each.entries
         )
@@ -97,6 +96,9 @@ class StepPlan:
             sources[0].norm if len(sources) == 1 and not has_own_sums else partial(_power_sum, self.home, sources)
         )
         """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
+        alone = sources[0] if len(sources) == 1 and not has_own_sums else None
+        self.norm_engine = alone if isinstance(alone, DeviceEngine) else None
+        """The engine of which that is the norm pass, if it is one engine's."""
         self.same_list: Callable[[Any, Any], bool] = _same
         """Whether two lists hold the same objects; C++'s own once there is one."""
         self.built_ahead: set[bool] = set()

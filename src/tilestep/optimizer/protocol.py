@@ -11,28 +11,6 @@ from ..placement import ReductionGroup
 from ..rules import Rule
 
 
-class StepPlan(Protocol):
-    """`plan.StepPlan`, as far as the look before a step is concerned."""
-
-    params: Any
-    members: Any
-    engines: Any
-    built_ahead: set[bool]
-    decided_plainly: bool
-    deciders: Any
-    kind: Any
-    norm_sources: Any
-    sums_in_tiles: bool
-    home: Any
-    agreement: ReductionGroup | None
-    ranks: Any
-    further_rounds: Any
-    complex_members: Any
-
-    def power_sum(self) -> torch.Tensor:
-        """The sum of squares of this rank's gradients."""
-
-
 class Optimizer(Protocol):
     """`optimizer.Optimizer`, for the functions that its methods are made of."""
 
@@ -83,9 +61,6 @@ class Optimizer(Protocol):
 
     def take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None:
         """Have other states."""
-
-    def _current(self) -> Any:
-        """The engines, up to date."""
 
     def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> Any:
         """The plan, built if there is none that fits."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,10 @@ from ..marks import HOST_UPDATE, UPDATE, marked
 from ..norm import NormTable
 from ..tensor_watch import FixedTensors, TensorFingerprint
 from ..threads import thread_count
-from .capturing import PREPARE, WARM_UP, GraphTables, require
-from .control import StepInputs
-from .decider import Decider, JointNorm, SharedNorm, norm_table, nothing_skipped, require_no_branches
+from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .gradients import Gradients, GroupWatch, Seen, Stale
+from .limits import StepInputs
+from .norms import JointNorm, SharedNorm, norm_table
 from .segment import Entry, Segment
 
 if TYPE_CHECKING:
@@ -90,48 +89,20 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
                 segment.totals[slot].copy_(total, non_blocking=True)
 
 
-def are_built_ahead(engines: Sequence[DeviceEngine], *, unscales: bool) -> bool:
-    """Whether `build_ahead` was called for steps whose gradients carry a loss scale, or for those that do not."""
-    return all(unscales in segment.built_ahead for engine in engines for segment in engine.segments)
-
-
-def build_ahead(engines: Sequence[DeviceEngine], decision: StepInputs, *, norm: bool, alone: bool) -> None:
+def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:
     """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can.
 
     Without it, and for kernels that are not known here, each is built when it is launched.
     """
-    unscales = decision.grad_scale is not None
-    together = build_threads() > 1 and not is_capturing()
+    if build_threads() <= 1 or is_capturing():
+        return
     for engine in engines:
-        new = [segment for segment in engine.segments if unscales not in segment.built_ahead]
-        launches: list[Launch] = []
-        for segment in new:
-            segment.built_ahead |= {unscales}
-            # What a streamer does with a segment's tiles is its own affair.
-            launches += segment.launches(unscales) if together and segment.streamer is None else []
+        # What a mover does with a segment's tiles is its own affair.
+        launches = [
+            one for segment in engine.segments if segment.streamer is None for one in segment.launches(unscales)
+        ]
         if launches:
-            deciding = _deciding(engine, decision, norm) if alone and len(engines) == 1 else []
-            build_together([*deciding, *launches], engine.device)
-
-
-def _deciding(engine: DeviceEngine, decision: StepInputs, norm: bool) -> list[Launch]:
-    """The launches of the norm and of the decision, if one engine decides for itself."""
-    from ..backends.triton.run import decision_launch
-
-    launches: list[Launch] = []
-    if norm:
-        if engine.norm_source is not engine or any(entry.norm_share != 1 for entry in engine.entries):
-            return []
-        table = engine.own_norm_table()
-        tiles, sums = table.tiles_launch(engine.grads), table.tiles_put()
-        if tiles is None or sums is None:
-            return []
-        launches.append(tiles)
-        decision = replace(decision, partials=sums)
-    if not decision.is_trivial:
-        decision = replace(decision, overflow=engine.overflow if decision.check_overflow else None)
-        launches.append(decision_launch(engine.control, decision, engine.decider.kernels))
-    return launches
+            build_together([*deciding(), *launches], engine.device)
 
 
 _WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
@@ -153,14 +124,15 @@ class DeviceEngine:
         parts: Sequence[tuple[KernelSpec, Sequence[Entry]]],
         groups: Sequence[Mapping[str, Any]],
         keys: Sequence[Sequence[str]],
-        decider: Decider | None = None,
+        control: torch.Tensor,
         attend: Callable[[Segment], None] | None = None,
     ) -> None:
         self.device = device
         self.groups = groups
         self.entries = [entry for _, entries in parts for entry in entries]
-        self.decider = decider or Decider(device)
-        self.control, self.overflow = self.decider.control, self.decider.overflow
+        self.control = control
+        self.joint: JointNorm | None = None
+        """The norm pass over all gradients on the device, if several engines have them."""
         self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
         self.gradients = Gradients(self.entries, self.grads)
@@ -183,7 +155,9 @@ class DeviceEngine:
         self.states = FixedTensors([])
         """The state that tables describe: the tensors as users have them."""
         self._norm: NormTable | None = None
-        self._sum_squares: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.norm_pass: Callable[[], torch.Tensor] | None = None
+        """What `norm` calls, once it was called."""
         self._has_shares = any(entry.norm_share != 1 for entry in self.entries)
         self._known_gradients: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -339,12 +313,11 @@ class DeviceEngine:
         """The parameters, in the order of the entries."""
         return self._params
 
-    def build(self, decision: StepInputs) -> None:
+    def build(self, inputs: StepInputs) -> None:
         """Build every kernel of a step that is decided so, without changing anything."""
         for segment in self.segments:
-            segment.unscales = decision.grad_scale is not None
+            segment.unscales = inputs.grad_scale is not None
             segment.build()
-        self.decider.build(decision)
 
     def require_kernels(self, *, alone: bool = False) -> None:
         """Raise `CaptureError` if steps are not launches of kernels alone."""
@@ -392,7 +365,7 @@ class DeviceEngine:
             self._read_gradients_from(self.grads)
 
     def _read_gradients_from(self, table: torch.Tensor) -> None:
-        self._bound_grads = table
+        self._bound_grads, self.norm_pass = table, None
         for segment, members in zip(self.segments, self._ranges):
             segment.take_gradients_from(table[members.start : members.stop])
 
@@ -404,13 +377,19 @@ class DeviceEngine:
         if self._sum_squares is None:
             shared = SharedNorm(self.device, self.entries) if self._has_shares else None
             self._sum_squares = shared.launch if shared is not None else self.own_norm_table().sum_squares
-        self._sum_squares(self._bound_grads, self.power_sum)
-        return self.power_sum
+        if self.norm_pass is None:
+            self.norm_pass = partial(self._sum_squares, self._bound_grads, self.power_sum)
+        return self.norm_pass()
 
     def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Launch the norm pass without its finish, where `decide` can do that: partial sums and how many, or None."""
         started, self._started_norm = self._started_norm, None
         return started or self.own_norm_table().launch_tiles(self._bound_grads)
+
+    def tiles_launch(self) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]] | None:
+        """What `norm_partials` launches, and what that gives."""
+        tiles, sums = self.own_norm_table().tiles_launch(self.grads), self.own_norm_table().tiles_put()
+        return None if tiles is None or sums is None else (tiles, sums)
 
     def own_norm_table(self) -> NormTable:
         """The norm pass over the gradients of this engine alone."""
@@ -422,11 +401,11 @@ class DeviceEngine:
     @property
     def norm_source(self) -> DeviceEngine | JointNorm:
         """What computes the norm of all gradients on this device."""
-        return self.decider.joint or self
+        return self.joint or self
 
-    def follow(self, decision: StepInputs) -> None:
-        """Take note of how a step is decided; the decider writes the control numbers."""
-        self._unscales, may_skip = decision.grad_scale is not None, decision.may_skip
+    def follow(self, inputs: StepInputs) -> None:
+        """Take note of how a step is decided; `DeviceControl` writes the control numbers."""
+        self._unscales, may_skip = inputs.grad_scale is not None, inputs.may_skip
         for segment in self.segments:
             segment.unscales, segment.may_skip = self._unscales, may_skip
 

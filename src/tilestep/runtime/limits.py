@@ -1,6 +1,6 @@
-"""Limits that follow the norms they have seen: what they decide of a step, and the numbers they remember on the device.
+"""What a step is decided from: its inputs, and limits that follow the norms they have seen.
 
-A limit runs after the control numbers of a step are written (runtime/control.py). It may set CLIP, the norm to which
+A limit runs after the control numbers of a step are written (optimizer/control.py). It may set CLIP, the norm to which
 the step's gradients are clipped where a param group asks for it, and it may skip the step. Its formulas stand in
 `on_host`; backends/triton/support.py has them as one kernel each, for one program.
 """
@@ -288,3 +288,43 @@ class StepHistory:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "loss": None}
+
+
+@dataclass
+class StepInputs:
+    """What a step is decided from."""
+
+    power_sum: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None  # loss scale the gradients still carry, one number on the device, or None
+    found_inf: torch.Tensor | None = None  # nonzero when some gradient overflowed, one number on the device, or None
+    skip_nonfinite: bool = False  # whether gradients that are not finite skip the step
+    check_overflow: bool = False  # whether gradients that are not finite are an overflow, as a scaler means it
+    skip_above: float = math.inf  # unscaled norm above which the step is skipped
+    mean_factor: float = math.inf  # multiple of the running mean of the norm above which the step is skipped
+    mean_decay: float = 0.0  # what a norm keeps of its weight in the mean from step to step
+    mean_warmup: float = math.inf  # norms that go into the mean before it is used
+    overflow: torch.Tensor | None = None
+    partials: tuple[torch.Tensor, torch.Tensor] | None = None
+    limits: tuple[StepLimit, ...] = ()  # limits with a memory
+    memory: StepHistory | None = None  # what they remember
+    loss: torch.Tensor | None = None  # the step's loss for them, one float64 number on the device, or None
+    needs_norm: bool = False  # whether anything asks for a norm pass
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether there is nothing to decide."""
+        numbers = self.power_sum is None and self.partials is None
+        return numbers and self.grad_scale is None and self.found_inf is None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether the step may be skipped, which is then known on the device alone."""
+        limits = (self.skip_above, self.mean_factor)
+        scaled = self.grad_scale is not None or self.found_inf is not None
+        flags = scaled or self.skip_nonfinite or self.check_overflow
+        return flags or any(limit < math.inf for limit in limits) or any(limit.skips for limit in self.limits)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether there was a norm pass."""
+        return self.power_sum is not None or self.partials is not None

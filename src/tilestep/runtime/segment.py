@@ -341,9 +341,6 @@ class Segment:
     tile_ranges: Sequence[TileRange] = ()
     """Runs of tiles that passes can work on one by one."""
 
-    built_ahead: frozenset[bool] = frozenset()
-    """For which values of `unscales` the kernels of a step were built together."""
-
     has_taps = True
     """Whether its kernels can put out statistics and bits of changed weights."""
 

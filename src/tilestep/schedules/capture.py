@@ -16,8 +16,7 @@ from ..errors import CaptureError, GradientError
 from ..marks import REPLAY, marked
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
 from ..runtime import Stale
-from ..runtime.capturing import require
-from ..runtime.decider import HostBranches
+from ..runtime.capturing import HostBranches, require
 
 if TYPE_CHECKING:
     from ..optimizer import Optimizer

@@ -19,7 +19,7 @@ class Launch(ctypes.Structure):
     layouts[][1 + MAX_DIMS * (2 + arrays)]: dims, sizes, strides of the gradient, strides of each array; where numbers
     are rounded at random, those of the whole tensor too, and streams[tensors][2] has a key and the first element's
     index there.
-    control: norm, skip, inverse loss scale, unscale gradients (see runtime/control.py). group[tensors],
+    control: norm, skip, inverse loss scale, unscale gradients (see optimizer/control.py). group[tensors],
     hyper[groups][hyper_count]. step[tensors].
     rows[tensors][columns]. partials[tiles][reductions], sums[tensors][reductions]. across[tensors][slots],
     totals[slots]. scalar_states[states]: address of one array [tensors] each.

@@ -13,9 +13,8 @@ import torch
 
 from ...compat import is_capturing
 from ...runtime.capturing import WARM_UP, require
-from ...runtime.control import StepInputs
 from ...runtime.gradients import copy_to
-from ...runtime.limits import StepLimit
+from ...runtime.limits import StepInputs, StepLimit
 from ...runtime.segment import Entry, Segment, TileRange, Tiles, cut_tiles
 from ...runtime.taps import chunks_of
 from ...tuning import tile_shape
@@ -474,7 +473,7 @@ def limit_on_device(
     *,
     build_only: bool = False,
 ) -> None:
-    """Let a limit decide a step of a GPU with one small launch; arguments as for `backends.apply_limit`."""
+    """Let a limit decide a step of a GPU with one small launch; as `limit_on_host` does."""
     key = (limit, loss is not None)
     if key not in known:
         from . import support

@@ -674,7 +674,7 @@ def decide(
     HAS_OVERFLOW_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The control numbers of a step, by the formulas of runtime/control.py.
+    """The control numbers of a step, by the formulas of optimizer/control.py.
 
     limits: skip_above, mean factor, decay, warmup, one.
     """

@@ -48,8 +48,8 @@ class EarlyNorms:
     def put(self, tables: StepPlan, places: Sequence[int]) -> None:
         """Sum the gradients of some engines."""
         for place in places:
-            joint = tables.engines[place].decider.joint
-            if joint is None or not joint.takes_pieces or len({engine.decider for engine in tables.engines}) > 1:
+            joint = tables.engines[place].joint
+            if joint is None or not joint.takes_pieces or len(tables.controls) > 1:
                 return
             if joint is not self._joint:
                 self._joint, self._seen = joint, {}
@@ -59,7 +59,7 @@ class EarlyNorms:
     def complete(self, tables: StepPlan) -> None:
         """Before the step's norm pass: sum what is missing or has changed, if anything can be kept."""
         joint = self._joint
-        if joint is None or not tables.engines or tables.engines[0].decider.joint is not joint:
+        if joint is None or not tables.engines or tables.engines[0].joint is not joint:
             return
         kept = {place for place, seen in self._seen.items() if _same(seen, tables.members[place])}
         if kept:

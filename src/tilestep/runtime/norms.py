@@ -1,0 +1,110 @@
+"""The norm pass over gradients that several engines have, or that count differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..norm import NormTable
+from .segment import Entry
+
+
+class NormedEngine(Protocol):
+    """An engine, as far as the norm of its gradients is concerned."""
+
+    device: torch.device
+    entries: list[Entry]
+    grads: torch.Tensor
+
+
+class JointNorm:
+    """The norm pass over the gradients of several engines on one device, to the bit what one engine's would be."""
+
+    def __init__(self, entries: Sequence[Entry], engines: Sequence[NormedEngine]) -> None:
+        self._engines = list(engines)
+        device = engines[0].device
+        known = {id(entry): place for place, entry in enumerate(each for engine in engines for each in engine.entries)}
+        self._entries = list(entries)
+        self._order = torch.tensor([known[id(entry)] for entry in entries], dtype=torch.int64, device=device)
+        self._norm = SharedNorm(device, entries)
+        self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        self._pieces: dict[int, list[tuple[NormTable, NormTable, torch.Tensor]]] = {}
+        self.is_put = False
+        """Whether `put` was called for every engine, with the gradients that the next step uses."""
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether engines' gradients can be summed one after the other."""
+        return all(table.has_tiles for table in self._norm.tables)
+
+    def put(self, engine: NormedEngine) -> None:
+        """Sum the gradients of one engine, whose address table is up to date."""
+        place = self._engines.index(engine)
+        if place not in self._pieces:
+            self._pieces[place] = self._piece(engine)
+        for own, whole, places in self._pieces[place]:
+            own.put_tiles(engine.grads, whole, places)
+
+    def _piece(self, engine: NormedEngine) -> list[tuple[NormTable, NormTable, torch.Tensor]]:
+        """For each share: a table of the engine's tensors, the whole table, and the places of the tiles there."""
+        at = {id(entry): place for place, entry in enumerate(self._entries)}
+        own = [at[id(entry)] for entry in engine.entries]
+        found = []
+        for share, whole in zip(self._norm.shares, self._norm.tables):
+            numels, total = _numels(engine.entries, share), sum(_numels(self._entries, share))
+            dtypes = [entry.grad_dtype for entry in engine.entries]
+            places = whole.places_of([place for place, numel in zip(own, numels) if numel])
+            found.append((NormTable(engine.device, numels, dtypes, total), whole, places))
+        return found
+
+    def _addresses(self) -> torch.Tensor:
+        return torch.cat([engine.grads for engine in self._engines])[self._order]
+
+    def norm(self) -> torch.Tensor:
+        """As `DeviceEngine.norm`."""
+        was_put, self.is_put = self.is_put, False
+        self._norm.launch(None if was_put else self._addresses(), self._power_sum)
+        return self._power_sum
+
+    def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `DeviceEngine.norm_partials`."""
+        if not self.is_put:
+            return self._norm.tables[0].launch_tiles(self._addresses())
+        tiles = self._norm.tables[0].tiles_put()
+        self.is_put = tiles is None
+        return tiles
+
+
+class SharedNorm:
+    """The norm pass over tensors that count differently: a table for each share, all reading one address table."""
+
+    def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
+        self.shares = sorted({entry.norm_share for entry in entries})
+        dtypes = [entry.grad_dtype for entry in entries]
+        self.tables = [NormTable(device, _numels(entries, share), dtypes) for share in self.shares]
+        self._weights = torch.tensor(self.shares, dtype=torch.float64, device=device)
+        self._sums = [torch.zeros(1, dtype=torch.float64, device=device) for _ in self.shares]
+
+    def launch(self, addresses: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """Write and return the sum of squares, each tensor's times its share; of tiles put before without addresses."""
+        alone = self.shares == [1.0]
+        for table, total in zip(self.tables, [out] if alone else self._sums):
+            if addresses is None:
+                table.finish(total)
+            else:
+                table.launch(addresses, total)
+        if not alone:
+            torch.sum(torch.cat(self._sums) * self._weights, 0, keepdim=True, out=out)
+        return out
+
+
+def _numels(entries: Sequence[Entry], share: float) -> list[int]:
+    """Elements of the tensors that count so much; 0 for others."""
+    return [entry.param.numel() if entry.norm_share == share else 0 for entry in entries]
+
+
+def norm_table(device: torch.device, entries: Sequence[Entry]) -> NormTable:
+    """The norm pass over tensors that all count once."""
+    return NormTable(device, [entry.param.numel() for entry in entries], [entry.grad_dtype for entry in entries])
