@@ -312,7 +312,7 @@ def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing() -> None:
     flash, _ = flashoptim_layout(weight, torch.randn(80, 64), torch.rand(80, 64))
     del flash["exp_avg::scales"]
     refused(flash, "'exp_avg' of .*layer.*no scales")
-    refused({"step": 1, "state1": torch.ones(80, 64)}, "1 of bitsandbytes' states.*Lion or SGD.*not of AdamW")
+    refused({"step": 1, "state1": torch.ones(80, 64)}, "1 of bitsandbytes' states.*RMSprop or SGD.*not of AdamW")
     assert all(torch.equal(value, optimizer.state[weight][name]) for name, value in before.items())
     with pytest.raises(StateError, match="give one as `rule`"):
         tilestep.full_precision({"state": {0: {"state1": codes.float()}}, "param_groups": [{"params": [0]}]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ import torch
 from ..compat import load_hooks
 from ..errors import StateError
 from ..placement.local import copy_into, distribute, gathered, is_distributed, local_part
-from ..rules import Rule, State
+from ..rules import Rule, State, registry
 from ..rules.protocol import at_step, changes
 from ..rules.scalars import PYTHON_TYPES
 from ..storage import Storage, dtype_name, kept_in_blocks, scale_names, shape_of_entries, values_of
 from .build import loaded_states
-from .groups import GROUP_OPTIONS, about_group, check_group, without_defaults
+from .groups import GROUP_OPTIONS, about_group, check_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, master_kind
 from .parameters import iter_params
 from .states import TRAINING, WatchedState, saved_choice, shape_of, starts_of
@@ -40,11 +40,12 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
     Args:
         state_dict: of an optimizer of tilestep's, of a sharded one what `full_state_dict()` gives; or of bitsandbytes',
             torchao's or FlashOptim's low-bit optimizers. Tilestep's own load all of these as they are.
-        rule: for bitsandbytes, which has no names of states: what the optimizer computes. Two states are taken for
-            AdamW's unless this says otherwise.
+        rule: for bitsandbytes, which has no names of states: what the optimizer computes, where the number of states
+            leaves a choice of their names.
 
     Raises:
         StateError: for a quantized state that cannot be read.
+        ValueError: for a rule that there is not.
 
     Example:
         >>> import torch, tilestep
@@ -60,8 +61,9 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
         (torch.float32, ['exp_avg', 'exp_avg_sq', 'step'])
     """
     groups_of = {key: group for group in state_dict["param_groups"] for key in group["params"]}
+    named = find_rule(rule, {}) if rule else None
     state = {
-        key: _widened(read_by_value(f"parameter {key}", values, groups_of.get(key, {}), rule))
+        key: _widened(read_by_value(f"parameter {key}", values, groups_of.get(key, {}), named))
         if isinstance(values, Mapping)
         else values
         for key, values in state_dict["state"].items()
@@ -124,26 +126,13 @@ _MARKS = {_NESTED, "state1", _CORRECTION, *(f"{name}{_CODES}" for name in ("exp_
 
 _PLAIN_STATES = {torch.Tensor, torch.nn.Parameter, int, float, type(None)}
 
-_NUMBERED: dict[str, tuple[str, ...]] = {
-    "AdamW": ("exp_avg", "exp_avg_sq"),
-    "Adam": ("exp_avg", "exp_avg_sq"),
-    "LAMB": ("exp_avg", "exp_avg_sq"),
-    "AdEMAMix": ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"),
-    "Lion": ("exp_avg",),
-    "SGD": ("momentum_buffer",),
-    "RMSprop": ("square_avg",),
-    "Adagrad": ("sum",),
-}
-"""The states of rules that bitsandbytes has too, as it numbers them."""
-
 
 def read_by_value(
     label: str,
     values: Mapping[str, Any],
     group: Mapping[str, Any],
-    rule: str = "",
+    rule: Rule | None = None,
     param: torch.Tensor | None = None,
-    names: Collection[str] = (),
 ) -> Mapping[str, Any]:
     """A parameter's saved state with what other libraries have quantized in float32, under this library's names.
 
@@ -151,7 +140,8 @@ def read_by_value(
 
     Source: the optimizers of bitsandbytes 0.50, torchao 0.18 (`torchao.optim`) and FlashOptim 0.1.4.
     """
-    scales = [name for name in values if name.endswith("_scale") and name not in names]
+    own = () if rule is None else rule.state_names
+    scales = [name for name in values if name.endswith("_scale") and name not in own]
     if not scales and _MARKS.isdisjoint(values) and _PLAIN_STATES.issuperset(map(type, values.values())):
         return values
     found = {**values, **values.get(_NESTED, {})}
@@ -232,22 +222,21 @@ def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _named(label: str, values: dict[str, Any], rule: str) -> dict[str, Any]:
+def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, Any]:
     """bitsandbytes' states under the names that a rule's have."""
     first, second = values.pop("state1"), values.pop("state2", None)
     states = [first, second] if second is not None else [first]
     if second is not None and first.dim() == second.dim() + 1:
         states = [*first, second]
-    if not rule and len(states) > 1:
-        rule = "AdamW" if len(states) == 2 else "AdEMAMix"
-    names = _NUMBERED.get(rule, ())
-    if len(names) != len(states):
-        fitting = " or ".join(other for other, own in _NUMBERED.items() if len(own) == len(states))
+    fitting = [one for one in registry.values() if one.numbered == len(states)]
+    spellings = {one.state_names[: len(states)] for one in (fitting if rule is None else [rule])}
+    if len(spellings) != 1 or (rule is not None and rule.numbered != len(states)):
         raise StateError(
-            f"{label} has {len(states)} of bitsandbytes' states, which have no names: they can be those of {fitting}"
-            + (f", not of {rule}" if rule else ": give one as `rule`")
+            f"{label} has {len(states)} of bitsandbytes' states, which have no names: they can be those of "
+            + " or ".join(one.name for one in fitting)
+            + (f", not of {rule.name}" if rule is not None else ": give one as `rule`")
         )
-    return {**values, **dict(zip(names, states))}
+    return {**values, **dict(zip(spellings.pop(), states))}
 
 
 def _rows(
@@ -500,7 +489,7 @@ def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.
         if reader is None:
             reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
         if not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
-            values = read_by_value(label, values, saved, reader.rule.name, param, reader.rule.state_names)
+            values = read_by_value(label, values, saved, reader.rule, param)
             reader.check_names(label, values, live.get(param, {}))
         found[param] = reader.read(label, param, values)
     return found

@@ -18,7 +18,7 @@ from ..memory.memory import StateMemory
 from ..placement import LOCAL, Placement, ReductionGroup
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
-from ..runtime import Stale, StepInputs
+from ..runtime import DeviceEngine, Stale, StepInputs
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.schedule import AT_STEP, Schedule
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
@@ -418,7 +418,7 @@ class Optimizer(torch.optim.Optimizer):
         """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
         if not self.schedule.had_gradients(self):
             return {}
-        controls = self._current().controls
+        controls = self._current_plan().controls
         return {controls[0].numbers.device: controls[0].overflow} if controls else {}
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
@@ -541,9 +541,12 @@ class Optimizer(torch.optim.Optimizer):
         """The control numbers of the last step, on a device; None before any."""
         return self.schedule.updating(self).control.numbers  # type: ignore[no-any-return]
 
-    def _current(self) -> StepPlan:
+    def _current_plan(self) -> StepPlan:
         updating = self.schedule.updating(self)
         return updating._plan or updating.rebuild(ahead=True)  # type: ignore[no-any-return]
+
+    def _current(self) -> list[DeviceEngine]:
+        return self._current_plan().engines
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -576,7 +579,7 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.control.forget_step(self)
             raise
-        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current().engines:
+        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current():
             raise RuntimeError(
                 "step(loss=...): the step was decided before it was called, in backward or without gradients, so its "
                 "loss was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"

@@ -21,6 +21,7 @@ from .protocol import State, at_least, rule
     positional=("foreach",),
     states={"sum": State(init="initial_accumulator_value")},
     at_once=True,
+    numbered=1,
 )
 def adagrad(
     param: Any,

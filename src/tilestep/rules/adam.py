@@ -17,6 +17,7 @@ _OPTIONS = {"foreach": None, "capturable": False, "differentiable": False, "fuse
     ranges=_RANGES,
     options=_OPTIONS,
     keyword_only=("maximize", "decoupled_weight_decay"),
+    numbered=2,
 )
 def adam(
     param: Any,
@@ -66,7 +67,13 @@ def adam(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
-@rule(name="AdamW", ranges=_RANGES, options={**_OPTIONS, "decoupled_weight_decay": True}, keyword_only=("maximize",))
+@rule(
+    name="AdamW",
+    ranges=_RANGES,
+    options={**_OPTIONS, "decoupled_weight_decay": True},
+    keyword_only=("maximize",),
+    numbered=2,
+)
 def adamw(
     param: Any,
     grad: Any,

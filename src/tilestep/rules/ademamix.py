@@ -63,6 +63,7 @@ def warm_up_beta3(step: Any, beta1: Any, beta3: Any, warmup: Any) -> Any:
         "beta3_warmup": at_least(1),
         "alpha_warmup": at_least(1),
     },
+    numbered=3,
 )
 def ademamix(
     param: Any,

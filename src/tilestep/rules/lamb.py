@@ -13,6 +13,7 @@ from .protocol import at_least, between, rule
     name="LAMB",
     ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
     keyword_only=("adam_w_mode", "grad_averaging", "use_nvlamb"),
+    numbered=2,
 )
 def lamb(
     param: Any,

@@ -13,6 +13,7 @@ from .protocol import at_least, between, rule
     name="Lion",
     ranges={"lr": at_least(0), "betas": between(0, 1), "weight_decay": at_least(0)},
     keyword_only=("maximize",),
+    numbered=1,
 )
 def lion(
     param: Any,

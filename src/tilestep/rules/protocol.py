@@ -223,6 +223,7 @@ class Rule:
         fallback: str | None = None,
         uncounted: bool = False,
         at_once: bool = False,
+        numbered: int = 0,
         composition: tuple[Any, ...] | None = None,
     ) -> None:
         self.function = function
@@ -239,6 +240,7 @@ class Rule:
         self.fallback = fallback
         self.uncounted = uncounted
         self.at_once = at_once
+        self.numbered = numbered
         self.composition = composition
         self._bound: Callable[..., Any] | None = None
         self._read_signature()
@@ -488,6 +490,7 @@ def rule(
     fallback: str | None = None,
     uncounted: bool = False,
     at_once: bool = False,
+    numbered: int = 0,
     by_position: tuple[str, ...] = (),
     others: str | None = None,
 ) -> Any:
@@ -509,6 +512,7 @@ def rule(
         uncounted: whether torch's optimizer of this name keeps no step count: a checkpoint without one is taken for one
             of a training that has begun, though the rule reads `step`.
         at_once: whether torch's optimizer of this name has state before any step: checkpoints have it then.
+        numbered: how many of its states bitsandbytes' optimizer of this name has, which numbers them in this order.
         by_position: the earlier name of `positional`.
         others: the earlier name of `fallback`.
 
@@ -537,6 +541,7 @@ def rule(
             fallback=fallback or others,
             uncounted=uncounted,
             at_once=at_once,
+            numbered=numbered,
         )
         if name is not None:
             registry[name] = made

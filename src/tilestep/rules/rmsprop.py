@@ -19,6 +19,7 @@ from .protocol import at_least, rule
     options={"capturable": False, "foreach": None, "differentiable": False},
     keyword_only=("maximize",),
     positional=("capturable", "foreach", "maximize", "differentiable"),
+    numbered=1,
 )
 def rmsprop(
     param: Any,

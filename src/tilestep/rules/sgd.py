@@ -16,6 +16,7 @@ from .protocol import State, at_least, rule
     keyword_only=("maximize",),
     uncounted=True,
     states={"momentum_buffer": State()},
+    numbered=1,
 )
 def sgd(
     param: Any,

@@ -388,7 +388,7 @@ class ShardedSchedule(Schedule):
             member, saved = sharding.member_of[param], state_dict["state"].get(number)
             if saved is not None and member.piece is not None:
                 rule = optimizer.rule_of(optimizer.param_groups[member.group])
-                saved = read_by_value(member.name, saved, group, rule.name, param, rule.state_names)
+                saved = read_by_value(member.name, saved, group, rule, param)
                 states[own[member.piece]] = local_state(member, rule, saved)
         merged = [
             {**{key: old[key] for key in _STRUCTURE if key in old}, **_hyperparameters(new)}
