@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from absent_gpu import absent_gpu
 
 import tilestep
 from tilestep.backends.triton.launch import Launch, build_together
 from tilestep.bench.sections import MAX_GRAD_NORM
 from tilestep.cache import forget_directory
-from tilestep.compat import absent_gpu
 from tilestep.norm.triton_backend import TritonNorm
 from tilestep.runtime import StepInputs
 from tilestep.tuning import default_shape, forced_shape

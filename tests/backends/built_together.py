@@ -16,13 +16,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from absent_gpu import absent_gpu
 from first_builds import DEVICE, DTYPES, first_launches
 
 import tilestep
+from tilestep import compat
 from tilestep.backends.triton import launch
 from tilestep.backends.triton.launch import build_together
-from tilestep.compat import absent_gpu
-from tilestep.compat import triton as compat_triton
 
 SHAPES = [[64, 64], [3, 70], [64], [4, 3, 3]]
 
@@ -55,7 +55,7 @@ def main() -> None:
 
         ahead = 0
         if mode == "failing":
-            with mock.patch.object(compat_triton._Compilers, "_compile", fail):
+            with mock.patch.object(compat._Compilers, "_compile", fail):
                 build_together(launches, DEVICE)
             assert not tilestep.compile_count() and not any(launcher.is_built for launcher, _ in launches)
         elif mode == "together":

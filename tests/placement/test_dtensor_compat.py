@@ -39,7 +39,7 @@ def meshes_have_what_we_know() -> None:
 def steps_without_parts_and_layouts() -> None:
     """By public methods alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat.dtensors, "dtensors_have_parts", lambda: False)
+        patch.setattr(compat, "dtensors_have_parts", lambda: False)
         patch.setattr("tilestep.optimizer.plan.dtensors_have_parts", lambda: False)
         for layout in LAYOUTS:
             net, reference = LAYOUTS[layout][0](), plain()

@@ -120,7 +120,7 @@ def test_the_number_of_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> No
     if torch.version.cuda:
         assert hasattr(torch._C, "_cuda_getCurrentRawStream"), f"torch {torch.__version__} has another (compat)"
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=100 + device))
-    assert compat.tensors._public(3) == 103
+    assert compat._public(3) == 103
 
 
 def test_nccl_is_known_behind_any_name(monkeypatch: pytest.MonkeyPatch) -> None:

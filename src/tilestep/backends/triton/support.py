@@ -14,7 +14,7 @@ try:
 except ImportError:  # a Triton that moved it
     from triton.language.extra.cuda import libdevice
 
-from ...compat.triton import by_numpy
+from ...compat import by_numpy
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Triton's interpreter has no device library: numpy's functions and the simple formulas below stand in for it."""
