@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo test test-frameworks fuzz gpu-test bench lint format types docs examples dist clean
 help:
 	@echo "make demo      train a small GPT twice, with torch's AdamW and with tilestep's, and compare (ARGS=...)"
-	@echo "make test      all tests and doctests (JOBS=2 TESTS=path)"
+	@echo "make test      all tests and doctests but those with frameworks (JOBS=2 TESTS=path)"
 	@echo "make test-frameworks  tests with transformers, accelerate, Lightning and torchtitan, which it installs"
 	@echo "make fuzz      random trainings beside torch's (SEEDS=500 FIRST=0)"
 	@echo "make gpu-test  the tests that need a GPU"
@@ -42,7 +42,7 @@ demo: $(READY)
 
 # Two test processes share the cores: OpenMP threads that wait must not spin.
 test: $(READY)
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) $(TESTS)
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) $(or $(TESTS),--ignore tests/frameworks)
 
 test-frameworks: $(READY)-frameworks
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) tests/frameworks

@@ -330,7 +330,11 @@ def main(
     settings = Settings(ranks, list(batch), rounds, wrap, names, small, limit, str(output), add)
     with tempfile.TemporaryDirectory() as folder:
         context: Any = multiprocessing.start_processes(
-            _rank, (settings, folder, begin), nprocs=ranks, join=False, start_method="spawn"
+            _rank,
+            (settings, folder, begin),
+            nprocs=ranks,
+            join=False,
+            start_method="spawn" if torch.cuda.is_available() else "fork",  # CUDA cannot be forked
         )
         while not context.join(timeout=1):
             if time.time() - begin > limit + GRACE_SECONDS:

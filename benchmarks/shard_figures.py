@@ -126,7 +126,7 @@ def run(names: list[str], ranks: int, told: Run) -> dict[str, Any]:
 
 
 def _run_some(names: list[str], ranks: int, told: Run, folder: Path) -> dict[str, Any]:
-    context = mp.get_context("spawn")
+    context: Any = mp.get_context("spawn" if torch.cuda.is_available() else "fork")  # CUDA cannot be forked
     arguments = (ranks, str(folder), names, told)
     processes = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
     for process in processes:

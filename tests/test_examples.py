@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "small_gpt")
 
 
-def run(folder: Path, *command: str) -> str:
-    """The output of a command that must succeed, in a folder of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+def run(folder: Path, *words: str) -> str:
+    """The output of a Python command that must succeed, in a folder of its own."""
+    done = run_python(*words, cwd=folder, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "src"))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -40,7 +37,7 @@ def script(name: str) -> str:
     ids=lambda value: value if isinstance(value, str) and value in SCRIPTS else "",
 )
 def test_an_example_trains_and_draws(name: str, arguments: list[str], says: str, tmp_path: Path) -> None:
-    output = run(tmp_path, sys.executable, script(name), "--steps", "10", *arguments)
+    output = run(tmp_path, script(name), "--steps", "10", *arguments)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) >= 10 and min(losses) < max(losses) - 0.3, output
     assert says in output
@@ -48,7 +45,7 @@ def test_an_example_trains_and_draws(name: str, arguments: list[str], says: str,
 
 
 def test_two_ranks_train_alike_under_fsdp2_and_shard(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     output = run(tmp_path, *torchrun, script("data_parallel"), "--steps", "5", "--device", "cpu")
     for by in ("fsdp2", "shard"):
         kept = re.findall(rf"{by}: rank \d of 2 keeps ([\d.]+) MB of state", output)
@@ -59,7 +56,7 @@ def test_two_ranks_train_alike_under_fsdp2_and_shard(tmp_path: Path) -> None:
 
 
 def test_a_copy_elsewhere_is_equal_to_the_bit(tmp_path: Path) -> None:
-    output = run(tmp_path, sys.executable, script("delta_weights"), "--steps", "40", "--device", "cpu")
+    output = run(tmp_path, script("delta_weights"), "--steps", "40", "--device", "cpu")
     assert "after 40 steps the copy is equal to the bit" in output
     share = re.search(r"([\d.]+)% of [\d,]+ weights changed in a step", output)
     assert share is not None and 0 < float(share[1]) < 30
@@ -79,7 +76,7 @@ for sys.argv in [[script, "--help"] for script in sys.argv[1:]]:
 
 
 def test_every_example_explains_itself(tmp_path: Path) -> None:
-    output = run(tmp_path, sys.executable, "-c", HELP, str(EXAMPLES), *map(script, SCRIPTS))
+    output = run(tmp_path, "-c", HELP, str(EXAMPLES), *map(script, SCRIPTS))
     assert re.findall(r"^usage: (\w+)\.py", output, re.MULTILINE) == SCRIPTS
     for option in ("--steps STEPS", "--device DEVICE", "--picture PICTURE"):
         assert output.count(f"  {option}") == len(SCRIPTS)

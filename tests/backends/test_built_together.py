@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import run_script
 from triton_assembler import require_assembler
 
 from tilestep import compat
@@ -22,9 +20,7 @@ SCRIPT = Path(__file__).with_name("built_together.py")
 
 
 def said(rule: str, mode: str, directory: Path) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), rule, mode, str(directory)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    done = run_script(SCRIPT, rule, mode, str(directory))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

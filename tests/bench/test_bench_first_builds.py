@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 from triton_assembler import require_assembler
 
 import tilestep
@@ -16,17 +14,11 @@ import tilestep
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "first_builds.py"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-
-
 def test_every_kernel_of_a_first_step_is_built_with_its_stages() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     require_assembler()
     before = tilestep.compile_count()
-    done = run("--rules", "SGD", "--shapes", "5x3,7", "--json")
+    done = run_script(SCRIPT, "--rules", "SGD", "--shapes", "5x3,7", "--json")
     assert done.returncode == 0, done.stderr
     [found] = [json.loads(line) for line in done.stdout.splitlines()]
     names = [kernel["name"] for kernel in found["kernels"]]
@@ -40,5 +32,5 @@ def test_every_kernel_of_a_first_step_is_built_with_its_stages() -> None:
 def test_a_process_that_fails_is_reported() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     require_assembler()
-    done = run("--rules", "SOAP", "--shapes", "2x3x4")
+    done = run_script(SCRIPT, "--rules", "SOAP", "--shapes", "2x3x4")
     assert done.returncode != 0 and "SOAP" in done.stderr and "is not a matrix" in done.stderr

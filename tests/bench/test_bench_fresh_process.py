@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fresh_process import in_fresh_process
+from scripts import run_script
 
 import tilestep
 from tilestep import cache, tuning
@@ -100,6 +101,5 @@ def test_the_program_is_not_run_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import math\nfrom fresh_process import in_fresh_process as call\n")
     script.write_text(script.read_text() + "print('begun', call(math.gcd, [12, 18]))\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    done = run_script(script)
     assert (done.returncode, done.stdout) == (0, "begun 6\n"), done.stderr

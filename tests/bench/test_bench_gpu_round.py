@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 from module_files import load
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_round.py"
@@ -75,9 +74,6 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_round_without_gpus_says_what_is_missing(tmp_path: Path) -> None:
-    def python(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=300)
-
-    assert "overlap-4" in python("--list").stdout
-    done = python("--only", "shard-4", "--out", str(tmp_path))
+    assert "overlap-4" in run_script(SCRIPT, "--list").stdout
+    done = run_script(SCRIPT, "--only", "shard-4", "--out", str(tmp_path))
     assert done.returncode == 2 and "needs 4 GPUs" in done.stderr

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from module_files import load
+from scripts import run_script
 
-import tilestep
 from tilestep.bench.results import Group, Result, Row
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def run(*words: str) -> str:
-    paths = [str(BENCHMARKS), str(Path(tilestep.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / words[0]), *words[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script(BENCHMARKS / words[0], *words[1:], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import run_python
 
-import tilestep
 from tilestep.planning import Constants, default_constants
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(BENCHMARKS), str(Path(tilestep.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
+python = functools.partial(run_python, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import run_python
 
 import tilestep
 from tilestep import cli
@@ -243,6 +242,5 @@ def test_a_word_for_a_number_is_named(command: str, capfd: pytest.CaptureFixture
 
 
 def test_the_command_works_as_a_program() -> None:
-    command = [sys.executable, "-m", "tilestep.cli", "check", "authored:too_many"]
-    result = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
+    result = run_python("-m", "tilestep.cli", "check", "authored:too_many", cwd=FOLDER)
     assert result.returncode == 1 and "it must return 2" in result.stdout

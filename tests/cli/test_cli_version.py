@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import run_python
 
 import tilestep
 from tilestep.cache import forget_directory
@@ -18,10 +17,11 @@ from tilestep.cli import _machine
 
 def version(tmp_path: Path, **environment: str) -> str:
     """The command's output in a process of its own."""
-    command = [sys.executable, "-c", "from tilestep.cli import main; main(['version'])"]
-    given = {name: value for name, value in os.environ.items() if not name.startswith("TILESTEP_") and name != "CXX"}
-    given |= {"TILESTEP_CACHE_DIR": str(tmp_path / "cache"), **environment}
-    return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    set_before = {name: None for name in os.environ if name.startswith("TILESTEP_") or name == "CXX"}
+    given: dict[str, str | None] = {**set_before, "TILESTEP_CACHE_DIR": str(tmp_path / "cache"), **environment}
+    done = run_python("-c", "from tilestep.cli import main; main(['version'])", **given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_machine_on_which_everything_works(tmp_path: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from offloaded_pairs import on_host, streamed
+from scripts import run_python
 
 import tilestep
 from tilestep.memory import copies
@@ -178,10 +176,7 @@ print("alive", len(home.memory.take([1000])))
 
 def test_an_allocation_that_fails_is_the_same_error() -> None:
     """In a process whose address space ends soon, with and without somebody knowing that."""
-    source = str(Path(tilestep.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True
-    )
+    done = run_python("-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     known, unknown, alive = done.stdout.splitlines()
     assert "needs 100 MB of host memory" in known and "limit of the process's address space" in known

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from norm_referee import DTYPES, drawn, referee
+from scripts import run_python
 
 from tilestep.errors import GradientError
 from tilestep.norm import clip_grad_norm_
@@ -99,10 +98,10 @@ def test_nothing_is_written_where_the_coefficient_is_one(tmp_path: Path) -> None
     """A gradient in memory that cannot be written: harmless under the limit, and a crash over it."""
     path = tmp_path / "gradient"
     path.write_bytes(torch.ones(40000).numpy().tobytes())
-    command = [sys.executable, "-c", textwrap.dedent(READ_ONLY), str(path)]
-    kept = subprocess.run([*command, "1000"], capture_output=True, text=True, timeout=120)
+    command = ["-c", textwrap.dedent(READ_ONLY), str(path)]
+    kept = run_python(*command, "1000")
     assert (kept.returncode, kept.stdout) == (0, "200.0\n"), kept.stderr
-    assert subprocess.run([*command, "1"], capture_output=True, timeout=120).returncode < 0
+    assert run_python(*command, "1").returncode < 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from norm_referee import DTYPES, ORDERS, drawn, referee, tolerance
+from scripts import run_python
 
 from tilestep.errors import GradientError
 from tilestep.norm import total_norm
@@ -207,4 +206,5 @@ FORK = """
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="this system has no fork")
 def test_after_a_fork() -> None:
-    subprocess.run([sys.executable, "-c", textwrap.dedent(FORK)], check=True, timeout=120)
+    done = run_python("-c", textwrap.dedent(FORK))
+    assert done.returncode == 0, done.stderr

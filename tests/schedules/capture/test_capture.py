@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import run_python
 
 import tilestep
 
@@ -16,20 +14,9 @@ import tilestep
 def test_simulated_captures() -> None:
     """In a process of its own, since Triton reads the variable when it is imported."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    folder = Path(__file__).parents[2] / "helpers"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *(str(folder / f"{name}.py") for name in ("captures", "captures_refused", "captures_of_matrices")),
-    ]
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    names = ("captures", "captures_refused", "captures_of_matrices")
+    files = [str(Path(__file__).parents[2] / "helpers" / f"{name}.py") for name in names]
+    result = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
