@@ -78,14 +78,14 @@ def spans_ranks(reduction: Value, cut: Mapping[int, int]) -> bool:
 
 def sharded_dims(tensor: torch.Tensor) -> dict[int, int]:
     """The dimensions along which a DTensor is cut, and in how many parts."""
-    found: dict[int, int] = {}
+    parts: dict[int, int] = {}
     if is_distributed(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         for place, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
             if not placement.is_replicate() and mesh.size(place) > 1:
                 dim = placement.dim % tensor.dim()
-                found[dim] = found.get(dim, 1) * mesh.size(place)
-    return found
+                parts[dim] = parts.get(dim, 1) * mesh.size(place)
+    return parts
 
 
 def _placed(tensor: Any) -> str:
@@ -127,7 +127,7 @@ def _placements_of(placements: tuple[Any, ...], dims: int, over: Over) -> tuple[
     from torch.distributed.tensor import Replicate
 
     gone = range(*over)
-    return tuple(Replicate() if not each.is_replicate() and each.dim % dims in gone else each for each in placements)
+    return tuple(Replicate() if not cut.is_replicate() and cut.dim % dims in gone else cut for cut in placements)
 
 
 def slices_here(like: Any, over: Over) -> torch.Tensor:
@@ -139,20 +139,20 @@ def slices_here(like: Any, over: Over) -> torch.Tensor:
 
 def logical_coordinates(like: Any) -> list[torch.Tensor]:
     """For each dimension of a DTensor the coordinates that its local part has along it, int64."""
-    found = []
+    coordinates = []
     for dim, size in enumerate(like.shape):
-        shape = [size if each == dim else 1 for each in range(like.dim())]
+        shape = [size if axis == dim else 1 for axis in range(like.dim())]
         numbers = _replicated(torch.arange(size, device="cpu").view(shape), like.device_mesh)
         others = (0, dim), (dim + 1, like.dim())
         placements: Any = like.placements
         for over in others:
             placements = _placements_of(placements, like.dim(), over)
-        found.append(local_part(numbers.redistribute(placements=placements)).reshape(-1))
-    return found
+        coordinates.append(local_part(numbers.redistribute(placements=placements)).reshape(-1))
+    return coordinates
 
 
 def first_index(like: Any, label: str) -> int:
-    """The index of a DTensor's first element here in the whole tensor, by its strides."""
+    """The index of a DTensor's first element on this rank in the whole tensor, by its strides."""
     index = 0
     for along, stride in zip(logical_coordinates(like), like.stride()):
         if not len(along):
@@ -169,7 +169,7 @@ def first_index(like: Any, label: str) -> int:
 
 def local_state(
     label: str,
-    known: Mapping[str, Any],
+    state: Mapping[str, Any],
     param: torch.Tensor,
     buffers: Iterable[str],
     overs: Mapping[str, Over] | None = None,
@@ -178,17 +178,17 @@ def local_state(
 ) -> dict[str, Any]:
     """A parameter's state with the local parts of its buffers."""
     if not is_distributed(param):
-        for name, value in known.items():
+        for name, value in state.items():
             if type(value) is not torch.Tensor and is_distributed(value):
                 raise StateError(f"state {name!r} of {label} is a DTensor, and the parameter is none")
-        return dict(known)
-    found = dict(known)
+        return dict(state)
+    parts = dict(state)
     for name in buffers:
-        value = found.get(name)
+        value = parts.get(name)
         if isinstance(value, torch.Tensor):
-            found[name] = _part_like(value, param, (overs or {}).get(name), (entries or {}).get(name, 1))
-    found.update({name: found[name].full_tensor() for name in squares if is_distributed(found.get(name))})
-    return found
+            parts[name] = _part_like(value, param, (overs or {}).get(name), (entries or {}).get(name, 1))
+    parts.update({name: parts[name].full_tensor() for name in squares if is_distributed(parts.get(name))})
+    return parts
 
 
 def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 1) -> torch.Tensor:
@@ -198,11 +198,11 @@ def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 
         shape = torch.Size(shape_of_entries(like.shape, elements))
     placements = _placements(like, over)
     if is_distributed(value) and value.device_mesh == like.device_mesh:
-        alike = value.shape == shape and value.placements == placements
-        if not alike and sendable(value) is not value:
+        is_same = value.shape == shape and value.placements == placements
+        if not is_same and sendable(value) is not value:
             return restored(_part_like(sendable(value), like, over, elements), value.dtype)
         if value.shape == shape:
-            return local_part(value if alike else value.redistribute(placements=placements))
+            return local_part(value if is_same else value.redistribute(placements=placements))
         return local_part(value) if is_whole(value) else value.full_tensor()
     value = gathered(value) if is_distributed(value) else value.detach()
     if value.shape != shape:
@@ -263,21 +263,21 @@ class LocalGradients:
         A gradient that is distributed otherwise than its parameter (a partial sum, say) is redistributed, and the
         result becomes the parameter's `grad`: the same gradient, as later readers expect it.
         """
-        found = layouts(gradients)
-        if not all(map(operator.is_, found, self._layouts)):
+        now = layouts(gradients)
+        if not all(map(operator.is_, now, self._layouts)):
             gradients = list(gradients)
-            for place, (layout, known) in enumerate(zip(found, self._layouts)):
-                if layout is known or gradients[place] is None:
+            for place, (layout, before) in enumerate(zip(now, self._layouts)):
+                if layout is before or gradients[place] is None:
                     continue
                 if (
                     layout is None
-                    or known is None
-                    or layout.placements != known.placements
-                    or layout.mesh != known.mesh
+                    or before is None
+                    or layout.placements != before.placements
+                    or layout.mesh != before.mesh
                 ):
                     gradients[place] = self._placed(place, gradients[place], layout)
                 else:
-                    # Whoever makes gradients often makes the next ones with the same description.
+                    # The next gradients often come with the same description.
                     self._layouts[place] = layout
         parts = local_parts(gradients)
         return parts if set(map(type, parts)) <= _PLAIN_GRADIENTS else list(map(ready, parts))

@@ -22,16 +22,16 @@ class Exchanges:
     """The exchanges of an optimizer: one for the matrices that the same ranks share and work on in the same way."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, tuple[int, ...], bool], MatrixExchange] = {}
+        self._exchanges: dict[tuple[Any, tuple[int, ...], bool], MatrixExchange] = {}
 
     def add(self, label: str, param: Any, *, everywhere: bool) -> tuple[MatrixExchange, int]:
         """Take in a matrix."""
         mesh = param.device_mesh
-        cuts = tuple(at for at, each in enumerate(param.placements) if not each.is_replicate() and mesh.size(at) > 1)
+        cuts = tuple(at for at, cut in enumerate(param.placements) if not cut.is_replicate() and mesh.size(at) > 1)
         key = mesh, cuts, everywhere
-        if key not in self._known:
-            self._known[key] = MatrixExchange(mesh, cuts, everywhere)
-        return self._known[key], self._known[key].add(label, param)
+        if key not in self._exchanges:
+            self._exchanges[key] = MatrixExchange(mesh, cuts, everywhere)
+        return self._exchanges[key], self._exchanges[key].add(label, param)
 
 
 class MatrixExchange:
@@ -79,10 +79,10 @@ class MatrixExchange:
         if self._owners is None:
             work = [shape.numel() * min(shape) for shape in self._shapes]
             load, self._owners = [0] * self._ranks, [0] * len(work)
-            for each in sorted(range(len(work)), key=lambda at: (-work[at], at)):
+            for matrix in sorted(range(len(work)), key=lambda at: (-work[at], at)):
                 owner = min(range(self._ranks), key=lambda rank: (load[rank], rank))
-                self._owners[each] = owner
-                load[owner] += work[each]
+                self._owners[matrix] = owner
+                load[owner] += work[matrix]
         return self._owners[place]
 
     def _bounds_of(self, shape: torch.Size, cuts: Sequence[tuple[int, int]], rank: int) -> Bounds:
@@ -123,7 +123,7 @@ class MatrixExchange:
             received = self._from_all(_packed([part for _, part in parts], parts), coming)
         else:
             leaving = [[part for place, part in parts if self._owner(place) == rank] for rank in ranks]
-            received = self._exchanged([_packed(each, parts) for each in leaving], coming, parts)
+            received = self._exchanged([_packed(tensors, parts) for tensors in leaving], coming, parts)
         pieces = [
             _unpacked(buffer, [(self._part_shape(place, rank), dtype) for place, dtype in mine])
             for rank, buffer in enumerate(received)
@@ -144,7 +144,7 @@ class MatrixExchange:
             sum(self._bytes(place, self._rank, part.dtype) for place, part in like if self._owner(place) == rank)
             for rank in ranks
         ]
-        received = self._exchanged([_packed(each, like) for each in leaving], coming, like)
+        received = self._exchanged([_packed(tensors, like) for tensors in leaving], coming, like)
         for rank, buffer in enumerate(received):
             targets = [part for place, part in like if self._owner(place) == rank]
             for target, piece in zip(targets, _unpacked(buffer, [(part.shape, part.dtype) for part in targets])):
@@ -158,7 +158,7 @@ class MatrixExchange:
             return [torch.zeros(0, dtype=torch.uint8, device="cpu")] * self._ranks
         received = torch.empty(sum(coming), dtype=torch.uint8, device=like[0][1].device)
         dist.all_to_all_single(
-            received, torch.cat(list(leaving)), list(coming), [len(each) for each in leaving], group=self._group
+            received, torch.cat(list(leaving)), list(coming), [len(message) for message in leaving], group=self._group
         )
         return received.split(list(coming))
 
@@ -171,7 +171,7 @@ class MatrixExchange:
         padded[: len(own)] = own
         received = own.new_empty(self._ranks * longest)
         dist.all_gather_into_tensor(received, padded, group=self._group)
-        return [each[:size] for each, size in zip(received.split(longest), coming)]
+        return [message[:size] for message, size in zip(received.split(longest), coming)]
 
 
 def _packed(tensors: Sequence[torch.Tensor], like: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
@@ -183,7 +183,7 @@ def _packed(tensors: Sequence[torch.Tensor], like: Sequence[tuple[int, torch.Ten
 def _unpacked(buffer: torch.Tensor, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
     """Tensors of these shapes and dtypes, out of their bytes."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    return [_seen_as(each, dtype).view(*shape) for each, (shape, dtype) in zip(buffer.split(sizes), kinds)]
+    return [_seen_as(piece, dtype).view(*shape) for piece, (shape, dtype) in zip(buffer.split(sizes), kinds)]
 
 
 def _seen_as(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Origin:
     start: int | None = None
     order: tuple[int, ...] = ()
 
-    def logical(self, found: torch.Tensor) -> torch.Tensor:
+    def logical(self, index_in_piece: torch.Tensor) -> torch.Tensor:
         """Flat indices into the parameter, of flat indices into the piece.
 
         Example:
@@ -28,8 +28,8 @@ class Origin:
             tensor([1, 4])
         """
         if self.start is None:
-            return found
-        rest = found.to(torch.int64) + self.start
+            return index_in_piece
+        rest = index_in_piece.to(torch.int64) + self.start
         if self.order == tuple(range(self.param.dim())):
             return rest
         shape, strides = self.param.shape, torch.empty(self.param.shape, device="meta").stride()
@@ -91,8 +91,8 @@ class Pieces(Placement):
         """Take in further pieces."""
         self._origins.update(origins)
         cut = {piece: origin.param for piece, origin in origins.items() if origin.start is not None}
-        made = {piece: torch.empty(param.shape, dtype=param.dtype, device="meta") for piece, param in cut.items()}
-        self.wholes = {**self.wholes, **made}
+        wholes = {piece: torch.empty(param.shape, dtype=param.dtype, device="meta") for piece, param in cut.items()}
+        self.wholes = {**self.wholes, **wholes}
 
     def owner(self, optimizer: Any) -> Any:
         """The optimizer that is sharded."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -200,10 +200,10 @@ def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
     for mesh in meshes:
         if mesh.ndim == 1 and sorted(mesh.mesh.tolist()) == list(ranks):
             return mesh.get_group()
-    made = _groups.setdefault(world, {})
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made[tuple(ranks)]
+    groups = _groups.setdefault(world, {})
+    if tuple(ranks) not in groups:
+        groups[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[tuple(ranks)]
 
 
 class Awaited(NamedTuple):
@@ -362,87 +362,66 @@ class Ranks:
         return values
 
 
-class _Part(Protocol):
-    """Numbers of one segment that ranks combine."""
+@dataclass
+class _Part:
+    """Numbers of one segment that ranks combine: reductions over its tensors, or over slices of them.
+
+    Ranks may have other slices each, one number a column, say, of parameters cut into rows; then every rank has a place
+    for all of them.
+    """
+
+    numbers: torch.Tensor  # flat, where passes leave them
+    places: torch.Tensor  # int64[parts] on the device, those to combine
+    factors: torch.Tensor  # float64[parts] on the device: what they count, or the sign that makes extremes the largest
+    turns_back: bool  # whether the factors apply to results too
+    targets: torch.Tensor | None = None  # int64[parts] on the device, the place of each among all ranks' slices
+    count: int = 0  # how many slices all ranks have together
 
     def values(self) -> torch.Tensor:
         """What this rank has of them, float64[numbers], counted as its share."""
-
-    def take(self, values: torch.Tensor) -> None:
-        """Replace them by what all ranks have together."""
-
-
-@dataclass
-class _TensorPart:
-    """What the passes of a stage leave: columns of a segment's sums, and what they count or must be turned by."""
-
-    segment: Segment
-    columns: torch.Tensor  # int64[columns] on the device
-    factors: torch.Tensor
-    turns_back: bool  # whether the result must be turned back
-
-    def values(self) -> torch.Tensor:
-        return (self.segment.sums.index_select(1, self.columns) * self.factors).reshape(-1)
-
-    def take(self, values: torch.Tensor) -> None:
-        found = values.view(-1, len(self.columns))
-        self.segment.sums.index_copy_(1, self.columns, found * self.factors if self.turns_back else found)
-
-
-@dataclass
-class _SlicePart:
-    """Slices of tensors that are cut along what was reduced: one number a column, say, of parameters cut into rows.
-
-    Ranks may have other columns each; then every rank has a place for all of them.
-    """
-
-    slots: torch.Tensor  # all slices of a kind
-    places: torch.Tensor  # int64[slices] on the device, those to combine
-    targets: torch.Tensor  # int64[slices] on the device, the place of each among all ranks' slices
-    count: int  # how many slices all ranks have together
-    factors: torch.Tensor  # float64[slices] on the device, as above
-    turns_back: bool  # as above
-
-    def values(self) -> torch.Tensor:
-        own = self.slots.index_select(0, self.places).to(torch.float64) * self.factors
+        own = self.numbers.index_select(0, self.places).to(torch.float64) * self.factors
+        if self.targets is None:
+            return own
         neutral = -torch.inf if self.turns_back else 0.0
         return own.new_full((self.count,), neutral).index_copy_(0, self.targets, own)
 
     def take(self, values: torch.Tensor) -> None:
-        found = values.index_select(0, self.targets)
-        found = found * self.factors if self.turns_back else found
-        self.slots.index_copy_(0, self.places, found.to(self.slots.dtype))
+        """Replace them by what all ranks have together."""
+        values = values if self.targets is None else values.index_select(0, self.targets)
+        values = values * self.factors if self.turns_back else values
+        self.numbers.index_copy_(0, self.places, values.to(self.numbers.dtype))
 
 
 class SharedSums:
     """Combines after each tile pass what it has summed up per tensor and slice: one all-reduce for all sums."""
 
     def __init__(self, group: ReductionGroup, segments: Sequence[Segment]) -> None:
-        self._group = group
         sharded = [segment for segment in segments if not all(is_whole(entry.handle) for entry in segment.entries)]
         depth = max((len(segment.spec.program.tiles) for segment in sharded), default=0)
-        self._added = [_parts_of(group, sharded, index, adds=True) for index in range(depth)]
-        self._largest = [_parts_of(group, sharded, index, adds=False) for index in range(depth)]
+        self._group = group
+        self._parts = [
+            [_parts_of(group, sharded, index, adds=adds) for adds in (True, False)] for index in range(depth)
+        ]
 
     def calls(self, index: int) -> list[Callable[[], None]]:
         """What lets every segment know the reductions over whole tensors that tile pass `index` has begun."""
-        if index >= len(self._added):
+        if index >= len(self._parts):
             return []
-        kinds = (self._added[index], self._group.add), (self._largest[index], self._group.largest)
+        kinds = zip(self._parts[index], (self._group.add, self._group.largest))
         return [partial(_combine, parts, reduce) for parts, reduce in kinds if parts]
 
 
 def _combine(parts: Sequence[_Part], reduce: Callable[[torch.Tensor], None]) -> None:
     values = [part.values() for part in parts]
-    together = torch.cat(values)
-    reduce(together)
-    for part, result in zip(parts, together.split([len(value) for value in values])):
+    combined = torch.cat(values)
+    reduce(combined)
+    for part, result in zip(parts, combined.split([len(value) for value in values])):
         part.take(result)
 
 
 def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *, adds: bool) -> list[_Part]:
     """What the passes of a stage leave in each segment that has such reductions: sums, or largest and smallest."""
-    found: list[_Part] = []
+    parts: list[_Part] = []
     for segment in segments:
         program = segment.spec.program
         tiles = [*program.slices_before(index), program.tiles[index]] if index < len(program.tiles) else []
@@ -456,9 +435,14 @@ def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *,
                 "Triton on a GPU"
             )
         if tensors:
-            found.append(_tensor_part(group, segment, tensors))
-        found += [part for slot, value in slices if (part := _slice_part(group, segment, slot, value)) is not None]
-    return found
+            sums, entries = segment.sums, enumerate(segment.entries)
+            listed = [(place, entry, slot, value) for place, entry in entries for slot, value in tensors]
+            places = torch.tensor([place * sums.shape[1] + slot for place, _, slot, _ in listed], device=sums.device)
+            factors = [_factor(group, entry, value) for _, entry, _, value in listed]
+            scale = torch.tensor(factors, dtype=torch.float64, device=sums.device)
+            parts.append(_Part(sums.view(-1), places, scale, not adds))
+        parts += [part for slot, value in slices if (part := _slice_part(group, segment, slot, value)) is not None]
+    return parts
 
 
 def _adds(reduction: Value) -> bool:
@@ -471,17 +455,6 @@ def _factor(group: ReductionGroup, entry: Entry, reduction: Value) -> float:
         return 1.0 if reduction.operation == "reduce_amax" else -1.0
     over = reduction.args[0].over
     return group.share(entry.handle, over) if over and is_distributed(entry.handle) else entry.share
-
-
-def _tensor_part(group: ReductionGroup, segment: Segment, reductions: Sequence[tuple[int, Value]]) -> _Part:
-    factors = [[_factor(group, entry, value) for _, value in reductions] for entry in segment.entries]
-    device = segment.sums.device
-    return _TensorPart(
-        segment,
-        torch.tensor([slot for slot, _ in reductions], device=device),
-        torch.tensor(factors, dtype=torch.float64, device=device),
-        turns_back=not _adds(reductions[0][1]),
-    )
 
 
 def _slice_part(group: ReductionGroup, segment: Segment, slot: int, reduction: Value) -> _Part | None:
@@ -501,5 +474,5 @@ def _slice_part(group: ReductionGroup, segment: Segment, slot: int, reduction: V
         count += math.prod(size for dim, size in enumerate(entry.handle.shape) if dim not in range(*reduction.over))
     if not count:
         return None
-    where, among, scale = (torch.cat(each).to(slots.device) for each in (places, targets, factors))
-    return _SlicePart(slots, where, among, count, scale, not _adds(reduction))
+    where, scale, among = (torch.cat(numbers).to(slots.device) for numbers in (places, factors, targets))
+    return _Part(slots, where, scale, not _adds(reduction), among, count)

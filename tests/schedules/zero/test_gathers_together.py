@@ -231,7 +231,7 @@ def test_waves() -> None:
             self.numel = numel
 
     def sizes(buckets: list[Flat], worth: bool = True) -> list[int]:
-        return [len(wave) for wave in parameters._waves(buckets, worth)]  # type: ignore[arg-type]
+        return [len(wave) for wave in parameters.group_buckets(buckets, worth)]  # type: ignore[arg-type]
 
     assert sizes([Flat(10) for _ in range(48)]) == [1, 1, 2, 4, 8, 8, 8, 8, 8]
     assert sizes([Flat(10) for _ in range(5)], worth=False) == [1] * 5
@@ -275,11 +275,11 @@ def test_a_wave_that_is_updated_no_more_is_not_the_last_to_wait_for() -> None:
         sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY).schedule.parameters
         channel: Any = LateChannel()
         sync._channel = channel
-        for wave in sync._waves:
+        for wave in sync._groups:
             wave._channel = channel
         sync.gather()
         sync.wait_all()
-        assert channel.reached == channel.marks == len(sync._waves) == 3
+        assert channel.reached == channel.marks == len(sync._groups) == 3
         # Its bucket is the first one, as backward completes it first.
         sync.gather(b"\0\1\1")
         sync.wait_all()

@@ -8,10 +8,9 @@ import itertools
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
 from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys
 from ...placement import is_distributed
-from ...rules import Rule
 from .buckets import Options, loses_bits, memory_order
 from .ranks import Ranks
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules of models that have a sharded optimizer."""
@@ -58,25 +56,24 @@ def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dic
     for name, module in model.named_modules():
         _refuse(f"module {name!r}" if name else "the model", kind_of(module))
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
-    found = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    if not found:
+    groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    if not groups:
         raise ValueError("the optimizer has no parameters to shard")
-    for wrapper in wrappers_around(lambda param: param in found):
+    for wrapper in wrappers_around(lambda param: param in groups):
         _refuse("what the model is wrapped in", kind_of(wrapper))
-    for param in found:
+    for param, index in groups.items():
         _refuse("what parameters of the optimizer are wrapped in", split_kind(param))
-    for param, index in found.items():
         if param not in names:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} in group {index} is not one of the model's")
         if is_distributed(param):
             raise ValueError(f"{names[param]} is a DTensor already: shard() takes plain parameters")
         if param.is_meta:
             raise ValueError(f"{names[param]} is on the meta device: give it memory and values first")
-    devices = {param.device: names[param] for param in found}
+    devices = {param.device: names[param] for param in groups}
     if len(devices) > 1:
         described = " and ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"shard() takes parameters on one device for each rank, not {described}")
-    return {param: name for param, name in names.items() if param in found}
+    return {param: name for param, name in names.items() if param in groups}
 
 
 def _refuse(label: str, kind: str) -> None:
@@ -85,20 +82,22 @@ def _refuse(label: str, kind: str) -> None:
         raise ValueError(f"{label} {reason}")
 
 
-def tried_together(ranks: Ranks, attempt: Callable[[], Found]) -> Found:
-    """What each rank finds, if every one of them does: else they all raise."""
+def attempt_together(
+    ranks: Ranks, attempt: Callable[[], Result], failure: str = "be sharded", raises: type[Exception] = ValueError
+) -> Result:
+    """What an attempt gives on this rank if it succeeds on all of them: else they all raise."""
     error: Exception | None = None
     try:
-        found = attempt()
+        result = attempt()
     except Exception as own:
         error = own
-    everyone = ranks.everyone("" if error is None else str(error) or type(error).__name__)
+    errors = ranks.everyone("" if error is None else str(error) or type(error).__name__)
     if error is not None:
         raise error
-    for rank, text in enumerate(everyone):
+    for rank, text in enumerate(errors):
         if text:
-            raise ValueError(f"rank {rank} cannot be sharded: {text}")
-    return found
+            raise raises(f"rank {rank} cannot {failure}: {text}")
+    return result
 
 
 def validate_across_ranks(
@@ -114,20 +113,21 @@ def validate_across_ranks(
         names = check_alone(optimizer, model, options)
         return names, [*_described(optimizer, model, names, ranks, options), *also()]
 
-    names, lines = tried_together(ranks, described)
+    names, lines = attempt_together(ranks, described)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(ranks.everyone(digest))) > 1:
         raise ValueError(first_difference(ranks.everyone(lines)))
     return names
 
 
-def first_difference(everyone: list[list[str]]) -> str:
-    for at_each in itertools.zip_longest(*everyone, fillvalue="nothing more"):
-        other = next((rank for rank, line in enumerate(at_each) if line != at_each[0]), None)
+def first_difference(lines_of: Sequence[Sequence[str]]) -> str:
+    """What two ranks have different, of lines that each rank has."""
+    for lines in itertools.zip_longest(*lines_of, fillvalue="nothing more"):
+        other = next((rank for rank, line in enumerate(lines) if line != lines[0]), None)
         if other is not None:
             return (
-                f"ranks disagree, and would wait for each other forever: rank 0 has {at_each[0]}; rank {other} has "
-                f"{at_each[other]}"
+                f"ranks disagree, and would wait for each other forever: rank 0 has {lines[0]}; rank {other} has "
+                f"{lines[other]}"
             )
     return "ranks disagree"
 
@@ -157,13 +157,9 @@ def _described(
         for key in sorted({*group, *GROUP_OPTIONS}, key=str):
             if key not in ("params", "param_names", "rule"):
                 yield f"group {index} {key}={plain_value(group.get(key, GROUP_OPTIONS.get(key)))}"
-        for graph in {id(each): each for each in _graphs(rule, group)}.values():
+        shapes = dict.fromkeys(param.shape for param in group["params"])
+        for graph in {id(graph): graph for graph in (graph_of(rule, group, shape) for shape in shapes)}.values():
             yield from (f"in group {index} rule {rule.name} with {step}" for step in _steps(graph))
-
-
-def _graphs(rule: Rule, group: Mapping[str, Any]) -> Iterator[Graph]:
-    for shape in dict.fromkeys(param.shape for param in group["params"]):
-        yield graph_of(rule, group, shape)
 
 
 def _steps(graph: Graph) -> Iterator[str]:
@@ -173,10 +169,11 @@ def _steps(graph: Graph) -> Iterator[str]:
         if id(value) in places:
             continue
         places[id(value)] = len(places)
-        operands = [f"[{places[id(each)]}]" for each in value.args]
-        given = [] if value.attribute is None else [repr(value.attribute)]
+        operands = [f"[{places[id(operand)]}]" for operand in value.args]
+        if value.attribute is not None:
+            operands.append(repr(value.attribute))
         over = "" if value.over is None else f" over {value.over}"
-        yield f"[{places[id(value)]}] = {value.operation}({', '.join([*operands, *given])}){over}"
+        yield f"[{places[id(value)]}] = {value.operation}({', '.join(operands)}){over}"
     yield ", ".join(f"new {name} [{places[id(value)]}]" for name, value in graph.outputs.items())
 
 
@@ -208,22 +205,21 @@ _BITS = 11
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-@dataclass
-class _Heard:
-    """The sums of all ranks' digests, on their way to the host."""
+class _Received(NamedTuple):
+    """The sums of all ranks' digests, which may be on their way to the host."""
 
-    wanted: list[float]
+    expected: list[float]
     values: torch.Tensor
-    event: torch.cuda.Event
+    event: torch.cuda.Event | None
 
 
-class Alike:
+class HyperparameterDigest:
     """Finds out whether ranks step with other hyperparameters than each other: a scheduler may run on one alone.
 
-    Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If all are alike
-    the sums are the rank's own parts times the number of ranks; if not, no rank finds them so. On a CPU that is known
-    before the step. The host of a GPU does not wait for it: it is known before the next step, but for what makes ranks
-    send other messages, a clip that one of them does not have, for which it waits when that changes.
+    Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If no rank differs
+    the sums are the rank's own parts times the number of ranks; if one does, no rank finds them so. On a CPU that is
+    known before the step. The host of a GPU does not wait for it: it is known before the next step, but for what makes
+    ranks send other messages, a clip that one of them does not have, for which it waits when that changes.
     """
 
     PARTS = 3
@@ -233,13 +229,12 @@ class Alike:
         self._values: Any = None
         self._parts = [0.0] * self.PARTS
         self._written: list[float] = []
-        self._wanted: list[float] = []
-        self._now: list[float] | None = None
-        self._heard: deque[_Heard] = deque()
-        self._messages: Any = None
+        self._expected: list[float] = []
+        self._received: deque[_Received] = deque()
+        self._unclipped: Any = None
         self._keys: dict[Any, tuple[str, ...]] = {}
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """The numbers that are summed are others, and have no digest yet."""
         self._written = []
 
@@ -261,7 +256,7 @@ class Alike:
             self._parts = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
         if self._parts != self._written:
             self._written = self._parts
-            self._wanted = [part * self._ranks.count for part in self._parts]
+            self._expected = [part * self._ranks.count for part in self._parts]
             for part, value in zip(parts.unbind(), self._parts):
                 part.fill_(value)
 
@@ -271,36 +266,33 @@ class Alike:
             self._keys[name] = deciding_keys(optimizer.rule_of(group))
         return self._keys[name]
 
-    def hear(self, sums: torch.Tensor) -> None:
+    def receive(self, sums: torch.Tensor) -> None:
         """Have the sums come to the host."""
         if not sums.is_cuda:
-            self._now = sums.tolist()
+            self._received.append(_Received(self._expected, sums.clone(), None))
             return
-        there = torch.empty(self.PARTS, dtype=torch.float32, device="cpu", pin_memory=True)
-        there.copy_(sums, non_blocking=True)
+        values = torch.empty(self.PARTS, dtype=torch.float32, device="cpu", pin_memory=True)
+        values.copy_(sums, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._heard.append(_Heard(self._wanted, there, event))
+        self._received.append(_Received(self._expected, values, event))
 
     def check(self) -> None:
-        """Raise on all ranks if they are not alike; before a step."""
-        if self._now is not None:
-            now, self._now = self._now, None
-            if now != self._wanted:
-                raise ValueError(self._difference(known_now=True))
-        if self._heard:
-            self._check_heard()
-
-    def _check_heard(self) -> None:
-        optimizer = self._optimizer()
-        messages = [group.get("max_grad_norm") is None for group in optimizer.param_groups] if optimizer else None
-        waits, self._messages = messages != self._messages, messages
-        while len(self._heard) > 1 or (waits and self._heard):
-            heard = self._heard.popleft()
-            heard.event.synchronize()
-            if heard.values.tolist() != heard.wanted:
-                self._heard.clear()
-                raise ValueError(self._difference(known_now=False))
+        """Raise on all ranks if they differ; before a step."""
+        if not self._received:
+            return
+        waits = self._received[-1].event is None
+        if not waits:
+            optimizer = self._optimizer()
+            unclipped = [group.get("max_grad_norm") is None for group in optimizer.param_groups] if optimizer else None
+            waits, self._unclipped = unclipped != self._unclipped, unclipped
+        while self._received and (waits or len(self._received) > 1):
+            expected, values, event = self._received.popleft()
+            if event is not None:
+                event.synchronize()
+            if values.tolist() != expected:
+                self._received.clear()
+                raise ValueError(self._difference(known_now=event is None))
 
     def _difference(self, *, known_now: bool) -> str:
         optimizer = self._optimizer()
@@ -318,9 +310,9 @@ def _described_value(optimizer: Optimizer) -> Iterator[str]:
     """Everything that decides what a step makes of the same gradients, in words."""
     for index, group in enumerate(optimizer.param_groups):
         for key in deciding_keys(optimizer.rule_of(group)):
-            yield f"group {index} {key}={_told(group.get(key, GROUP_OPTIONS.get(key)))}"
+            yield f"group {index} {key}={_as_text(group.get(key, GROUP_OPTIONS.get(key)))}"
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     # What only a device knows would have to be waited for.
     return "a number on the device" if isinstance(value, torch.Tensor) and value.is_cuda else plain_value(value)

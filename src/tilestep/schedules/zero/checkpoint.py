@@ -6,9 +6,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +92,20 @@ class ShardedTensorPiece(torch.Tensor):
         order = memory_order(member.param) if shape == tuple(member.param.shape) else tuple(range(len(shape)))
         return cls(local, shape, order, ranges, ranks)
 
-    def boxes(self) -> list[Box]:
-        """The blocks that are here, in the order of the dimensions in memory."""
+    def _blocks(self) -> list[tuple[tuple[int, ...], torch.Size, torch.Tensor]]:
+        """Offsets, sizes and memory of the blocks of this rank, by the dimensions of the tensor."""
         sizes = [self.shape[dim] for dim in self.order]
-        if self.numel() == 0:
-            return [Box(tuple(0 for _ in sizes), tuple(sizes), 0)]
-        return boxes(sizes, *self.here)
+        listed = boxes(sizes, *self.here) if self.numel() else [Box((0,) * len(sizes), tuple(sizes), 0)]
+        inverse = self._inverse()
+        blocks = []
+        for box in listed:
+            first = box.start - self.here[0]
+            memory = self.local[first : first + box.numel].view(box.sizes).permute(inverse)
+            blocks.append((tuple(box.offsets[dim] for dim in inverse), memory.shape, memory))
+        return blocks
 
-    def block(self, box: Box) -> torch.Tensor:
-        """The memory of a block, its dimensions in the order of the tensor's."""
-        inverse = [self.order.index(dim) for dim in range(len(self.order))]
-        first = box.start - self.here[0]
-        return self.local[first : first + box.numel].view(box.sizes).permute(inverse)
+    def _inverse(self) -> list[int]:
+        return [self.order.index(dim) for dim in range(len(self.order))]
 
     def collect(self, *, keep: bool) -> torch.Tensor | None:
         """All of it, in CPU memory; every rank must call it."""
@@ -119,29 +120,20 @@ class ShardedTensorPiece(torch.Tensor):
             self.ranks.send(part.view(torch.uint8), rank)
         if not keep:
             return None
-        inverse = [self.order.index(dim) for dim in range(len(self.order))]
-        return flat.cpu().view([self.shape[dim] for dim in self.order]).permute(inverse)
+        return flat.cpu().view([self.shape[dim] for dim in self.order]).permute(self._inverse())
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
-        return checkpoint_types().write_items(fqn, self.shape, self.dtype, self._chunks())
+        chunks = [(offsets, sizes) for offsets, sizes, _ in self._blocks()]
+        return checkpoint_types().write_items(fqn, self.shape, self.dtype, chunks)
 
     def __create_chunk_list__(self) -> list[Any]:
-        types = checkpoint_types()
-        return [types.chunk(offsets, sizes) for offsets, sizes in self._chunks()]
+        return [checkpoint_types().chunk(offsets, sizes) for offsets, sizes, _ in self._blocks()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        for box, (offsets, _) in zip(self.boxes(), self._chunks()):
+        for offsets, _, memory in self._blocks():
             if index.offset is None or tuple(index.offset) == offsets:
-                return self.block(box)
+                return memory
         raise ValueError(f"{index.fqn}: this rank has no block at {index.offset}")
-
-    def _chunks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offsets and sizes of the blocks, in the order of the tensor's dimensions."""
-        inverse = [self.order.index(dim) for dim in range(len(self.order))]
-        return [
-            (tuple(box.offsets[dim] for dim in inverse), tuple(box.sizes[dim] for dim in inverse))
-            for box in self.boxes()
-        ]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self.here
@@ -156,7 +148,7 @@ class ShardedTensorPiece(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        piece = next((each for each in args if isinstance(each, cls)), None)
+        piece = next((value for value in args if isinstance(value, cls)), None)
         if piece is not None and is_empty_like(function) and tuple(args[1]) == piece.shape:
             made = {key: (kwargs or {}).get(key) or getattr(piece, key) for key in ("dtype", "device")}
             return cls._like(piece, torch.empty(piece.local.shape, **made))
@@ -196,18 +188,17 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
 
 
 def _pieces(optimizer: Optimizer, sharding: Sharding) -> dict[Any, dict[str, Any]]:
-    found: dict[Any, dict[str, Any]] = {}
+    states: dict[Any, dict[str, Any]] = {}
     for member in sharding.members:
-        known = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
-        if known:
-            names = optimizer.rule_of(optimizer.param_groups[member.group]).state_names
-            entries = entries_of(known, names)
-            found[member.param] = {
-                name: _as_piece(member, sharding, value, entries.get(name)) for name, value in known.items()
+        own = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
+        if own:
+            entries = entries_of(own, optimizer.rule_of(optimizer.param_groups[member.group]).state_names)
+            states[member.param] = {
+                name: _as_piece(member, sharding, value, entries.get(name)) for name, value in own.items()
             }
         elif member.piece is None and sharding.holds_state(member):
-            found[member.param] = _elsewhere(optimizer, member, sharding)
-    return found
+            states[member.param] = _state_elsewhere(optimizer, member, sharding)
+    return states
 
 
 def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | None) -> Any:
@@ -226,7 +217,7 @@ def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | No
     return ShardedTensorPiece.alone(value, tuple(value.shape), member, sharding.ranks)
 
 
-def _elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict[str, Any]:
+def _state_elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict[str, Any]:
     """State of a parameter that another rank has: buffers of which nothing is here."""
     group = optimizer.param_groups[member.group]
     rule = optimizer.rule_of(group)
@@ -257,41 +248,37 @@ def local_state(member: Member, rule: Rule, saved: Mapping[str, Any]) -> dict[st
             for array in storage.arrays(name)[1:]:
                 del saved[array.name]
         entries = {}
-    known = {*MASTER_KEYS, TRAINING, *entries, *(name for name in rule.state_names if _is_like_param(rule, name))}
+    like_param = {name for name in rule.state_names if rule.states[name].shape != "scalar"}
+    cuts = {*MASTER_KEYS, TRAINING, *entries, *like_param}
     return {
-        name: _local(member, name, value, entries.get(name, 1), is_known=name in known) for name, value in saved.items()
+        name: _local(member, name, value, entries.get(name, 1), is_cut=name in cuts) for name, value in saved.items()
     }
 
 
-def _is_like_param(rule: Rule, name: str) -> bool:
-    return rule.states[name].shape != "scalar"
-
-
-def _local(member: Member, name: str, value: Any, elements: int, *, is_known: bool) -> Any:
+def _local(member: Member, name: str, value: Any, elements: int, *, is_cut: bool) -> Any:
     """What of a saved value is this rank's."""
     assert member.piece is not None
     if not isinstance(value, torch.Tensor):
         return value
-    (shape, order), here = member.entries(elements), member.range_of(member.bucket.ranks.rank, elements)
+    (shape, order), own_range = member.entries(elements), member.range_of(member.bucket.ranks.rank, elements)
     if isinstance(value, ShardedTensorPiece):
-        is_alike = value.shape == shape
-        here = here if is_alike else (0, value.numel())
-        if value.here != here:
+        own_range = own_range if value.shape == shape else (0, value.numel())
+        if value.here != own_range:
             raise StateError(
                 f"state {name!r} of {member.name} is the piece {value.here} of another rank or of another layout, this "
-                f"rank has {here}: load it with torch.distributed.checkpoint, or load what full_state_dict() gives"
+                f"rank has {own_range}: load it with torch.distributed.checkpoint, or load what full_state_dict() gives"
             )
         mine = value.local
-        if not is_alike:
+        if value.shape != shape:
             return mine.view(value.shape)
-    elif member.is_whole or not is_known:
+    elif member.is_whole or not is_cut:
         return value
     elif value.shape != shape:
         shapes = f"{tuple(value.shape)} in the checkpoint, it needs {shape}"
         raise StateError(f"state {name!r} of {member.name} has shape {shapes}")
     else:
         flat = value.detach().permute(order).reshape(-1)
-        mine = flat[slice(*here)].to(member.piece.device, copy=True)
+        mine = flat[slice(*own_range)].to(member.piece.device, copy=True)
     return member.shaped(mine) if elements == 1 else mine.view(shape_of_entries(member.piece.shape, elements))
 
 
@@ -307,37 +294,28 @@ def full_state_dict(
     wholes = {number: sharding.member_of[param] for number, param in zip(numbers, params)}
     wholes = {number: member for number, member in wholes.items() if member.is_whole}
     own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
-    said = ranks.each({number: _told(values) for number, values in own.items()}) if wholes else []
-    told = {number: values for each in reversed(said) for number, values in each.items()}
+    described: dict[Any, dict[str, Any]] = {}
+    if wholes:
+        for values_of_rank in reversed(ranks.each({number: _described(values) for number, values in own.items()})):
+            described.update(values_of_rank)
     state: dict[Any, Any] = {}
     for number in numbers:
         values = packed["state"].get(number, {})
         if number in wholes:
-            here = values if number in own else {}
             values = {
-                name: here[name] if name in here else _as_told(value, wholes[number], ranks)
-                for name, value in told[number].items()
+                name: own.get(number, {}).get(name, _undescribed(value, wholes[number], ranks))
+                for name, value in described[number].items()
             }
-        if not values:
-            continue
         gathered = {name: _gathered(value, wants) for name, value in values.items()}
-        if wants:
+        if wants and values:
             state[number] = gathered
     return {**packed, "state": state} if wants else {}
 
 
-@dataclass
-class _Elsewhere:
-    """What the other ranks need to know of a buffer that one rank has alone."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _told(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state as its rank tells it: numbers as they are, and of buffers what they are like."""
+def _described(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state for the other ranks: numbers as they are, and of buffers shapes and dtypes."""
     return {
-        name: _Elsewhere(tuple(value.shape), value.dtype)
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, ShardedTensorPiece)
         else value.detach().cpu()
         if isinstance(value, torch.Tensor)
@@ -346,10 +324,10 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _as_told(value: Any, member: Member, ranks: Any) -> Any:
-    if not isinstance(value, _Elsewhere):
+def _undescribed(value: Any, member: Member, ranks: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
-    return ShardedTensorPiece.alone(None, value.shape, member, ranks, value.dtype)
+    return ShardedTensorPiece.alone(None, tuple(value.shape), member, ranks, value.dtype)
 
 
 def _gathered(value: Any, wants: bool) -> Any:
@@ -396,14 +374,14 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if metadata is not None:
             _begin_states(state_dict, metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        known = self.state_dict if metadata is None else metadata.state_dict_metadata
-        _check_masters([str(key) for key in self.state_dict], known)
+        saved = self.state_dict if metadata is None else metadata.state_dict_metadata
+        _check_masters([str(key) for key in self.state_dict], saved)
         if metadata is not None:
-            _check_codes(self.state_dict, known)
-        counts = any(str(key).endswith(".step") for key in known)
-        places = {str(key).rpartition(".")[0] for key in known}
+            _check_codes(self.state_dict, saved)
+        counts = any(str(key).endswith(".step") for key in saved)
+        places = {str(key).rpartition(".")[0] for key in saved}
 
-        def is_here_alone(key: str) -> bool:
+        def is_never_saved(key: str) -> bool:
             place, _, name = key.rpartition(".")
             if name == "step":
                 # A plain SGD has nothing else, and torch's not even that.
@@ -411,7 +389,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             return "param_groups." in f"{place}." and name in OWN_KEYS
 
         self.state_dict = {
-            key: value for key, value in self.state_dict.items() if key in known or not is_here_alone(str(key))
+            key: value for key, value in self.state_dict.items() if key in saved or not is_never_saved(str(key))
         }
 
 
@@ -450,14 +428,14 @@ def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> l
     """Remove the states that a checkpoint has in other blocks, or in none; the names that it has of these."""
     dtypes = {name: entry.properties for name, entry in entries.items() if hasattr(entry, "size")}
     pairs = {name: (kept_in_blocks(own, name), kept_in_blocks(dtypes, name)) for name in own if name in dtypes}
-    found: list[str] = []
+    names: list[str] = []
     for name, (mine, theirs) in pairs.items():
         if mine == theirs:
             continue
         for array in (name,) if mine is None else [array.name for array in mine.arrays(name)]:
             del own[array]
-        found += [name] if theirs is None else [array.name for array in theirs.arrays(name)]
-    return found
+        names += [name] if theirs is None else [array.name for array in theirs.arrays(name)]
+    return names
 
 
 def _optimizers(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -470,10 +448,10 @@ def _optimizers(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterat
             yield from _optimizers(value, (*path, str(key)))
 
 
-def _check_codes(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_codes(values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise where codes of blocks would be read as numbers or as other codes, in a flattened state_dict."""
     for key, value in values.items():
-        dtypes = (getattr(value, "dtype", None), getattr(getattr(known.get(key), "properties", None), "dtype", None))
+        dtypes = (getattr(value, "dtype", None), getattr(getattr(saved.get(key), "properties", None), "dtype", None))
         if dtypes[0] is not dtypes[1] and None not in dtypes and not _CODES.isdisjoint(dtypes):
             raise StateError(
                 f"the checkpoint has {key} as {dtypes[1]}, and it is to be read into {dtypes[0]}: load it into the "
@@ -485,12 +463,12 @@ def _check_codes(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 _CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 
 
-def _check_masters(keys: Iterable[str], known: Collection[str]) -> None:
+def _check_masters(keys: Iterable[str], saved: Collection[str]) -> None:
     """Raise where a checkpoint has masters of another kind than the optimizer."""
     for key in keys:
         place, _, name = key.rpartition(".")
-        others = [other for other in MASTER_KEYS if f"{place}.{other}" in known]
-        if name in MASTER_KEYS and others and key not in known:
+        others = [other for other in MASTER_KEYS if f"{place}.{other}" in saved]
+        if name in MASTER_KEYS and others and key not in saved:
             raise StateError(
                 f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into an "
                 "optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
@@ -535,11 +513,11 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
     if keep is not None and keep < 1:
         raise ValueError(f"Invalid keep: {keep}; at least the new checkpoint stays")
     root = Path(folder)
-    with _Named():
-        number = _said_by_first(lambda: _begin(root))
+    with _naming_lost_ranks():
+        number = _from_first_rank(lambda: _begin(root))
         begun, whole = root / f"checkpoint-{number}{_BEGUN}", root / f"checkpoint-{number}"
         dcp.save(state, checkpoint_id=begun)
-        _said_by_first(lambda: _finish(begun, whole, keep))
+        _from_first_rank(lambda: _finish(begun, whole, keep))
     return whole
 
 
@@ -561,41 +539,40 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
         RankError: if a rank is gone.
     """
     root = Path(folder)
-    with _Named():
-        newest = _said_by_first(lambda: _newest(root))
+    with _naming_lost_ranks():
+        newest = _from_first_rank(lambda: _newest(root))
         if newest is None:
             raise FileNotFoundError(f"there is no finished checkpoint in {root}")
         dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())
     return root / newest
 
 
-class _Named:
+@contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
     """A block in which errors of communication, those of torch's checkpoints too, say which rank is gone."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if dist.is_initialized() and isinstance(error, (RuntimeError, dcp.CheckpointException)):
-            explained = rank_monitor().explained(error)
-            if explained.ranks:
-                raise explained from error
+    try:
+        yield
+    except (RuntimeError, dcp.CheckpointException) as error:
+        explained = rank_monitor().explained(error) if dist.is_initialized() else None
+        if explained is not None and explained.ranks:
+            raise explained from error
+        raise
 
 
-def _said_by_first(find: Any) -> Any:
-    """What the first rank finds, on all of them; its error too."""
+def _from_first_rank(find: Callable[[], Any]) -> Any:
+    """What a function gives on the first rank, on all of them; its error too."""
     if not dist.is_initialized():
         return find()
-    said: list[Any] = [None, None]
+    answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            said[0] = find()
+            answer[0] = find()
         except Exception as error:  # the others wait for an answer, whatever it is
-            said[1] = error
-    dist.broadcast_object_list(said)
-    if said[1] is not None:
-        raise said[1]
-    return said[0]
+            answer[1] = error
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def _is_own(path: Path) -> bool:

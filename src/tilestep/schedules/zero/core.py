@@ -52,12 +52,12 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
     cost as many operations for an element as the shorter side is long, as those of Muon do; what is done by rows and
     columns costs the same for every element.
     """
-    found: dict[torch.Tensor, Division] = {}
+    divisions: dict[torch.Tensor, Division] = {}
     for label, _, group, param in iter_params(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
         program, graph = spec.program, spec.program.graph
         if not (graph.slice_states or program.slices.views or program.library.scratch):
-            found[param] = _in_blocks(param) if spec.has_blocks else Division()
+            divisions[param] = _in_blocks(param) if spec.has_blocks else Division()
             continue
         if program.across:
             raise RuleError(
@@ -65,8 +65,8 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
                 "over all of them; that is not supported by shard()"
             )
         is_product = program.library.scratch and param.dim() > 1
-        found[param] = Division(cost=param.numel() * (min(param.shape[-2:]) if is_product else 1))
-    return found
+        divisions[param] = Division(cost=param.numel() * (min(param.shape[-2:]) if is_product else 1))
+    return divisions
 
 
 def _in_blocks(param: torch.Tensor) -> Division:
@@ -104,7 +104,7 @@ def make_inner(
         params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True, "master_weights": False})
     rule = outer.rule_of({})
     given = {key: outer.defaults[key] for key in rule.hyperparameters}
-    made = Optimizer.composed(
+    inner = Optimizer.composed(
         params,
         rule,
         placement=Pieces(weakref.ref(outer), ranks.reductions, deciders, origins, has_own_names=not is_named(outer)),
@@ -117,9 +117,9 @@ def make_inner(
         track_grad_norm=outer.control.policy.tracks_norm,
         **given,
     )
-    made.control.joint = outer.control.joint
-    made.control.history, made.workspace_limit = outer.control.history, outer.workspace_limit
-    return made
+    inner.control.joint = outer.control.joint
+    inner.control.history, inner.workspace_limit = outer.control.history, outer.workspace_limit
+    return inner
 
 
 def is_named(optimizer: Optimizer) -> bool:
@@ -243,14 +243,14 @@ class Sharding:
         divisions, before = divisions_of(optimizer), len(self.members)
         own = [optimizer.param_groups[groups[param]] for param in params]
         buckets, places = make_buckets(params, own, [divisions[param] for param in params], self.ranks, self.options)
-        made = {
+        added = {
             param: Member(names[param], param, groups[param], bucket, slot, divisions[param])
             for bucket in buckets
             for slot, param in zip(bucket.layout.slots, bucket.params)
         }
         self.buckets += buckets
-        self.members += [made[param] for param in params]
-        self.member_of.update(made)
+        self.members += [added[param] for param in params]
+        self.member_of.update(added)
         return [tuple(before + place for place in bucket) for bucket in places]
 
     def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> tuple[list[Bucket], list[tuple[int, ...]]]:

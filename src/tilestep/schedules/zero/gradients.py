@@ -16,7 +16,7 @@ from ...compat import after_backward, backward_pass, copy_all, is_capturing, is_
 from ...runtime.capturing import require
 from ...side_stream import SideStream
 from ...tensor_watch import any_gradient, which_train
-from .agree import Alike
+from .agree import HyperparameterDigest
 from .buckets import Bucket, Options, view_of
 from .ranks import Ranks
 
@@ -194,10 +194,10 @@ class GradientSync(Accumulating):
         ranks: Ranks,
         options: Options,
         channel: SideStream,
-        alike: Alike,
+        digest: HyperparameterDigest,
         model: torch.nn.Module | None = None,
     ) -> None:
-        self.alike = alike
+        self.digest = digest
         self.ranks = ranks
         self.options = options
         self.channel = channel
@@ -268,15 +268,15 @@ class GradientSync(Accumulating):
         self._all_have = (True,) * len(self.params)
         self._none_used, self._all_used = bytearray(len(self.params)), bytearray(b"\1" * len(self.params))
         self._used_here = bytearray(self._none_used)
-        size = len(self.params) + Alike.PARTS
+        size = len(self.params) + HyperparameterDigest.PARTS
         self.used = torch.zeros(size, dtype=torch.float32, device=buckets[0].flat.device)
-        """For each parameter how many ranks had a gradient of it since the last step; then what `alike` compares."""
+        """For each parameter how many ranks had a gradient of it since the last step; then what `digest` compares."""
         self._used_work: Any = None
         self._used_known = bytes(self._none_used)
         self._used_sent = self.used.clone()
         self._used_is_due = False
         """Whether there was a round since other ranks were last told."""
-        self.alike.begin()
+        self.digest.reset()
         self._announce(len(self.sums) - len(added))
 
     def _announce(self, first: int) -> None:
@@ -466,7 +466,7 @@ class GradientSync(Accumulating):
                     source = source.pin_memory()
                 self._used_sent[: len(source)].copy_(source, non_blocking=True)
             if not captures:
-                self.alike.write(self._used_sent[-Alike.PARTS :])
+                self.digest.write(self._used_sent[-HyperparameterDigest.PARTS :])
             self.used.copy_(self._used_sent)
             self._used_work = self.ranks.begin_to_add(self.used)
             self._is_awaited = True
@@ -484,7 +484,7 @@ class GradientSync(Accumulating):
         if self.ranks.copies > 1:
             self.ranks.add_in(self.ranks.replicate, self.used)
         if not captures:
-            self.alike.hear(self.used[-Alike.PARTS :])
+            self.digest.receive(self.used[-HyperparameterDigest.PARTS :])
 
     def _await_all(self, captures: bool) -> None:
         # In this order on every rank: copies exchange sections here.

@@ -28,7 +28,7 @@ class GatherGroup:
         self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
         self.theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Sections of other ranks, here and in their memory, if this rank fetches them."""
+        """Sections of other ranks, in this rank's memory and in theirs, if this rank fetches them."""
         self.is_pending = False
         self._channel = channel
         self._work: Any = None
@@ -41,7 +41,7 @@ class GatherGroup:
         self._chosen = [bucket for bucket in self.buckets if bucket in updated]
         plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.dtype for bucket in self._chosen)
         self._as_they_are = self._all_sent() if plain else None
-        self.theirs = [each for bucket in self._chosen for each in bucket.theirs()] if plain else []
+        self.theirs = [pair for bucket in self._chosen for pair in bucket.theirs()] if plain else []
         return bool(self._chosen)
 
     @property
@@ -117,29 +117,29 @@ class GatherGroup:
 
 
 PARTS = 6
-"""A wave has at most this part of all bytes, but for the last wave: many are gathered while a forward runs."""
+"""A group has at most this part of all bytes, but for the last group: many are gathered while a forward runs."""
 
 
-def _waves(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
+def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
     """Buckets in the order of the forward that needs them, put together: as many bytes as all before, up to a part.
 
-    So the first module waits for one bucket, as if there were no waves, and the number of calls grows with the
+    So the first module waits for one bucket, as if there were no groups, and the number of calls grows with the
     logarithm of the number of buckets. What is converted for the way goes alone: it takes memory for a bucket.
     """
     most = sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets) / PARTS
-    waves: list[list[Bucket]] = []
+    groups: list[list[Bucket]] = []
     before = size = 0
     for bucket in buckets:
-        last = waves[-1][-1] if waves else None
-        alike = last is not None and (last.dtype, last.sync_dtype) == (bucket.dtype, bucket.sync_dtype)
-        fits = together and alike and size < min(before, most)
+        last = groups[-1][-1] if groups else None
+        is_same_kind = last is not None and (last.dtype, last.sync_dtype) == (bucket.dtype, bucket.sync_dtype)
+        fits = together and is_same_kind and size < min(before, most)
         if fits and bucket.sync_dtype in (bucket.dtype, torch.uint8):
-            waves[-1].append(bucket)
+            groups[-1].append(bucket)
         else:
-            waves.append([bucket])
+            groups.append([bucket])
             before, size = before + size, 0
         size += bucket.layout.numel * bucket.dtype.itemsize
-    return waves
+    return groups
 
 
 class ParameterSync:
@@ -152,14 +152,14 @@ class ParameterSync:
         self._updates: dict[int, int] = {}
         """How often each bucket was updated, by id: as often `note_update` has counted a version of its parameters."""
         self._buckets: list[Bucket] = []
-        self._waves: list[GatherGroup] = []
+        self._groups: list[GatherGroup] = []
         self._of: dict[int, GatherGroup] = {}
         self.is_pending = False
         """Whether a bucket may still be on its way."""
         self._which = b""
         """For each bucket a one if it was updated the last time, else a zero."""
         self._updated: list[Bucket] = []
-        self._updated_waves: list[GatherGroup] = []
+        self._updated_groups: list[GatherGroup] = []
         self._handles: list[Any] = []
         self.compiled = False
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
@@ -169,14 +169,15 @@ class ParameterSync:
 
     def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Gather further buckets too."""
-        parts = _waves(buckets[::-1], together=_is_worth_it(buckets))
-        waves = [GatherGroup(part, self._channel) for part in parts]
-        own = {id(param): wave for wave in waves for bucket in wave.buckets for param in bucket.params}
+        # Not together on a CPU: gloo would copy them, and its calls cost little.
+        parts = group_buckets(buckets[::-1], together=all(bucket.flat.is_cuda for bucket in buckets))
+        groups = [GatherGroup(part, self._channel) for part in parts]
+        own = {id(param): group for group in groups for bucket in group.buckets for param in bucket.params}
         for bucket in buckets:
             self._channel.keep(bucket.flat, bucket.exact)
         self.params += [param for bucket in buckets for param in bucket.params]
         self._buckets += buckets
-        self._waves += waves
+        self._groups += groups
         self._which = b""
         self._of.update(own)
         self.fixed = FixedTensors(self.params)
@@ -191,49 +192,49 @@ class ParameterSync:
         return id(param) in self._of
 
     def wait(self, param: Any) -> None:
-        """Let whoever comes next use a parameter: wait for its bucket if that is still on its way."""
-        wave = self._of.get(id(param))
-        if wave is None or not wave.is_pending:
+        """Wait for the bucket of a parameter if that is still on its way."""
+        group = self._of.get(id(param))
+        if group is None or not group.is_pending:
             return
-        if wave.mark is not None:
-            self._channel.wait_for(wave.mark)
+        if group.mark is not None:
+            self._channel.wait_for(group.mark)
         else:
-            wave.wait()
+            group.wait()
             self._count_pending()
 
     def wait_all(self) -> None:
         """Wait for every bucket that is still on its way."""
         if not self.is_pending:
             return
-        pending = [wave for wave in self._waves if wave.is_pending]
-        marks = [wave.mark for wave in pending if wave.mark is not None]
-        # Not that of the last wave: if it trains no more it is of an earlier step.
+        pending = [group for group in self._groups if group.is_pending]
+        marks = [group.mark for group in pending if group.mark is not None]
+        # Not that of the last group: if it trains no more it is of an earlier step.
         last = max(marks, key=lambda mark: mark.place, default=None)
         if last is None:
-            for wave in pending:
-                wave.wait()
+            for group in pending:
+                group.wait()
         else:
-            # They arrive in order: who waits for the last one, or finds it there, has all of them.
+            # They arrive in order: with the last one all of them are there.
             self._channel.wait_for(last)
             if last.has_passed:
-                for wave in pending:
-                    wave.is_pending = False
+                for group in pending:
+                    group.is_pending = False
         self._count_pending()
 
     def _count_pending(self) -> None:
-        self.is_pending = any(wave.is_pending for wave in self._waves)
+        self.is_pending = any(group.is_pending for group in self._groups)
 
     def wait_on_host(self) -> None:
         """Let the host wait too: what begins now need not know that buckets were on their way."""
-        for wave in self._waves:
-            if wave.is_pending:
-                wave.wait_on_host()
+        for group in self._groups:
+            if group.is_pending:
+                group.wait_on_host()
         self.is_pending = False
 
     def _note_updated(self, which: bytes) -> None:
         self._which = which
         self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
-        self._updated_waves = [wave for wave in self._waves if wave.choose(self._updated)]
+        self._updated_groups = [group for group in self._groups if group.choose(self._updated)]
 
     def gather(self, which: bytes | None = None, captures: bool | None = None) -> None:
         """After a step: let every rank have the parameters that the others have updated."""
@@ -242,11 +243,11 @@ class ParameterSync:
             self._note_updated(which)
         self.is_pending = True
         with self._channel.after_compute() if self._channel.in_order else _NOTHING:
-            for peers in dict.fromkeys(wave.peers for wave in self._updated_waves if wave.theirs):
+            for peers in dict.fromkeys(group.peers for group in self._updated_groups if group.theirs):
                 if peers is not None:
                     peers.meet()
-            for wave in self._updated_waves:
-                wave.launch()
+            for group in self._updated_groups:
+                group.launch()
         self._count_update()
         if is_capturing() if captures is None else captures:
             self._join_graph()
@@ -270,9 +271,9 @@ class ParameterSync:
             self.versions += len(written)
 
     def _join_graph(self) -> None:
-        """In a CUDA graph what follows waits for all buckets: whoever uses them later knows nothing of the graph."""
-        for wave in self._waves:
-            wave.finish_in_graph()
+        """In a CUDA graph what follows waits for all buckets: what uses them later knows nothing of the graph."""
+        for group in self._groups:
+            group.finish_in_graph()
         self._channel.join()
         self.is_pending = False
 
@@ -315,8 +316,3 @@ class ParameterSync:
         self.wait_all()
         for handle in self._handles:
             handle.remove()
-
-
-def _is_worth_it(buckets: Sequence[Bucket]) -> bool:
-    """Whether to gather buckets together: gloo would copy them, and its calls cost little."""
-    return all(bucket.flat.is_cuda for bucket in buckets)

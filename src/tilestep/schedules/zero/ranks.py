@@ -74,7 +74,7 @@ class RankMonitor:
         self._store: Any = None
         self._over = threading.Event()
         if store is not None and ranks > 1:
-            # One written in Python lives as long as somebody refers to it.
+            # One written in Python lives as long as it is referred to.
             self._connection = _own_connection(store)
             self._store = dist.PrefixStore("tilestep/roll_call", self._connection)
             self._thread = threading.Thread(target=self._answer, name="tilestep roll call", daemon=True)
@@ -92,13 +92,13 @@ class RankMonitor:
         self._thread.join(2)
 
     def _answer(self) -> None:
-        asked, next_rank = 1, (self.rank + 1) % self.ranks
-        known, since, signed = b"", time.monotonic(), 0.0
+        number, next_rank = 1, (self.rank + 1) % self.ranks
+        last_sign, since, signed = b"", time.monotonic(), 0.0
         try:
             while not self._over.wait(min(1.0, PATIENCE / 5)) and self.is_current:
-                if self._store.check([f"call/{asked}"]):
-                    self._store.set(f"here/{asked}/{self.rank}", b"1")
-                    asked += 1
+                if self._store.check([f"call/{number}"]):
+                    self._store.set(f"here/{number}/{self.rank}", b"1")
+                    number += 1
                 if time.monotonic() - signed < PATIENCE:
                     continue
                 signed = time.monotonic()
@@ -106,36 +106,36 @@ class RankMonitor:
                 if not self._store.check([f"{_SIGNS}/{next_rank}"]):
                     continue
                 sign = self._store.get(f"{_SIGNS}/{next_rank}")
-                if sign != known:
-                    known, since = sign, signed
-                elif known and sign != b"ended" and signed - since > 3 * PATIENCE:
+                if sign != last_sign:
+                    last_sign, since = sign, signed
+                elif last_sign and sign != b"ended" and signed - since > 3 * PATIENCE:
                     _LOG.error("%s. Other ranks will wait for it until their time is over", _gone(self.missing()))
-                    known = b"ended"
+                    last_sign = b"ended"
             self._store.set(f"{_SIGNS}/{self.rank}", b"ended")
             atexit.unregister(self.close)
         except Exception:
-            # Nobody is left to be answered: the store is gone.
+            # The store is gone, and with it all that could be answered.
             return
 
     def missing(self) -> list[int]:
         """The ranks that are gone, the same for every rank that asks; none if all of them answer."""
         store = self._store
         last = store.add("verdicts", 0)
-        if last and (found := json.loads(store.get(f"verdict/{last}"))):
-            return found
+        if last and (absent := json.loads(store.get(f"verdict/{last}"))):
+            return absent
         number = last + 1
         store.set(f"here/{number}/{self.rank}", b"1")
         if store.add(f"called/{number}", 1) == 1:
             store.set(f"call/{number}", b"1")
-            found = self._count(number)
-            store.set(f"verdict/{number}", json.dumps(found))
+            absent = self._count(number)
+            store.set(f"verdict/{number}", json.dumps(absent))
             store.add("verdicts", 1)
-            return found
+            return absent
         try:
             store.wait([f"verdict/{number}"], timedelta(seconds=3 * PATIENCE))
             return json.loads(store.get(f"verdict/{number}"))
         except RuntimeError:
-            # Who has called the roll is gone by now.
+            # The rank that has called the roll is gone by now.
             return self._count(number)
 
     def _count(self, number: int) -> list[int]:
@@ -182,7 +182,7 @@ class RankMonitor:
 
 
 def _own_connection(store: Any) -> Any:
-    """A connection to a store on which nobody else is waiting, where the store can make one."""
+    """A connection to a store on which nothing else waits, where the store can make one."""
     try:
         return store.clone()
     except (AttributeError, RuntimeError):

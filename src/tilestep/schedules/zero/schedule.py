@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +29,7 @@ from ...optimizer.parameters import iter_params, require_listed_once
 from ...runtime.capturing import PREPARE, require
 from ...side_stream import SideStream
 from ..schedule import Schedule
-from .agree import Alike, validate_across_ranks
+from .agree import HyperparameterDigest, attempt_together, validate_across_ranks
 from .checkpoint import full_state_dict, local_state, sharded_states
 from .core import ANCHOR, Sharding
 from .gradients import GradientSync
@@ -41,19 +43,6 @@ class _Gradients:
     sections: list[torch.Tensor | None]
     has_gradient: tuple[bool, ...]
     trains: bytes
-
-
-class Unscalable:
-    """What a scaler sees of a rank's pieces, and empty tensors so that it finds every device and dtype on all ranks.
-
-    A rank that has no piece with a gradient, or none in float16, then does as the others do.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], dtypes: Iterable[torch.dtype], device: torch.device) -> None:
-        nothing = [torch.zeros(0, dtype=dtype, device=device, requires_grad=True) for dtype in dtypes]
-        for tensor in nothing:
-            tensor.grad = torch.zeros_like(tensor)
-        self.param_groups = [*groups, {"params": nothing}]
 
 
 class ShardedSchedule(Schedule):
@@ -72,8 +61,8 @@ class ShardedSchedule(Schedule):
         self.sharding = sharding
         buckets, ranks, options, model = sharding.buckets, sharding.ranks, sharding.options, sharding.model
         self.channel = SideStream(buckets[0].flat.device, priority=-1)
-        self.alike = Alike(self._reference, ranks)
-        self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, self.alike, model)
+        self.digest = HyperparameterDigest(self._reference, ranks)
+        self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, self.digest, model)
         self.parameters = ParameterSync(model, buckets, options, self.channel)
         self._ready: _Gradients | None = None
         """The gradients that the pieces have been given."""
@@ -205,7 +194,7 @@ class ShardedSchedule(Schedule):
         versions, trains = gradients.finish(captures)
         if not captures and self.sharding.ranks.count > 1:
             try:
-                self.alike.check()
+                self.digest.check()
             except ValueError:
                 gradients.ask_again()
                 raise
@@ -322,8 +311,10 @@ class ShardedSchedule(Schedule):
         gradients, device = self._gradients_of(listed), self.sharding.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if gradients:
-            table = NormTable(device, [each.numel() for each in gradients], [each.dtype for each in gradients])
-            addresses = torch.tensor([each.data_ptr() for each in gradients], dtype=torch.int64, device=device)
+            table = NormTable(
+                device, [gradient.numel() for gradient in gradients], [gradient.dtype for gradient in gradients]
+            )
+            addresses = torch.tensor([gradient.data_ptr() for gradient in gradients], dtype=torch.int64, device=device)
             table.launch(addresses, total)
         self.sharding.ranks.with_others(groups).add(total)
         wide = any(param.dtype is torch.float64 for param in listed)
@@ -415,11 +406,8 @@ class ShardedSchedule(Schedule):
         """
         sharding, optimizer = self.sharding, self._optimizer
         with unchanged_on_error(optimizer):
-            own = self._added(lambda: plain(param_group))
-            errors = sharding.ranks.everyone("" if own is None else str(own))
-            if any(errors):
-                rank = next(rank for rank, text in enumerate(errors) if text)
-                raise own or RuntimeError(f"rank {rank} cannot add the param group: {errors[rank]}")
+            add = partial(self._add, lambda: plain(param_group))
+            attempt_together(sharding.ranks, add, "add the param group", RuntimeError)
             names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
         self.sync_masters(optimizer)
         buckets, places = sharding.add_group(optimizer, names)
@@ -428,18 +416,14 @@ class ShardedSchedule(Schedule):
         self._ready = self._begun = None
         self.show_states()
 
-    def _added(self, add: Callable[[], None]) -> Exception | None:
-        """Add a group as an optimizer does that is not sharded; why it cannot be."""
+    def _add(self, plain: Callable[[], None]) -> None:
+        """Add a group as an optimizer does that is not sharded."""
         if self._optimizer.is_evaluating:
-            return RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
         if not self.gradients.is_idle:
-            return RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
-        try:
-            add()
-            require_listed_once("shard()", self._optimizer)
-        except (TypeError, ValueError, RuntimeError) as error:
-            return error
-        return None
+            raise RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
+        plain()
+        require_listed_once("shard()", self._optimizer)
 
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
         """Let the pieces hold the weights that train or those to evaluate, and send them to the other ranks."""
@@ -466,9 +450,13 @@ class ShardedSchedule(Schedule):
         """Unscale the pieces; overflows of one rank are those of all."""
         self._make_ready(is_capturing())
         sharding = self.sharding
-        trained = [bucket for bucket in sharding.buckets if bucket.trains] if self.had_gradients(optimizer) else []
-        dtypes = {bucket.grad_dtype for bucket in trained}
-        flags = unscale(Unscalable(sharding.inner.param_groups, dtypes, self.sharding.device), *args, **kwargs)
+        dtypes = {bucket.grad_dtype for bucket in sharding.buckets if bucket.trains and self.had_gradients(optimizer)}
+        # So that a scaler finds every device and dtype on all ranks, on one too that has no piece with such a gradient.
+        empty = [torch.zeros(0, dtype=dtype, device=sharding.device, requires_grad=True) for dtype in dtypes]
+        for tensor in empty:
+            tensor.grad = torch.zeros_like(tensor)
+        scaled = SimpleNamespace(param_groups=[*sharding.inner.param_groups, {"params": empty}])
+        flags = unscale(scaled, *args, **kwargs)
         for flag in flags.values():
             sharding.deciders.add(flag)
         self._overflows_are_shared = True

@@ -16,7 +16,7 @@ from ...optimizer import Optimizer
 from ...optimizer.attached import resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...pairs import REAL_INSTEAD
-from .agree import apart_from_others, plain_module, tried_together, validate_across_ranks
+from .agree import apart_from_others, attempt_together, plain_module, validate_across_ranks
 from .buckets import Options
 from .checkpoint import begun_state, steps_behind
 from .core import Sharding
@@ -42,7 +42,7 @@ def shard(
     """Split an optimizer over data-parallel ranks: each keeps 1/N of the state and updates 1/N of the parameters.
 
     Gradients are summed over the ranks while backward runs, each bucket as soon as its gradients are complete; updated
-    parameters are sent to the other ranks while what follows the step already runs, and whoever looks one up in its
+    parameters are sent to the other ranks while what follows the step already runs, and a look at one through its
     module waits for its bucket alone. Every rank begins with the first rank's parameters and buffers.
 
     The optimizer itself is sharded and stays of its class, with the same param groups; schedulers made before hold it
@@ -99,7 +99,7 @@ def shard(
         >>> torch.distributed.destroy_process_group()
     """
     ranks = ranks_of(mesh)
-    optimizer, model = tried_together(ranks, lambda: _prepared(optimizer, model, mesh))
+    optimizer, model = attempt_together(ranks, lambda: _prepared(optimizer, model, mesh))
     options = Options(
         overlap_grad_sync,
         overlap_param_sync,
@@ -111,7 +111,7 @@ def shard(
         average,
     )
     names = validate_across_ranks(optimizer, model, ranks, options, lambda: _about(optimizer, norm_groups))
-    route_unscaling(lambda each: isinstance(each, ShardedOptimizer), ShardedSchedule.route)
+    route_unscaling(lambda optimizer: isinstance(optimizer, ShardedOptimizer), ShardedSchedule.route)
     state = begun_state(optimizer)
     if state is None:
         optimizer.state.clear()
