@@ -55,6 +55,7 @@ gpu-test: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/tilestep bench $(or $(ARGS),all)
+	$(if $(ARGS),,$(VENV)/bin/python benchmarks/bench.py compile)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

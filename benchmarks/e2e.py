@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from earlier import take_over
 from models import Architecture, available, make_loss
 from torch import Tensor, nn
 
@@ -98,7 +99,7 @@ def run_e2e(
     chosen, missing = available(models)
     result = Result("e2e", environment(settings.device))
     if known is not None:
-        result.take_over(known, ("device", "torch"))
+        take_over(result, known, ("device", "torch"))
     result.notes.extend(f"left out, {suite} is not installed: its models" for suite in missing)
     result.summary = _summary(result)
     for architecture in chosen:

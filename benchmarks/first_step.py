@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from earlier import take_over
 from fresh_process import in_fresh_process
 
 import tilestep
@@ -70,7 +71,7 @@ def run_compile(
     names = _known_rules(rules)
     result = Result("compile", {**environment(settings.device), THREADS: str(build_threads())})
     if known is not None:
-        result.take_over(known, ("device", "torch", THREADS))
+        take_over(result, known, ("device", "torch", THREADS))
     result.notes.append(
         "wall: building the optimizer, the first clip and the first step, in a fresh process, imports done; Triton's "
         f"kernels compiled {build_threads()} at a time (TILESTEP_BUILD_THREADS)"

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
+from earlier import take_over
 from overlap_trainings import CONTENDERS, SCHEDULES, WRAPS, Training, agreed, trainings
 from shard_contenders import TINY, Shape
 from torch import nn
@@ -240,7 +241,7 @@ class Bench:
         measured = {group.title for group in self.result.groups}
         kept = [group for group in self._known.groups if group.title not in measured]
         whole = dataclasses.replace(self.result, groups=[], notes=list(self.result.notes))
-        whole.take_over(dataclasses.replace(self._known, groups=kept), ("device", "torch"))
+        take_over(whole, dataclasses.replace(self._known, groups=kept), ("device", "torch"))
         whole.groups = [*self.result.groups, *whole.groups]
         # A group's figures go with it.
         works = [group.title.removeprefix("iteration, ") for group in self.result.groups]

@@ -17,7 +17,7 @@ from models import Architecture, available, make_loss
 from speedups import plot_speedups as plot
 from torch import Tensor, nn
 
-from tilestep import cli
+from bench import app
 from tilestep.bench.results import Result
 from tilestep.bench.sections import OURS, Peer, Settings
 
@@ -258,7 +258,7 @@ def test_what_there_is_not_is_an_error(settings: Settings, names: list[str], mod
 
 def test_the_command_writes_result_and_picture(own_models: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "e2e", "--quick", "--device", "cpu", "--models", "two", "--out", str(tmp_path)])
+        app(["e2e", "--quick", "--device", "cpu", "--models", "two", "--out", str(tmp_path)])
     assert ended.value.code == 0
     stored = Result.load(tmp_path / "e2e.json")
     assert stored.environment["torch"] == torch.__version__ and len(stored.groups) == 2

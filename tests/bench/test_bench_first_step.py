@@ -13,7 +13,7 @@ import torch
 from first_step import run_compile
 
 import tilestep
-from tilestep import cli
+from bench import app
 from tilestep.bench.results import Result
 from tilestep.bench.sections import Settings
 
@@ -100,9 +100,7 @@ def test_no_rule_is_begun_that_would_not_end_in_time(processes: Processes, monke
 def test_the_command_goes_on_where_it_has_ended(processes: Processes, tmp_path: Path) -> None:
     for rules in ("SGD", "SGD,Lion"):
         with pytest.raises(SystemExit) as ended:
-            cli.main(
-                ["bench", "compile", "--quick", "--device", "cpu", "--rules", rules, "--add", "--out", str(tmp_path)]
-            )
+            app(["compile", "--quick", "--device", "cpu", "--rules", rules, "--add", "--out", str(tmp_path)])
         assert ended.value.code == 0
     assert processes.asked == ["SGD", "SGD", "Lion", "Lion"]
     assert len(Result.load(tmp_path / "compile.json").groups[0].rows) == 4
@@ -118,7 +116,7 @@ def test_a_run_that_is_stopped_has_written_what_it_had(
 
     monkeypatch.setattr(first_step, "in_fresh_process", stopped)
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        cli.main(["bench", "compile", "--quick", "--device", "cpu", "--rules", "SGD,Lion", "--out", str(tmp_path)])
+        app(["compile", "--quick", "--device", "cpu", "--rules", "SGD,Lion", "--out", str(tmp_path)])
     (group,) = Result.load(tmp_path / "compile.json").groups
     assert [row.contender for row in group.rows] == ["rule SGD, empty caches", "rule SGD, filled caches"]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from first_step import run_compile
 
+from bench import app
 from tilestep import cli
 from tilestep.bench import measure, sections
 from tilestep.bench.report import plot
@@ -134,7 +135,7 @@ def test_a_group_in_which_everything_failed_can_be_drawn(tmp_path: Path) -> None
 
 def test_the_command_writes_figures_and_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "compile", "--quick", "--device", "cpu", "--out", str(tmp_path)])
+        app(["compile", "--quick", "--device", "cpu", "--out", str(tmp_path)])
     assert not stopped.value.code, capfd.readouterr().err
     result = Result.load(tmp_path / "compile.json")
     assert failures(result) == []

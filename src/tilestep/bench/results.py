@@ -11,7 +11,6 @@ import shutil
 import statistics
 import subprocess
 import timeit
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -171,9 +170,6 @@ class Group:
         return next((row for row in self.rows if row.contender == contender), None)
 
 
-_EARLIER = "groups kept: "
-
-
 @dataclass
 class Result:
     """One section of the benchmark; `summary` holds figures over all groups, by what they are."""
@@ -190,20 +186,6 @@ class Result:
         path = folder / f"{self.section}.json"
         path.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
         return path
-
-    def take_over(self, known: Result, keys: Sequence[str]) -> None:
-        """Begin with the groups of an earlier result; notes say where they are from."""
-        for key in keys:
-            here, there = self.environment.get(key, "unknown"), known.environment.get(key, "unknown")
-            if here != there:
-                raise ValueError(
-                    f"figures of {key} {there} cannot be added to with {key} {here}: choose another folder"
-                )
-        self.groups.extend(known.groups)
-        earlier = [note for note in known.notes if note.startswith(_EARLIER)]
-        new = len(known.groups) - sum(int(note.removeprefix(_EARLIER).split()[0]) for note in earlier)
-        commit, date = (known.environment.get(key, "unknown") for key in ("commit", "date"))
-        self.notes += earlier if not new else [*earlier, f"{_EARLIER}{new} from a run at commit {commit}, {date}"]
 
     @classmethod
     def load(cls, path: Path) -> Result:
