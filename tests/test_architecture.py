@@ -17,12 +17,11 @@ FACE = ""
 """The package itself, as a module."""
 
 LAYERS = (
-    ("errors", "_version", "counters", "threads", "control_numbers", "devices"),
+    ("errors", "_version", "devices"),
     ("compat", "cache"),
-    ("marks",),
     ("rules", "graph", "linalg", "storage"),
     ("backends", "native", "tuning", "schedule"),
-    ("tensor_watch", "placement", "pairs", "accumulation", "guards", "combinations", "side_stream"),
+    ("tensor_watch", "placement", "accumulation", "guards", "combinations", "side_stream"),
     (
         "norm",
         "runtime",

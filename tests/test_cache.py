@@ -262,7 +262,7 @@ def test_a_fork_after_use_steps_with_one_thread_and_does_not_hang() -> None:
         adamw_steps()
 
         def child() -> None:
-            from tilestep.threads import thread_count
+            from tilestep.devices import thread_count
 
             os._exit(0 if thread_count() == 1 and adamw_steps() == expected else 1)
 

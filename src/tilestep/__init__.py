@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler, swa_utils
 from . import schedule
 from ._version import __version__ as __version__
 from .amp import GradScaler
-from .counters import compile_count
+from .cache import compile_count
 from .errors import (
     BuildError,
     CaptureError,

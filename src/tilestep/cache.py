@@ -15,6 +15,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -399,3 +400,24 @@ def _write_text(path: Path, text: str) -> None:
 def text_builder(text: Callable[[], str]) -> Callable[[Path], Any]:
     """What writes a text that is only made if it is needed, for `cached`."""
     return lambda path: _write_text(path, text())
+
+
+_count_lock = threading.Lock()
+_built = 0
+
+
+def count_build() -> None:
+    """Note one build; called where a compiler is about to run."""
+    global _built
+    with _count_lock:  # several threads may build
+        _built += 1
+
+
+def compile_count() -> int:
+    """How many kernels this process has compiled so far; kernels found in the cache do not count.
+
+    Example:
+        >>> compile_count() >= 0
+        True
+    """
+    return _built

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -462,17 +463,34 @@ def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
     return not isinstance(hooks, dict) or handle.id not in hooks or next(reversed(hooks)) == handle.id
 
 
-def profiler_is_running() -> bool:
-    """Whether a torch profiler records; True where torch cannot tell, and what it costs to be recorded is paid then.
+_profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
+
+UPDATE = "tilestep::update"
+"""What is launched inside is the optimizer's, wherever it runs: in a step, in backward, before a forward."""
+
+HOST_UPDATE = "tilestep::host_update"
+"""The same for what the host computes itself, though the training may be on a GPU."""
+
+REPLAY = "tilestep::replay"
+"""A CUDA graph with a step alone: the optimizer's as well, and the end of an iteration."""
+
+ITERATION = "tilestep::iteration"
+"""The end of an iteration where the user says so."""
+
+_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+def marked(name: str) -> contextlib.AbstractContextManager[object]:
+    """A block whose work carries a name in traces.
+
+    Nothing is recorded, and next to no time is spent, while no profiler runs; all is where torch cannot tell.
 
     Example:
-        >>> profiler_is_running()
-        False
+        >>> with marked(UPDATE):
+        ...     pass
     """
-    return _profiler_enabled is None or _profiler_enabled()
+    return record_function(name) if _profiler_enabled is None or _profiler_enabled() else _NOTHING
 
-
-_profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
 
 _watched: list[Callable[[list[Any]], None]] = []
 _NAMES = ("_clip_grads_with_norm_", "clip_grad_value_")

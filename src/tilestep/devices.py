@@ -1,6 +1,8 @@
-"""What kinds of device are like: the place to ask, outside of the backends."""
+"""What kinds of device are like, and how many threads the host has: the place to ask, outside of the backends."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -13,3 +15,28 @@ def has_streams(device: torch.device) -> bool:
 def is_host(device: torch.device) -> bool:
     """Whether a device is the host itself, whose work is done when a call returns."""
     return device.type == "cpu"
+
+
+is_forked = False
+"""Whether this process is a fork of one that may have had OpenMP's threads."""
+
+
+def _note_fork() -> None:
+    global is_forked
+    is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def thread_count() -> int:
+    """Threads that C++ may use: torch's number, or one after a fork, where OpenMP's threads are gone.
+
+    A forked child that asks for them would wait forever.
+
+    Example:
+        >>> thread_count() >= 1
+        True
+    """
+    return 1 if is_forked else torch.get_num_threads()

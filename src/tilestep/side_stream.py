@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compat import current_stream_number, is_capturing
+from .compat import UPDATE, current_stream_number, is_capturing, marked
 from .devices import has_streams
-from .marks import UPDATE, marked
 
 Event = torch.cuda.Event | None
 """A point in the order of a stream; None on a CPU, where everything before it has happened."""

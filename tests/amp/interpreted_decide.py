@@ -9,8 +9,8 @@ import warnings
 import torch
 from amp_runs import INF, NAN
 
+from tilestep.backends.spec import CLIP, CONTROL_SIZE, LARGEST_SUM, NORM, SKIP, SKIPPED
 from tilestep.backends.triton.run import decide_on_device, limit_on_device
-from tilestep.control_numbers import CLIP, CONTROL_SIZE, LARGEST_SUM, NORM, SKIP, SKIPPED
 from tilestep.errors import GradientError
 from tilestep.optimizer.control import decide_on_host, limit_on_host
 from tilestep.runtime.limits import Sigma, StepInputs, ZClip

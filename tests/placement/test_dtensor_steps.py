@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
 from tilestep import native
-from tilestep.control_numbers import NORM
+from tilestep.backends.spec import NORM
 
 STEPS = 3
 

@@ -66,7 +66,7 @@ def test_our_update_has_its_range_and_costs_nothing_without_a_profiler(monkeypat
     with torch.profiler.profile() as profiler:
         iterate()
     assert "tilestep::host_update" in {event.key for event in profiler.key_averages()}
-    monkeypatch.setattr("tilestep.marks.record_function", lambda name: pytest.fail("recorded"))
+    monkeypatch.setattr("tilestep.compat.record_function", lambda name: pytest.fail("recorded"))
     iterate()
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from ..control_numbers import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..linalg import MATRIX_OPERATIONS
 from ..runtime.segment import Entry, Segment, strides_of
 from ..storage import random_tensor, stored_in, values_of
-from .spec import KernelSpec
+from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE, KernelSpec
 
 
 class EagerSegment(Segment):

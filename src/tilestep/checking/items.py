@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..counters import compile_count
+from ..cache import compile_count
 from ..devices import is_host
 from ..errors import RuleError, StateError
 from ..graph import ACROSS, Graph

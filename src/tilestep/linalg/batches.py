@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..control_numbers import SKIP
 from ..devices import has_streams
 from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
 from .conditions import Conditions, GroupNumbers
@@ -262,7 +261,7 @@ def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) ->
 
 def _store(segment: MatrixSegment, states: Mapping[str, Value], known: Known, batch: Batch, chunk: slice) -> None:
     """Write new matrix states where the tensor has a gradient and the step is not skipped."""
-    active = (segment.grads[batch.index[chunk]] != 0) & (segment.control[SKIP] == 0)
+    active = (segment.grads[batch.index[chunk]] != 0) & (segment.skip == 0)
     found = {name: known.get(id(value)) for name, value in states.items()}
     new = {name: value for name, value in found.items() if value is not None}
     # All are chosen before any is written: one may be another's old value.

@@ -20,7 +20,7 @@ class MatrixSegment(Protocol):
     device: torch.device
     grads: torch.Tensor
     gradients: Sequence[torch.Tensor | None]
-    control: torch.Tensor
+    skip: torch.Tensor
     step: torch.Tensor
     may_skip: bool
 

@@ -14,8 +14,7 @@ import torch
 
 from ..devices import has_streams
 from ..errors import HostMemoryError, OffloadError
-from ..pairs import REAL_INSTEAD
-from ..placement.local import local_part
+from ..placement.local import REAL_INSTEAD, local_part
 from ..runtime.segment import Segment, TileRange
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from ..backends.cpp.run import CpuSegment
-from ..backends.spec import KernelSpec, pass_traffic
-from ..control_numbers import INVERSE_SCALE, SKIP, UNSCALE
+from ..backends.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
 from ..errors import OffloadError
 from ..optimizer.parameters import check_not_shared, check_parameter
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense

@@ -11,11 +11,10 @@ from typing import TypeGuard
 import torch
 
 from ..accumulation import refuse_taken
-from ..compat import opaque
+from ..compat import UPDATE, marked, opaque
 from ..devices import has_streams
 from ..errors import GradientError
-from ..marks import UPDATE, marked
-from ..pairs import as_real, resolved
+from ..placement.local import as_real, resolved
 from .plan_cache import Recipe, find_recipe
 from .sharded import as_from_torch, sharded_norm
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ..backends.cpp.compile import load_library, warn_of_failure
-from ..control_numbers import LARGEST_SUM
+from ..backends.spec import LARGEST_SUM
+from ..devices import thread_count
 from ..errors import BuildError
-from ..threads import thread_count
 from .tiles import DTYPES, Order, Tiles, combine, cut, order_of
 
 TILE = 16384

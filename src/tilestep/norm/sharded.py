@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
+from ..backends.spec import LARGEST_SUM
 from ..compat import layouts, local_parts, ready
-from ..control_numbers import LARGEST_SUM
 from ..errors import GradientError
-from ..pairs import as_real
 from ..placement import ReductionGroup, is_distributed
-from ..placement.local import local_part
+from ..placement.local import as_real, local_part
 from .plan_cache import Recipe, find_recipe
 from .tiles import Order, combine, order_of
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..control_numbers import LARGEST_SUM
+from ..backends.spec import LARGEST_SUM
 from ..devices import has_streams
 from ..errors import GradientError
 

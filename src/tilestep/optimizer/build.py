@@ -18,7 +18,6 @@ from ..combinations import FSDP1, refusal, split_kind
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
-from ..pairs import ComplexMembers, as_complex, as_real, real_shape
 from ..placement import (
     Exchanges,
     LocalGradients,
@@ -30,7 +29,7 @@ from ..placement import (
     is_whole,
     local_state,
 )
-from ..placement.local import first_index, local_part
+from ..placement.local import ComplexMembers, as_complex, as_real, first_index, local_part, real_shape
 from ..rules import Rule
 from ..runtime import DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, kernel_spec, load_ahead
 from ..storage import entries_of

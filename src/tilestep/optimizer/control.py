@@ -35,8 +35,7 @@ import torch
 import torch.distributed as dist
 
 from ..backends.registry import control_kernels
-from ..combinations import FSDP1, refusal
-from ..control_numbers import (
+from ..backends.spec import (
     CLIP,
     CONTROL_SIZE,
     INVERSE_SCALE,
@@ -48,6 +47,7 @@ from ..control_numbers import (
     SKIPPED,
     UNSCALE,
 )
+from ..combinations import FSDP1, refusal
 from ..errors import GradientError
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..pairs import as_real
 from ..placement import distribute, local_state
-from ..placement.local import copy_into, local_part
+from ..placement.local import as_real, copy_into, local_part
 from ..storage import entries_of, kept_in_blocks, values_of
 from .masters import MASTER_KEYS, exact_values
 from .parameters import iter_params, param_states

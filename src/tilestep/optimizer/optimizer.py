@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..backends.spec import NORM, SKIPPED
 from ..combinations import refusal
 from ..compat import fake_mode_is_active, is_capturing, opaque, step_is_ordinary, step_is_watched
-from ..control_numbers import NORM, SKIPPED
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
 from ..placement import LOCAL, Placement, ReductionGroup

@@ -18,8 +18,8 @@ from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts
 from ..devices import is_host
 from ..errors import GradientError
 from ..memory.memory import StateMemory
-from ..pairs import ComplexMembers
 from ..placement import LocalGradients, ReductionGroup, SharedSums
+from ..placement.local import ComplexMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.gradients import copy_to
 from .masters import Masters

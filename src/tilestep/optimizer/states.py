@@ -17,8 +17,7 @@ from ..compat import is_zero_tensor, zero_all
 from ..errors import StateError
 from ..graph import Graph, never_negative
 from ..memory.memory import StateMemory
-from ..pairs import as_real
-from ..placement.local import local_part, sharded_dims
+from ..placement.local import as_real, local_part, sharded_dims
 from ..rules import Interval, Rule, State
 from ..rules.protocol import at_step
 from ..runtime import grad_dtype, is_dense

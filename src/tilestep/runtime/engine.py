@@ -12,13 +12,11 @@ import torch
 from ..backends.registry import build_segment
 from ..backends.spec import KernelSpec
 from ..backends.triton.launch import Launch, build_threads, build_together
-from ..compat import is_capturing
-from ..devices import is_host
+from ..compat import HOST_UPDATE, UPDATE, is_capturing, marked
+from ..devices import is_host, thread_count
 from ..errors import StateError
-from ..marks import HOST_UPDATE, UPDATE, marked
 from ..norm import NormTable
 from ..tensor_watch import FixedTensors, TensorFingerprint
-from ..threads import thread_count
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .gradients import Gradients, GroupWatch, Seen, Stale
 from .limits import StepInputs

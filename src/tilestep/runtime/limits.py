@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..control_numbers import CLIP, NORM, SKIP, SKIPPED
+from ..backends.spec import CLIP, NORM, SKIP, SKIPPED
 
 
 class StepLimit:

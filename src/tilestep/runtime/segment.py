@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..backends.spec import MAX_DIMS, KernelSpec
+from ..backends.spec import MAX_DIMS, SKIP, KernelSpec
 from ..backends.triton.launch import Launch
 from ..compat import has_memory
 from ..errors import GradientError, StateError
@@ -379,6 +379,8 @@ class Segment:
         self.grads = grads
         self.gradients: Sequence[torch.Tensor | None] = ()
         self.control = control
+        self.skip = control[SKIP]
+        """Not 0 where the step is skipped, a scalar on the device."""
         self.device = entries[0].param.device
         self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
         numels = [entry.param.numel() for entry in self.entries]

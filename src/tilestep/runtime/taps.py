@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from ..backends.taps import NEAR, kept_states, tap_columns, taps_fit
-from ..control_numbers import SKIP
 from ..devices import is_host
 from ..storage import values_of
 from ..tensor_watch import sum_of_versions
@@ -150,7 +149,7 @@ class SegmentTaps:
         update = now - before
         gradient = segment.gradients[position]
         assert gradient is not None
-        taken = segment.control[SKIP] == 0
+        taken = segment.skip == 0
         has_gradient = gradient.detach().to(others.device) != 0
         same = has_gradient & (update == 0) & ~others & taken.to(others.device)
         self._put(position, "param_squares", now.square().sum())

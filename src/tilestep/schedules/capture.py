@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..combinations import refusal
-from ..compat import addresses_equal
+from ..compat import REPLAY, addresses_equal, marked
 from ..errors import CaptureError, GradientError
-from ..marks import REPLAY, marked
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
 from ..runtime import Stale
 from ..runtime.capturing import HostBranches, require

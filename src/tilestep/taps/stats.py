@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backends.spec import INVERSE_SCALE
 from ..backends.taps import FAR, NEAR, TapColumns, tap_columns
 from ..compat import is_capturing
-from ..control_numbers import INVERSE_SCALE
 from ..placement.local import is_distributed
 
 if TYPE_CHECKING:

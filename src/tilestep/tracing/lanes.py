@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..marks import HOST_UPDATE, ITERATION, REPLAY, UPDATE
+from ..compat import HOST_UPDATE, ITERATION, REPLAY, UPDATE
 
 Interval = tuple[float, float]
 Intervals = list[Interval]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from ..marks import ITERATION
+from ..compat import ITERATION
 from .lanes import Intervals, Iteration, length, read_events, split
 
 if TYPE_CHECKING:

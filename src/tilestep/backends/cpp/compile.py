@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...cache import BuildTimeout, CachedFile, cached, cached_names, content_key, open_cached
-from ...counters import count_build
+from ...cache import BuildTimeout, CachedFile, cached, cached_names, content_key, count_build, open_cached
 from ...errors import BuildError
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import threads
+from ... import devices
+from ...devices import thread_count
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
-from ...threads import thread_count
 from ...tuning import tile_shape
 from ..spec import KernelSpec
 from . import source
@@ -261,6 +261,6 @@ class CpuSegment(Segment):
     def tile_pass(self, index: int) -> None:
         """Run tile pass `index` and the passes over slices before it, if there are any."""
         if self._tile[index]:
-            self._launch.threads = 1 if threads.is_forked else torch.get_num_threads()
+            self._launch.threads = 1 if devices.is_forked else torch.get_num_threads()
         for function, arguments in self._tile[index] if self.taps is None else self._passes[index]:
             function(*arguments)

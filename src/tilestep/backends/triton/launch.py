@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ...cache import cached, content_key, private_folder, publish, text_builder
+from ...cache import cached, content_key, count_build, private_folder, publish, text_builder
 from ...compat import compile_together, direct_launch, replace_triton_hash, triton_hash
-from ...counters import count_build
 from ...devices import has_streams
 from ...errors import BuildError
 

@@ -15,7 +15,7 @@ from ...errors import GradientError
 from ...optimizer import Optimizer
 from ...optimizer.attached import resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
-from ...pairs import REAL_INSTEAD
+from ...placement.local import REAL_INSTEAD
 from .agree import apart_from_others, attempt_together, plain_module, validate_across_ranks
 from .buckets import Options
 from .checkpoint import begun_state, steps_behind
