@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -12,56 +13,17 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from . import native
-from .compat import count_gradient_hooks, is_last_gradient_hook, watch_clips
+from .compat import (
+    after_backward,
+    backward_pass,
+    count_gradient_hooks,
+    is_in_another_backward,
+    is_last_gradient_hook,
+    watch_clips,
+)
 from .errors import GradientError
-from .tensor_watch import survey
-
-
-class Accumulating:
-    """Something that goes on with gradients in backward, except inside of `no_sync`.
-
-    Example:
-        >>> looks_at_gradients = Accumulating()
-        >>> with looks_at_gradients.no_sync():
-        ...     looks_at_gradients.syncing
-        False
-        >>> looks_at_gradients.syncing
-        True
-    """
-
-    syncing = True
-    """Whether the next backward is the last one before a step."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A block in which backward only accumulates."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-
-def announce_gradients(param: torch.Tensor, announce: Any, *told: Any, through: Any = None) -> Any:
-    """Have a method called when backward has accumulated a parameter's gradient, as long as its object lives.
-
-    Tensors keep their hooks where Python's garbage collector does not look: who holds the parameter, and is held by its
-    hook, would never be let go, and neither would the model.
-    """
-    living, function = weakref.ref(announce.__self__), announce.__func__
-
-    def hook(arrived: torch.Tensor) -> None:
-        # Called for every parameter in every backward; `weakref.WeakMethod` is written in Python.
-        known = living()
-        if known is not None:
-            function(known, *told, arrived)
-
-    trains = param.requires_grad
-    param.requires_grad_(True)
-    handle = param.register_post_accumulate_grad_hook(hook if through is None else through(hook))
-    param.requires_grad_(trains)
-    return handle
-
+from .side_stream import SideStream
+from .tensor_watch import survey, which_train
 
 _NONE: Set[int] = frozenset()
 
@@ -69,19 +31,34 @@ _NONE: Set[int] = frozenset()
 class GradientHooks:
     """Calls of a method when backward has accumulated gradients, after all other hooks of their parameters.
 
+    The method's object is not kept alive: tensors keep their hooks where Python's garbage collector does not look, so
+    one that holds the parameter, and is held by its hook, would never be let go, and neither would the model.
+
     A hook that is registered later changes gradients before they are used too, from the next backward on.
     """
 
-    def __init__(self) -> None:
-        self.made: dict[int, tuple[torch.Tensor, Any, Any, Any, Any]] = {}
-        """For each parameter, by `id`: itself, the method (not kept alive), what it is told, and the handle."""
+    def __init__(self, announce: Any) -> None:
+        self._living, self._function = weakref.ref(announce.__self__), announce.__func__
+        self.made: dict[int, tuple[torch.Tensor, Any, Any]] = {}
+        """For each parameter, by `id`: itself, what is put around its hook, and the handle."""
         self._count = 0
         self._params: list[torch.Tensor] = []
 
-    def add(self, param: torch.Tensor, announce: Any, *told: Any, through: Any = None) -> None:
-        """Have a method called; arguments as for `announce_gradients`."""
-        handle = announce_gradients(param, announce, *told, through=through)
-        self.made[id(param)] = param, weakref.WeakMethod(announce), told, through, handle
+    def add(self, param: torch.Tensor, through: Any = None) -> None:
+        """Have the method called with a parameter; `through` makes what torch calls of what calls the method."""
+        living, function = self._living, self._function
+
+        def hook(arrived: torch.Tensor) -> None:
+            # Called for every parameter in every backward; `weakref.WeakMethod` is written in Python.
+            owner = living()
+            if owner is not None:
+                function(owner, arrived)
+
+        trains = param.requires_grad
+        param.requires_grad_(True)
+        handle = param.register_post_accumulate_grad_hook(hook if through is None else through(hook))
+        param.requires_grad_(trains)
+        self.made[id(param)] = param, through, handle
         self._params.append(param)
         self._count += count_gradient_hooks([param])
 
@@ -92,6 +69,16 @@ class GradientHooks:
                 self.made.pop(key)[-1].remove()
         self._recount()
 
+    def is_last(self, param: torch.Tensor) -> bool:
+        """Whether a parameter's hook is called after all others; one that is not is the last from the next time on."""
+        _, through, handle = self.made[id(param)]
+        if is_last_gradient_hook(param, handle):
+            return True
+        handle.remove()
+        self.add(param, through)
+        self._recount()
+        return False
+
     def move_last(self) -> Set[int]:
         """Have hooks called after those that were registered since; those that were moved, by their parameters' `id`.
 
@@ -99,13 +86,7 @@ class GradientHooks:
         """
         if count_gradient_hooks(self._params) == self._count:
             return _NONE
-        moved = {key for key, (param, *_, handle) in self.made.items() if not is_last_gradient_hook(param, handle)}
-        for key in moved:
-            param, announce, told, through, handle = self.made.pop(key)
-            handle.remove()
-            self.add(param, announce(), *told, through=through)
-        self._recount()
-        return moved
+        return {key for key, (param, *_) in list(self.made.items()) if not self.is_last(param)}
 
     def _recount(self) -> None:
         self._params = [param for param, *_ in self.made.values()]
@@ -174,6 +155,221 @@ class _CountedNatively(AwaitedGradients):
         own = module.new_awaited(pass_)
         functions = {"begin": module.await_places, "come": module.come, "left": module.left, "hook": module.new_hook}
         vars(self).update({name: partial(function, own) for name, function in functions.items()})
+
+
+class RoundOwner(Protocol):
+    """What does something with buckets whose gradients are all there."""
+
+    def begin_round(self) -> Set[int]:
+        """Before the first gradient of a round is counted; parameters that something else announces now, by `id`."""
+
+    def is_awaited_again(self, bucket: int, param: torch.Tensor) -> bool:
+        """A gradient has come of a bucket that was complete: whether the bucket now waits for all of them once more."""
+
+    def complete(self, bucket: int) -> None:
+        """The last awaited gradient of a bucket has come."""
+
+    def end_pass(self) -> None:
+        """A backward pass has ended, and the round has not."""
+
+    def end_round(self) -> None:
+        """End the round, with `GradientRounds.end`: its last backward has ended, or was broken off by an error."""
+
+
+class GradientRounds:
+    """Which gradients backward has brought: whether a bucket is full, and whether the round of all buckets is over.
+
+    The owner, which is not kept alive, does something with full buckets, in `stream`.
+    `announce` is the owner's method that gradients go through first, if not `arrived` itself. If rounds are `eager` a
+    backward outside of `no_sync` ends its own. If they `accumulate`, every backward brings all gradients once more, to
+    be added up; else a round has one of each.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        stream: SideStream,
+        announce: Any = None,
+        *,
+        eager: bool = False,
+        accumulates: bool = False,
+    ) -> None:
+        self._owner: Callable[[], Any] = weakref.ref(owner)
+        self._stream, self._eager, self._accumulates = stream, eager, accumulates
+        self.hooks = GradientHooks(announce or self.arrived)
+        self.elsewhere: set[int] = set()
+        """Parameters whose gradients no hook announces, by `id`."""
+        self._buckets: list[list[torch.Tensor]] = []
+        self._params: list[torch.Tensor] = []
+        self._place_of: dict[int, tuple[int, int]] = {}
+        """For each parameter, by `id`, its bucket and its place there."""
+        self._readiness: list[GradReadiness] = []
+        self.awaited: list[AwaitedGradients] = []
+        """For each bucket what it waits for."""
+        self.writers: list[dict[int, torch.cuda.Stream]] = []
+        """For each bucket the streams that have written gradients, by number."""
+        self.trains: list[bytes] = []
+        """For each bucket a one for each parameter that did train when that was last noted, else a zero."""
+        self._all_trains = b""
+        self.is_native = False
+        """Whether gradients are counted in C++."""
+        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey
+        """`tensor_watch.survey`."""
+        self.syncing = True
+        """Whether the next backward is the last one before a step."""
+        self.is_open = False
+        self.ends_with_pass = False
+        """Whether the round ends with the backward that runs."""
+        self._pass: int | None = None
+        """The backward pass whose gradients are counted."""
+        self._passes: set[int | None] = set()
+        """All passes of the same backward."""
+        self._running: set[int | None] = set()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward only accumulates."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward pass has not come to its end."""
+        return bool(self._running)
+
+    def holds(self, param: Any) -> bool:
+        """Whether a parameter's gradients are counted."""
+        return id(param) in self._place_of
+
+    def leave_out(self, params: Set[int]) -> None:
+        """Count gradients of some parameters, by `id`, where `arrived` is called for them, and by no hook."""
+        self.elsewhere |= params
+        self.hooks.remove(params)
+
+    def count(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Count the gradients of these buckets from now on, and of no others."""
+        self.hooks.remove()
+        self._buckets = list(map(list, buckets))
+        self._params = list(itertools.chain(*self._buckets))
+        size, by_stream = len(self._params), self._stream.in_order
+        first = GradReadiness(size, by_stream=by_stream)
+        self.is_native, self.survey = first.is_native, first.survey
+        # Counted together, a stream is known for all buckets once it has written a gradient of one.
+        apart = not self._accumulates
+        self._readiness = [first, *(GradReadiness(size, by_stream=by_stream) for _ in self._buckets[1:] if apart)]
+        self.writers = [{} if apart else self._stream.writers for _ in self._buckets]
+        self.awaited = [self._readiness[place * apart].awaited() for place in range(len(self._buckets))]
+        self._place_of, self._all_trains = {}, b""
+        for number, (params, awaited) in enumerate(zip(self._buckets, self.awaited)):
+            for place, param in enumerate(params):
+                self._place_of[id(param)] = number, place
+                if id(param) not in self.elsewhere and (param.is_floating_point() or param.is_complex()):
+                    self.hooks.add(param, partial(awaited.hook, place))
+
+    def count_faster(self) -> None:
+        """Between rounds: count gradients in C++ if that has been built by now."""
+        if native.module(len(self._params)) is not None:
+            self.count(self._buckets)
+
+    def arrived(self, param: torch.Tensor, *, is_noted: bool = False) -> None:
+        """Count a gradient; `is_noted` for one whose pass was noted when it began to travel."""
+        # Called for every parameter in every backward, unless C++ has counted it.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrived(param, is_noted=is_noted)
+            return
+        current = self._pass if is_noted else backward_pass()
+        moved = _NONE
+        if not self.is_open or current != self._pass:
+            moved = self.note_pass(current)
+        bucket, place = self._place_of[id(param)]
+        if self._stream.stream is not None:
+            self._stream.note_current(self.writers[bucket])
+            self._readiness[bucket if bucket < len(self._readiness) else 0].know_stream(param)
+        # A hook of its own that is still to come changes it, or a reduction: then later code takes what they leave.
+        if id(param) in moved:
+            return
+        owner, awaited = self._owner(), self.awaited[bucket]
+        if not awaited.left() and owner.is_awaited_again(bucket, param):
+            awaited.begin(which_train(self._buckets[bucket]))
+        if not awaited.come(place):
+            owner.complete(bucket)
+
+    def note_pass(self, current: int | None) -> Set[int]:
+        """At the first gradient of a pass: begin a round or go on with it; parameters that are announced later now.
+
+        Passes that reentrant checkpoints begin belong to the backward that they are begun in.
+        """
+        moved = _NONE
+        if not (self.is_open and current in self._passes):
+            within = is_in_another_backward()
+            if begins := not (within and self.is_open and self._passes):
+                owner, moved = self._owner(), self.hooks.move_last()
+                if self.ends_with_pass:
+                    # The pass before was broken off by an error, after more or fewer buckets on every rank.
+                    owner.end_round()
+                was_open = self.is_open
+                if not was_open:
+                    moved |= owner.begin_round()
+                    self.is_open = True
+                if self._accumulates or not was_open:
+                    self.note_trains(waits=True)
+                self._passes = set()
+            self._passes.add(current)
+            ends = current is not None and after_backward(partial(self._end_of_pass, current, within))
+            if ends:
+                self._running.add(current)
+            if begins:
+                self.ends_with_pass = ends and not within and self.syncing and self._eager
+        self._pass = current
+        for readiness in self._readiness:
+            readiness.follow(-1 if current is None else current)
+        return moved
+
+    def note_trains(self, *, waits: bool = False) -> None:
+        """Note which parameters train, and wait for the gradients of these."""
+        trains = self.survey(self._params)[2]
+        if trains != self._all_trains:
+            self._all_trains = trains
+            self.trains = list(map(which_train, self._buckets))
+        if waits:
+            for awaited, which in zip(self.awaited, self.trains):
+                awaited.begin(which)
+
+    def _end_of_pass(self, number: int, within: bool) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._end_of_pass(number, within)
+            return
+        self._running.discard(number)
+        if self.ends_with_pass and not within:
+            self._owner().end_round()
+        elif self.is_open and self._accumulates:
+            self._owner().end_pass()
+
+    def begin_another(self, bucket: int) -> None:
+        """End the round in the middle of a backward and begin the next, with a gradient of this bucket in it."""
+        owner, current, passes = self._owner(), self._pass, self._passes
+        owner.end_round()
+        owner.begin_round()
+        self.note_trains(waits=True)
+        self.is_open, self.ends_with_pass, self._passes, self._pass = True, True, passes, current
+        for readiness in self._readiness:
+            readiness.follow(-1 if current is None else current)
+        self._stream.note_current(self.writers[bucket])
+
+    def end(self) -> None:
+        """The round is over: the next gradient begins another one."""
+        self.is_open = self.ends_with_pass = False
+        self._pass, self._passes = None, set()
+        self._running.clear()
+        for readiness in self._readiness:
+            readiness.follow(-1)
+        for writers in self.writers:
+            writers.clear()
 
 
 class TakesGradients(Protocol):

@@ -42,7 +42,8 @@ class SideStream:
             self.in_order = True
         self._index = (device.index or 0) if self.stream is None else self.stream.device_index
         self._entered_from: torch.cuda.Stream | None = None
-        self._writers: dict[int, torch.cuda.Stream] = {}
+        self.writers: dict[int, torch.cuda.Stream] = {}
+        """Streams that write what is going to be used here, by number: `after_compute` waits for them."""
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._others: dict[int, SideStream] = {}
         self._marks = 0
@@ -50,10 +51,6 @@ class SideStream:
         """The last mark that each stream has waited for, by the stream's number: what came before it has come too."""
 
     # Which stream is current.
-
-    def current_number(self) -> int | None:
-        """The number of the stream that work goes to now, which costs a tenth of the stream; None on a CPU."""
-        return None if self.stream is None else current_stream_number(self._index)
 
     def current(self) -> torch.cuda.Stream | None:
         """The stream that work goes to now; None on a CPU."""
@@ -98,25 +95,21 @@ class SideStream:
             self._entered_from = before
 
     def after_compute(self, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
-        """A block of work that begins when the current stream and the noted writers have done what they have."""
+        """A block of work that begins when the current stream and `writers` have done what they have."""
         if self.stream is None:
             return _NOTHING
         number = current_stream_number(self._index)
-        for stream in {**self._writers, number: self._numbered(number)}.values():
+        for stream in {**self.writers, number: self._numbered(number)}.values():
             self.stream.wait_stream(stream)
         self.keep(*tensors)
         return torch.cuda.stream(self.stream)
 
-    def note_writer(self) -> None:
-        """Remember the current stream as one that writes what is going to be used, until `forget_writers`."""
+    def note_current(self, streams: dict[int, torch.cuda.Stream]) -> None:
+        """Add the stream that work goes to now to some streams, by number; on a CPU there is none."""
         if self.stream is not None:
             number = current_stream_number(self._index)
-            if number not in self._writers:
-                self._writers[number] = self._numbered(number)
-
-    def forget_writers(self) -> None:
-        """What the streams of `note_writer` have written is used."""
-        self._writers.clear()
+            if number not in streams:
+                streams[number] = self._numbered(number)
 
     @contextmanager
     def left(self) -> Iterator[None]:
@@ -189,6 +182,12 @@ class SideStream:
         """Let the current stream wait for all work so far."""
         if self.stream is not None and not self._is_elsewhere():
             self._numbered(current_stream_number(self._index)).wait_stream(self.stream)
+
+    def join_all(self) -> None:
+        """Let every stream that this was used from wait for all work so far: before memory is given back to them."""
+        if self.stream is not None:
+            for stream in self._streams.values():
+                stream.wait_stream(self.stream)
 
     def _is_elsewhere(self) -> bool:
         """Whether a graph is captured of which this stream is not a part yet: there is nothing to wait for there."""

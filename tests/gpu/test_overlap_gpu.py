@@ -148,6 +148,32 @@ def test_an_exception_in_backward(during: str, make: Make) -> None:
     schedules.test_an_exception_in_backward(during, make)
 
 
+@both
+def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: str) -> None:
+    """It is given to others once the updates have run, although none of the streams has waited for them."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
+    optimizer: Any = tilestep.overlap(adamw(model.parameters()), model, during, bucket_cap_mb=0.2)
+    data = torch.ones(4, 512, device="cuda")
+    for _ in range(3):
+        model(data).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    states = [state["exp_avg"] for state in optimizer.state.values()]
+    addresses, like = {state.data_ptr() for state in states}, torch.empty_like(states[0], device="meta")
+    torch.cuda.synchronize()
+    lane = optimizer.schedule.lane.stream
+    with torch.cuda.stream(lane):
+        torch.cuda._sleep(200_000_000)
+        # What an update does at its end: it writes to state.
+        for state in states:
+            state.zero_()
+    del optimizer, states, state
+    taken = [torch.full_like(like, 7.0, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    assert addresses & {each.data_ptr() for each in taken}
+    assert all(bool((each == 7).all()) for each in taken)
+
+
 def test_forward_waits_for_its_own_module_alone() -> None:
     """With the last layers' updates held up, the first layer's result is there."""
     torch.manual_seed(0)

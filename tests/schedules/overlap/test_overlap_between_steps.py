@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import overlapped_models
@@ -17,6 +19,27 @@ from tilestep.runtime import JointNorm
 DURING = ["backward", "forward"]
 
 both = pytest.mark.parametrize("during", DURING)
+
+
+@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
+@both
+def test_an_optimizer_that_is_dropped_is_gone_at_once(during: str, make: Any) -> None:
+    """And the updates that it has not made are made: the model shows them."""
+    twins = Twins(make, during)
+    for step in range(3):
+        twins.step(step)
+    schedule: Any = twins.optimizer.schedule
+    gone = [weakref.ref(each) for each in (twins.optimizer, schedule, schedule.tracker)]
+    del schedule
+    gc.collect()
+    gc.disable()
+    try:
+        del twins.optimizer
+        assert [each() for each in gone] == [None] * 3
+    finally:
+        gc.enable()
+    compare_models(twins.serial, twins.overlapped)
+    loss_of(twins.overlapped, 0).backward()
 
 
 @both

@@ -35,7 +35,7 @@ class Streams:
     """A lane beside several streams of which one is current."""
 
     def __init__(self) -> None:
-        self.stream = Stream(0)
+        self.stream, self.in_order = Stream(0), True
         self.others = [Stream(1), Stream(2)]
         self.now = self.others[0]
         self.marks: list[Event] = []
@@ -43,8 +43,8 @@ class Streams:
     def current(self) -> Stream:
         return self.now
 
-    def current_number(self) -> int:
-        return self.now.cuda_stream
+    def note_current(self, streams: dict[int, Stream]) -> None:
+        streams[self.now.cuda_stream] = self.now
 
     @contextmanager
     def after(self, *_: Stream) -> Iterator[None]:
@@ -105,7 +105,7 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         note(group, event)
 
     schedule: Any = optimizer.schedule
-    schedule.lane = schedule.tracker._lane = schedule.deferred._lane = lane
+    schedule.lane = schedule.tracker._lane = schedule.deferred._lane = schedule.tracker.rounds._stream = lane
     schedule.deferred.note = noting
     model(torch.ones(2, 4)).sum().backward()
     assert len(optimizer.applied_groups) == 4

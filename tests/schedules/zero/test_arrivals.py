@@ -19,7 +19,7 @@ from torch import nn
 
 import tilestep
 from tilestep import native
-from tilestep.accumulation import GradReadiness, announce_gradients
+from tilestep.accumulation import GradientHooks, GradReadiness
 from tilestep.compat import backward_pass
 
 WITHOUT, WITH = "Python", "C++"
@@ -51,13 +51,12 @@ class Bucket:
         self.awaited = self.readiness.awaited()
         self.calls: list[int] = []
         self.last: list[int] = []
+        self.hooks = GradientHooks(self.come)
         for place, param in enumerate(self.params):
-            announce_gradients(
-                param, self.come, place, through=lambda hook, place=place: self.awaited.hook(place, hook)
-            )
+            self.hooks.add(param, partial(self.awaited.hook, place))
 
-    def come(self, place: int, param: torch.Tensor) -> None:
-        assert param is self.params[place]
+    def come(self, param: torch.Tensor) -> None:
+        place = next(place for place, own in enumerate(self.params) if own is param)
         self.calls.append(place)
         number = backward_pass()
         self.readiness.follow(-1 if number is None else number)
@@ -178,7 +177,7 @@ def test_a_training_that_begins_before_the_module_is_built(one_rank: None, monke
             model(data).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert sharded.schedule.gradients._readiness.is_native == built
+        assert sharded.schedule.gradients.rounds.is_native == built
     for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
         assert torch.equal(mine, theirs)
 
@@ -189,7 +188,7 @@ def train_beside_twins(where: str) -> None:
     with counted_in(where):
         for options in ({}, {"bucket_cap_mb": 200 / 2**20}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}):
             pair = Pair(Branches(), sgd, **options)
-            assert pair.optimizer.schedule.gradients._readiness.is_native == (where == WITH)
+            assert pair.optimizer.schedule.gradients.rounds.is_native == (where == WITH)
             for chosen in ([[0, 1, 2, 3, 4, 5]], [[0, 1], [5, 4, 4, 3], [2, 1]], [[1, 1, 2]], [[3, 0], [0, 3]]):
                 for sync_all in (False, True):
                     run(pair, chosen, sync_all)

@@ -49,7 +49,7 @@ class DeferredUpdates:
     its event. On a CPU nothing runs beside the host: an update is run when its parameters are asked for.
     """
 
-    def __init__(self, model: nn.Module, grouping: Callable[[], Grouping], lane: SideStream) -> None:
+    def __init__(self, model: nn.Module, grouping: Grouping, lane: SideStream) -> None:
         self._grouping = grouping
         self._lane = lane
         self.updates: dict[int, _Update] = {}
@@ -63,7 +63,7 @@ class DeferredUpdates:
         guard_model(model, self, lambda param: True)
         guard_sharers(model, self)
         guard_forwards(self)
-        for group in grouping().groups:
+        for group in grouping.groups:
             if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
                 group.module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
 
@@ -74,7 +74,7 @@ class DeferredUpdates:
 
     def knows(self, param: Any) -> bool:
         """Whether something is a parameter that gets updates."""
-        return id(param) in self._grouping().of
+        return id(param) in self._grouping.of
 
     def note(self, group: Group, event: torch.cuda.Event | None) -> None:
         """Note an update that backward has made; looking its parameters up before the step waits for it."""
@@ -112,7 +112,7 @@ class DeferredUpdates:
 
     def wait(self, param: Any) -> None:
         """Let the current stream wait for the update of a parameter; others are there already."""
-        group = self._grouping().of.get(id(param))
+        group = self._grouping.of.get(id(param))
         if group is None:
             return
         if group.index in self.updates:

@@ -29,11 +29,16 @@ class Group:
 
 
 class Grouping:
-    """All groups of an optimizer."""
+    """All groups of an optimizer, which it follows: `divide` makes them."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = list(groups)
-        self.of = {id(param): group for group in groups for param in group.params}
+    def __init__(self, optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self.divide(optimizer, model)
+
+    def divide(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Divide the parameters that the optimizer has now."""
+        self.groups = _divided(optimizer, model, self._bucket_bytes)
+        self.of = {id(param): group for group in self.groups for param in group.params}
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether these are the groups of the optimizer's parameters."""
@@ -41,7 +46,7 @@ class Grouping:
         return len(listed) == len(self.of) and all(key in self.of for key in listed)
 
 
-def divide(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> Grouping:
+def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[Group]:
     """Divide an optimizer's parameters into groups.
 
     Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
@@ -72,7 +77,7 @@ def divide(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> Groupin
         meshes = {id(mesh): mesh for param in group.params if (mesh := getattr(param, "device_mesh", None)) is not None}
         group.is_copied_to_host = any(has_streams(torch.device(mesh.device_type)) for mesh in meshes.values())
         group.is_guarded = all(id(param) in names for param in group.params)
-    return Grouping(groups)
+    return groups
 
 
 def _together(optimizer: Optimizer) -> dict[int, str]:

@@ -12,7 +12,7 @@ from ...compat import uncompiled
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
-from .groups import divide
+from .groups import Grouping
 from .schedule import OverlappedOptimizer, OverlapSchedule
 from .tracker import CommHook
 
@@ -95,15 +95,14 @@ def overlap(
     model = uncompiled(model)
     _check_model(optimizer, model)
     device = _only_device(optimizer)
-    bucket_bytes = int(bucket_cap_mb * 2**20)
-    grouping = divide(optimizer, model, bucket_bytes)
-    schedule = OverlapSchedule(optimizer, model, grouping, device, during, bucket_bytes, scaler, comm_hook, early_norm)
+    grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20))
+    schedule = OverlapSchedule(optimizer, model, grouping, device, during, scaler, comm_hook, early_norm)
     try:
         with unchanged_on_error(optimizer):
             optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)
             optimizer.make_plan()
     except BaseException:
-        schedule.tracker.unwatch(set(grouping.of))
+        schedule.tracker.rounds.hooks.remove()
         raise
     return cast(OverlappedOptimizer, optimizer)
 

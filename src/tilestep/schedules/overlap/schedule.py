@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,22 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...amp import GradScaler
-from ...combinations import refuse_replaced, wrappers_around
+from ...combinations import refuse_replaced
 from ...compat import is_capturing, local_parts, ready
 from ...devices import has_streams
 from ...errors import CaptureError
 from ...optimizer import Optimizer
 from ...optimizer.attached import AttachedType
 from ...optimizer.checkpoint import unchanged_on_error
-from ...optimizer.parameters import iter_params, require_listed_once
+from ...optimizer.parameters import require_listed_once
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
 from ...side_stream import SideStream
 from ..schedule import Schedule
-from .deferred import DeferredUpdates
-from .groups import Group, Grouping, divide
-from .tracker import BackwardTracker, CommHook, EarlyNorms, follow_buckets, scale_error, wrappers
+from .groups import Group, Grouping
+from .tracker import BackwardTracker, CommHook, scale_error, wrappers
 
 TRIED = ("serial", "forward")
 """Schedules that take gradients at `step()`, and so mean the same to a training loop."""
@@ -107,15 +106,15 @@ class Trial:
         ...         return Steps.now
         ...     def between(self, earlier, later):
         ...         return later - earlier
-        >>> trial = Trial(Steps(), lambda times: None)
+        >>> trial = Trial(Steps())
         >>> while trial.report is None:
-        ...     trial.note_step()
+        ...     trial.note_step(lambda times: None)
         >>> print(trial.report)
         updates run: forward (as measured in this training: serial 10 ms, forward 9 ms)
     """
 
-    def __init__(self, clock: Clock, slowest: Callable[[torch.Tensor], None]) -> None:
-        self._clock, self._slowest = clock, slowest
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._marks: list[Any] = []
         self._blocks: list[tuple[str, list[Any]]] = []
         self._steps = 0
@@ -124,8 +123,8 @@ class Trial:
         self.report: OverlapReport | None = None
         """What was chosen, once it is."""
 
-    def note_step(self) -> None:
-        """After a step."""
+    def note_step(self, slowest: Callable[[torch.Tensor], None]) -> None:
+        """After a step; `slowest` replaces times by those of the slowest rank."""
         self._steps += 1
         counted = self._steps - WARM_UP
         if counted <= 0:
@@ -136,18 +135,18 @@ class Trial:
         self._blocks.append((self.during, self._marks))
         self._marks = []
         if len(self._blocks) == ROUNDS * len(TRIED):
-            self._choose()
+            self._choose(slowest)
         else:
             self.during = TRIED[len(self._blocks) % len(TRIED)]
 
-    def _choose(self) -> None:
+    def _choose(self, slowest: Callable[[torch.Tensor], None]) -> None:
         found: dict[str, list[float]] = {name: [] for name in TRIED}
         for name, marks in self._blocks:
             found[name].extend(self._clock.between(*pair) for pair in pairwise(marks))
         medians = torch.tensor(
             [statistics.median(times) for times in found.values()], dtype=torch.float64, device="cpu"
         )
-        self._slowest(medians)
+        slowest(medians)
         known = dict(zip(found, medians.tolist()))
         best = min(known, key=known.__getitem__)
         self.during = best if known[best] < WORTH * known[TRIED[0]] else TRIED[0]
@@ -163,11 +162,7 @@ class OverlapSchedule(Schedule):
         model: has its parameters.
         grouping: what is updated together.
         device: where the parameters are.
-        during: as for `overlap`.
-        bucket_bytes: of parameters in a bucket.
-        scaler: as for `overlap`.
-        comm_hook: as for `overlap`.
-        early_norm: as for `overlap`.
+        during, scaler, comm_hook, early_norm: as for `overlap`.
     """
 
     not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
@@ -180,41 +175,37 @@ class OverlapSchedule(Schedule):
         grouping: Grouping,
         device: torch.device,
         during: str,
-        bucket_bytes: int,
         scaler: torch.amp.GradScaler | None,
         comm_hook: CommHook | None,
         early_norm: bool,
     ) -> None:
-        self._optimizer = optimizer
-        self.model, self.grouping, self._bucket_bytes = model, grouping, bucket_bytes
+        # The optimizer has this: a circle would keep both until the garbage collector comes.
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self.model, self.grouping = model, grouping
         clock = device_clock(device) if during == "auto" else None
-        self._trial = None if clock is None else Trial(clock, self._slowest)
+        self._trial = None if clock is None else Trial(clock)
         self.during = "serial" if during == "auto" else during
-        self._scaler = scaler
         self._had_gradients = False
         self._knows_ranks = during != "backward"
-        self.elsewhere: set[int] = set()
-        """Parameters whose complete gradients are announced by DistributedDataParallel, by `id`."""
         self.lane = SideStream(device)
-        self.tracker = BackwardTracker(self, optimizer, self.lane, updates=during == "backward")
-        self._comm_hook = comm_hook
-        if during == "backward":
-            for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.tracker.holds)]):
-                self.follow_wrapper(wrapper)
-        self.norms, self._early_norm = EarlyNorms(), early_norm
-        self.deferred = DeferredUpdates(model, lambda: self.grouping, self.lane)
-        self.tracker.watch(self.elsewhere)
+        # Updates that still run write to state whose memory its streams would give to others.
+        weakref.finalize(self, self.lane.join_all).atexit = False
+        self.tracker = BackwardTracker(
+            optimizer,
+            model,
+            grouping,
+            self.lane,
+            updates=during == "backward",
+            scaler=scaler,
+            comm_hook=comm_hook,
+            early_norm=early_norm,
+        )
+        self.deferred, self.norms = self.tracker.deferred, self.tracker.norms
 
     @property
     def offers(self) -> dict[str, Any]:
         """What the optimizer has besides."""
         return {method.__name__: method for method in (self.overlap_report, self.no_sync, self.synchronize)}
-
-    def follow_wrapper(self, wrapper: Any) -> None:
-        """Take the gradients of a DistributedDataParallel when it has reduced them."""
-        elsewhere = follow_buckets(wrapper, self.tracker, self._comm_hook)
-        self.elsewhere |= elsewhere
-        self.tracker.unwatch(elsewhere)
 
     def settle(self) -> None:
         """Let what comes next see all updates."""
@@ -224,29 +215,7 @@ class OverlapSchedule(Schedule):
     @property
     def params(self) -> list[torch.Tensor]:
         """Every parameter."""
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
-
-    def label(self, param: torch.Tensor) -> str:
-        """What messages call a parameter."""
-        label = next(label for label, _, _, each in iter_params(self._optimizer) if each is param)
-        name = next((name for name, each in self.model.named_parameters() if each is param), None)
-        return label if name is None or label.endswith(")") else f"{label} ({name})"
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether gradients carry a loss scale that the step takes away."""
-        return bool(self._optimizer.control.gradients_scaled) or (
-            self._scaler is not None and self._scaler.is_enabled()
-        )
-
-    @property
-    def needs_norm_early(self) -> bool:
-        """Whether the step is going to ask for the norm of the gradients, as far as can be seen in backward."""
-        control = self._optimizer.control
-        scaled = control.gradients_scaled or isinstance(self._scaler, GradScaler)
-        return (
-            self._early_norm and control.joint is None and (scaled or control.needs_norm(self._optimizer.param_groups))
-        )
+        return [param for group in self._optimizer().param_groups for param in group["params"]]
 
     def part_of(self, param: torch.Tensor) -> Any:
         """The group that a parameter is updated with."""
@@ -254,7 +223,7 @@ class OverlapSchedule(Schedule):
 
     def _slowest(self, times: torch.Tensor) -> None:
         """Replace times by those of the slowest rank."""
-        agreement = self._optimizer.agreement
+        agreement = self._optimizer().agreement
         if agreement is not None:
             agreement.largest(times)
             return
@@ -283,8 +252,9 @@ class OverlapSchedule(Schedule):
         """A block in which no update runs, with the groups that there are now."""
         self.deferred.complete()
         with self.lane.left():
-            if not self.grouping.knows(self._optimizer):
-                self.grouping = divide(self._optimizer, self.model, self._bucket_bytes)
+            if not self.grouping.knows(self._optimizer()):
+                self.grouping.divide(self._optimizer(), self.model)
+                self.tracker.watch()
             yield
 
     @property
@@ -294,7 +264,7 @@ class OverlapSchedule(Schedule):
 
     def no_sync(self) -> Any:
         """A block in which backward only accumulates; the first one outside of it updates with the sums."""
-        return self.tracker.no_sync()
+        return self.tracker.rounds.no_sync()
 
     def synchronize(self) -> None:
         """Let what comes next see all updates.
@@ -307,7 +277,7 @@ class OverlapSchedule(Schedule):
 
     def step(self, plain: Callable[[], None]) -> None:
         """Take a step, or end the one that backward has begun."""
-        if self._optimizer.is_evaluating:
+        if self._optimizer().is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
             raise CaptureError("a step that overlaps other work cannot be captured in a CUDA graph")
@@ -316,10 +286,10 @@ class OverlapSchedule(Schedule):
         else:
             self._step_beside()
         if self._trial is not None and self._trial.report is None:
-            self._trial.note_step()
+            self._trial.note_step(self._slowest)
             if self._trial.during != self.during:
                 self.during = self._trial.during
-                self._optimizer.rebuild()
+                self._optimizer().rebuild()
 
     def _step_at_once(self, plain: Callable[[], None]) -> None:
         """The optimizer's own step; gradients are used up as by any other schedule."""
@@ -336,7 +306,7 @@ class OverlapSchedule(Schedule):
         self.tracker.require_whole()
         if not self._knows_ranks and self.tracker.has_updated:
             self._warn_of_ranks()
-        optimizer = self._optimizer
+        optimizer = self._optimizer()
         is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
         decides = is_run_by_scaler or optimizer.control.needs_norm(optimizer.param_groups)
         if self.tracker.meets_a_scaler and is_run_by_scaler:
@@ -351,7 +321,7 @@ class OverlapSchedule(Schedule):
         """Decide the step, and let its updates wait until they are needed."""
         self.deferred.complete()
         self.lane.join()
-        optimizer = self._optimizer
+        optimizer = self._optimizer()
         with self.lane.after():
             tables, gradients = optimizer.prepared()
             tables.begin_states(optimizer, all_of_them=True)
@@ -390,7 +360,7 @@ class OverlapSchedule(Schedule):
         """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
         self._knows_ranks = True
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if several and not self.elsewhere and not any(map(is_distributed, self.params)):
+        if several and not self.tracker.rounds.elsewhere and not any(map(is_distributed, self.params)):
             warnings.warn(
                 'overlap(during="backward"): there are several ranks, and each has updated with its own gradients, '
                 "which are let go before they could be summed by hand: a loop that all-reduces `param.grad` after "
@@ -423,14 +393,14 @@ class OverlapSchedule(Schedule):
         group: Group,
         held: list[torch.Tensor],
     ) -> Callable[[], None]:
-        places = tables.places.get(group.index, ())
+        places, is_measured = tables.places.get(group.index, ()), self._optimizer().taps is not None
         runs_later = self.lane.stream is None
 
         def work() -> None:
             if runs_later:
                 for place in places:
                     tables.engines[place].follow_memory()
-            tables.update(gradients, places, counts_versions=False, measures=self._optimizer.taps is not None)
+            tables.update(gradients, places, counts_versions=False, measures=is_measured)
             held.clear()
             for place in places:
                 gradients[place] = []
@@ -443,7 +413,7 @@ class OverlapSchedule(Schedule):
         Raises:
             RuntimeError: after a backward that has updated parameters; `step()` must end it.
         """
-        if self.tracker.is_broken:
+        if self.tracker.rounds.is_broken:
             self.lane.join()
             self.tracker.forget()
         elif self.tracker.has_updated:
@@ -471,10 +441,9 @@ class OverlapSchedule(Schedule):
         if self.tracker.has_updated:
             raise RuntimeError("backward has updated parameters already: call step() before add_param_group()")
         self.synchronize()
-        with unchanged_on_error(self._optimizer):
+        with unchanged_on_error(self._optimizer()):
             plain(param_group)
-            require_listed_once("overlap()", self._optimizer)
-        self.tracker.watch(self.elsewhere)
+            require_listed_once("overlap()", self._optimizer())
 
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
         """Exchange weights after all updates."""

@@ -6,18 +6,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...accumulation import Accumulating, AwaitedGradients, GradientHooks, GradReadiness, announce_taker, gradientless
-from ...combinations import follow_wrappers, refusal
+from ...accumulation import GradientRounds, announce_taker, gradientless
+from ...amp import GradScaler
+from ...combinations import follow_wrappers, refusal, wrappers_around
 from ...compat import (
-    after_backward,
     backward_pass,
     count_scaled_losses,
     local_parts,
@@ -27,12 +26,14 @@ from ...compat import (
 )
 from ...devices import is_host
 from ...errors import GradientError
+from ...optimizer import Optimizer
+from ...optimizer.parameters import iter_params
 from ...optimizer.plan import StepPlan
-from ...optimizer.protocol import Optimizer
 from ...placement.local import is_distributed
 from ...runtime import JointNorm, Stale
 from ...side_stream import SideStream
-from .groups import Group
+from .deferred import DeferredUpdates
+from .groups import Group, Grouping
 
 Seen = list[tuple[Any, int, int]]
 """For each gradient of an engine a weak reference, its version, and that of its local part."""
@@ -95,53 +96,35 @@ def _same(seen: Seen, params: Sequence[torch.Tensor]) -> bool:
 _NONE: Set[int] = frozenset()
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
-
-class Overlapped(Protocol):
-    """`schedule.OverlapSchedule`, as far as its tracker is concerned."""
-
-    elsewhere: set[int]
-    grouping: Any
-    model: nn.Module
-    norms: Any
-    deferred: Any
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """Every parameter."""
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether gradients carry a loss scale."""
-
-    @property
-    def needs_norm_early(self) -> bool:
-        """Whether a norm is needed before the last gradient is there."""
-
-    def follow_wrapper(self, wrapper: Any) -> None:
-        """Look at a wrapper that has come around the model."""
-
-    def label(self, param: torch.Tensor) -> str:
-        """What messages call a parameter."""
+CommHook = tuple[Any, Callable[[Any, Any], Any]]
+"""State and function, as `DistributedDataParallel.register_comm_hook` takes them."""
 
 
-class BackwardTracker(Accumulating):
+class BackwardTracker:
     """What has happened to gradients since the last step, and the updates that this makes.
 
     A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
-    a clip, a loss scale and a skipped step are decided by the step.
+    a clip, a loss scale and a skipped step are decided by the step. The optimizer, which has this, is not kept alive.
     """
 
-    def __init__(self, schedule: Overlapped, optimizer: Optimizer, lane: SideStream, *, updates: bool) -> None:
-        self._schedule, self._optimizer = schedule, optimizer
-        self._lane = lane
-        self._updates = updates
-        self._hooks = GradientHooks()
-        self._grouping: Any = None
-        """What the following two are made for."""
-        self._readiness: list[GradReadiness] = []
-        """For each group what counts its gradients: streams that have written some are known group by group."""
-        self._place_of: dict[int, tuple[Group, AwaitedGradients, int]] = {}
-        """For each parameter, by id, its group, what that waits for, and its place there."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        grouping: Grouping,
+        lane: SideStream,
+        *,
+        updates: bool,
+        scaler: torch.amp.GradScaler | None,
+        comm_hook: CommHook | None,
+        early_norm: bool,
+    ) -> None:
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self._model, self._grouping, self._lane = model, grouping, lane
+        self._updates, self._scaler, self._comm_hook, self._early_norm = updates, scaler, comm_hook, early_norm
+        self.deferred = DeferredUpdates(model, grouping, lane)
+        self.norms = EarlyNorms()
+        self.rounds = GradientRounds(self, lane, self.arrived)
         self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
         """Gradients that are used up, until the streams whose memory they are have waited for their update."""
         self._scaled_losses = count_scaled_losses()
@@ -149,11 +132,14 @@ class BackwardTracker(Accumulating):
         self._later_wrappers: list[Any] = []
         """DistributedDataParallels that have come around the model since, to be followed before a backward."""
         self._begin()
-        follow_wrappers(self, schedule.model)
+        follow_wrappers(self, model)
         announce_taker(self)
+        if updates:
+            for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.holds)]):
+                self._follow_wrapper(wrapper)
+        self.watch()
 
     def _begin(self) -> None:
-        self.is_open = False
         self._sums = False
         self.applies = False
         self.meets_a_scaler = False
@@ -161,71 +147,36 @@ class BackwardTracker(Accumulating):
         self.applied: list[Group] = []
         self._updated: set[int] = set()
         """Parameters of the applied groups, by id."""
-        self._pass: int | None = None
-        """The backward pass whose gradients are counted."""
-        self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
         self._reduced: dict[int, torch.Tensor] = {}
         """Gradients that are somewhere else than in their parameter's `grad`."""
         self._announced: set[int] = set()
         """Parameters whose gradients have been taken from their collective, by id."""
-        self._running: set[int] = set()
-        """Backward passes that have begun and not ended."""
         self._awaited: deque[tuple[Any, Callable[[], None]]] = deque()
         """Reductions that a CPU's threads are busy with, and what to do once they are done."""
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a backward pass has not come to its end."""
-        return bool(self._running)
 
     @property
     def has_updated(self) -> bool:
         """Whether some group's update is made."""
         return bool(self.applied)
 
-    def watch(self, elsewhere: set[int]) -> None:
-        """Look at the gradients of every parameter that trains."""
-        if self._grouping is not self._schedule.grouping:
-            self._regroup()
-        made = self._hooks.made
-        for param in self._schedule.params:
-            if param.requires_grad and id(param) not in made and id(param) not in elsewhere:
-                _, awaited, place = self._place_of[id(param)]
-                self._hooks.add(param, self.arrived, through=partial(awaited.hook, place))
-
-    def _regroup(self) -> None:
-        """Count the gradients of other groups, or count them in C++ now that this has been built."""
-        self._hooks.remove()
-        self._grouping = self._schedule.grouping
-        self._readiness, self._place_of = [], {}
-        for group in self._grouping.groups:
-            readiness = self._new_readiness()
-            awaited = readiness.awaited()
-            self._readiness.append(readiness)
-            self._place_of.update((id(param), (group, awaited, place)) for place, param in enumerate(group.params))
-
-    def _new_readiness(self) -> GradReadiness:
-        return GradReadiness(len(self._schedule.grouping.of), by_stream=self._lane.stream is not None)
+    def watch(self) -> None:
+        """Count the gradients of the groups that there are now."""
+        self.rounds.count(group.params for group in self._grouping.groups)
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.arrived(param)
-            return
-        if self._schedule.deferred.updates:
-            self._schedule.deferred.complete()
-        if not (self.syncing and self._updates):
-            return
-        current = backward_pass()
-        moved = _NONE if self.is_open and current == self._pass else self._note_pass(current)
-        # A hook of its own that is still to come changes it, or a reduction: the step takes what they leave.
-        if id(param) not in moved and (self.applies or self._sums):
-            self._arrived(param)
+        if self.deferred.updates:
+            self._complete_deferred()
+        if self.rounds.syncing and self._updates:
+            self.rounds.arrived(param)
+
+    @gradientless
+    def _complete_deferred(self) -> None:
+        self.deferred.complete()
 
     def holds(self, param: Any) -> bool:
         """Whether a parameter is updated here."""
-        return id(param) in self._schedule.grouping.of
+        return id(param) in self._grouping.of
 
     def wrapped(self, wrapper: nn.Module, kind: str) -> None:
         """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper.
@@ -244,12 +195,11 @@ class BackwardTracker(Accumulating):
         """Take gradients from the DistributedDataParallels that have come around the model when they are reduced."""
         wrappers, self._later_wrappers = self._later_wrappers, []
         for wrapper in filter(None, (each() for each in wrappers)):
-            self._schedule.follow_wrapper(wrapper)
-        return self._schedule.elsewhere
+            self._follow_wrapper(wrapper)
+        return self.rounds.elsewhere
 
-    def unwatch(self, elsewhere: set[int]) -> None:
-        """Look no more at gradients that others announce, by the parameters' `id`."""
-        self._hooks.remove(elsewhere)
+    def _follow_wrapper(self, wrapper: Any) -> None:
+        self.rounds.leave_out(follow_buckets(wrapper, self, self._comm_hook))
 
     taken_by = (
         'overlap(during="backward") has used them up while backward ran: set max_grad_norm on the optimizer, which '
@@ -268,10 +218,10 @@ class BackwardTracker(Accumulating):
     @gradientless
     def reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
         """Note gradients that are complete when a collective has run."""
-        self._schedule.deferred.complete()
-        if not self.syncing or not self._updates:
+        self.deferred.complete()
+        if not self.rounds.syncing or not self._updates:
             return
-        self._note_pass(backward_pass())
+        self.rounds.note_pass(backward_pass())
         if self.applies:
             self._announced.update(map(id, params))
 
@@ -280,45 +230,31 @@ class BackwardTracker(Accumulating):
                 future.wait()
             for param, gradient in zip(params, gradients):
                 self._reduced[id(param)] = gradient
-                self._arrived(param)
+                if self.holds(param):
+                    self.rounds.arrived(param, is_noted=True)
 
         self._awaited.append((future, take))
         while self._awaited and (self._lane.stream is not None or self._awaited[0][0].done()):
             self._awaited.popleft()[1]()
 
-    def _note_pass(self, current: int | None) -> Set[int]:
-        """Begin a round if there is none; the parameters whose hooks have only now become the last ones, by `id`."""
-        moved = _NONE if self.is_open else self._open()
-        if current is not None and current not in self._running and after_backward(partial(self._end_of_pass, current)):
-            self._running.add(current)
-        if current != self._pass:
-            self._pass = current
-            for readiness in self._readiness:
-                readiness.follow(-1 if current is None else current)
-        return moved
-
-    def _end_of_pass(self, number: int) -> None:
-        self._running.discard(number)
-
-    def _open(self) -> Set[int]:
-        optimizer = self._optimizer
+    def begin_round(self) -> Set[int]:
+        """Decide whether backward updates; what DistributedDataParallels reduce that have come since, by `id`."""
+        optimizer = self._optimizer()
         if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
-        if self._later_wrappers:
-            moved = self.follow_later_wrappers() | self._hooks.move_last()
-        else:
-            moved = self._hooks.move_last()
+        moved = self.follow_later_wrappers() if self._later_wrappers else _NONE
         tables = optimizer.fitting_plan(parts=False)
         if tables.ahead:
             tables.begin_states(optimizer, all_of_them=True)
-        self.applies = not (self._schedule.is_scaled or optimizer.control.needs_norm(optimizer.param_groups))
+        control, scaler = optimizer.control, self._scaler
+        needs_norm = control.needs_norm(optimizer.param_groups)
+        scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
+        self.applies = not (scaled or needs_norm)
         if self.applies and count_scaled_losses() != self._scaled_losses:
             self.applies, self.meets_a_scaler = False, True
-        self._sums = not self.applies and self._schedule.needs_norm_early
-        self.is_open = True
-        self.watch(self._schedule.elsewhere)
-        for group in self._grouping.groups:
-            self._begin_group(group)
+        # As far as can be seen in backward, the step asks for the norm.
+        asks = control.gradients_scaled or isinstance(scaler, GradScaler) or needs_norm
+        self._sums = not self.applies and self._early_norm and control.joint is None and asks
         if not self.applies:
             return moved
         if optimizer.taps is not None:
@@ -326,43 +262,35 @@ class BackwardTracker(Accumulating):
         if not tables.decided_plainly or tables.follows:
             with self._lane.after():
                 if not tables.decided_plainly:
-                    optimizer.control.update_control(optimizer, tables)
+                    control.update_control(optimizer, tables)
                 if tables.follows:
                     tables.sync_masters()
                     tables.record_versions()
         return moved
 
-    def _arrived(self, param: torch.Tensor) -> None:
-        known = self._place_of.get(id(param))
-        if known is None or not (self.applies or self._sums):
-            return
-        group, awaited, place = known
-        if id(param) in self._updated:
-            raise RuntimeError(
-                f"a gradient of {self._schedule.label(param)} came after {group.name} was updated in backward: run "
-                "all but the last backward before a step inside optimizer.no_sync(); after a backward that was broken "
-                'off call zero_grad() first; for parameters that reentrant checkpoints share use during="forward"'
-            )
-        number = None if self._lane.stream is None else self._lane.current_number()
-        if number is not None:
-            streams = self._streams.setdefault(group.index, {})
-            if number not in streams and (stream := self._lane.current()) is not None:
-                streams[number] = stream
-            self._readiness[group.index].know_stream(param)
-        if not awaited.left():
-            # Its norm is known; backward runs once more.
-            self._begin_group(group)
-        if awaited.come(place):
-            return
-        if self.applies:
-            self._update(group)
-        else:
-            self._sum(group)
+    def is_awaited_again(self, bucket: int, param: torch.Tensor) -> bool:
+        """Whether a group waits for gradients although it had all of them: its norm is known, backward runs once more.
 
-    def _begin_group(self, group: Group) -> None:
-        """Wait for the gradients of a group."""
-        _, awaited, _ = self._place_of[id(group.params[0])]
-        awaited.begin(bytes([param.requires_grad for param in group.params]))
+        Raises:
+            RuntimeError: if the parameter was updated with the gradient that it had.
+        """
+        if id(param) in self._updated:
+            label = next(label for label, _, _, each in iter_params(self._optimizer()) if each is param)
+            name = next((name for name, each in self._model.named_parameters() if each is param), None)
+            raise RuntimeError(
+                f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
+                f"{self._grouping.groups[bucket].name} was updated in backward: run all but the last backward before a "
+                "step inside optimizer.no_sync(); after a backward that was broken off call zero_grad() first; for "
+                'parameters that reentrant checkpoints share use during="forward"'
+            )
+        return True
+
+    def complete(self, bucket: int) -> None:
+        """Update a group of which all gradients are there, or sum these for the norm."""
+        if self.applies:
+            self._update(self._grouping.groups[bucket])
+        elif self._sums:
+            self._sum(self._grouping.groups[bucket])
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._reduced.get(id(param), param.grad)
@@ -377,11 +305,11 @@ class BackwardTracker(Accumulating):
             self._note_updated(group)
             return
         current = lane.current()
-        streams = list(self._streams.pop(group.index, {}).values()) or ([] if current is None else [current])
+        streams = self._take_writers(group) or ([] if current is None else [current])
         with lane.after(*streams):
             self._run(group)
             event = lane.mark()
-        self._schedule.deferred.note(group, event)
+        self.deferred.note(group, event)
         gradients = self._note_updated(group)
         if self._on_two_streams(group, streams):
             lane.keep(*map(ready, local_parts(gradients)))
@@ -393,6 +321,13 @@ class BackwardTracker(Accumulating):
         self._held.append((gradients, event, streams))
         if at_once:
             self._let_go()
+
+    def _take_writers(self, group: Group) -> list[torch.cuda.Stream]:
+        """The streams that have written a group's gradients, on a GPU."""
+        streams = self.rounds.writers[group.index]
+        found = list(streams.values())
+        streams.clear()
+        return found
 
     def _note_updated(self, group: Group) -> list[torch.Tensor]:
         """Take the gradients of a group that is updated from its parameters; they are still to be kept on a GPU."""
@@ -407,7 +342,7 @@ class BackwardTracker(Accumulating):
         return gradients
 
     def _run(self, group: Group) -> None:
-        optimizer = self._optimizer
+        optimizer = self._optimizer()
         plan, find = optimizer.plan, (self._gradient,) if self._reduced else ()
         assert plan is not None
         places = plan.places.get(group.index, ())
@@ -423,20 +358,20 @@ class BackwardTracker(Accumulating):
 
     def _sum(self, group: Group) -> None:
         """Sum the squares of a group's gradients, for a norm that the step finishes."""
-        optimizer = self._optimizer
+        optimizer = self._optimizer()
         tables = optimizer.plan
         if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
             return
         if group.is_copied_to_host:
             _await_copies(group)
         places = tables.places.get(group.index, ())
-        with self._lane.after(*self._streams.pop(group.index, {}).values()):
+        with self._lane.after(*self._take_writers(group)):
             try:
                 tables.refresh_places(places)
             except (Stale, GradientError):
                 # The step says so, if it is still true then.
                 return
-            self._schedule.norms.put(tables, places)
+            self.norms.put(tables, places)
         tables.release()
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
@@ -461,12 +396,13 @@ class BackwardTracker(Accumulating):
 
     def finish(self) -> None:
         """Update what is left, and let the current stream wait for all updates; the next round may begin."""
-        optimizer = self._optimizer
+        optimizer = self._optimizer()
         while self._awaited:
             self._awaited.popleft()[1]()
-        for param in self._schedule.params:
-            if id(param) in self._updated:
-                param.grad = None
+        for group in self.applied:
+            for param in group.params:
+                if id(param) in self._updated:
+                    param.grad = None
         tables = optimizer.fitting_plan(parts=False)
         changed = [
             group.name
@@ -475,7 +411,7 @@ class BackwardTracker(Accumulating):
         ]
         # What was reduced has been given to the parameters at the end of backward.
         self._reduced.clear()
-        for group in self._schedule.grouping.groups:
+        for group in self._grouping.groups:
             if any(param.grad is not None for param in group.params):
                 self._update(group)
         if optimizer.taps is not None:
@@ -492,16 +428,16 @@ class BackwardTracker(Accumulating):
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
         self._let_go()
-        self._schedule.deferred.joined()
+        self.deferred.joined()
         self._scaled_losses = count_scaled_losses()
         self._begin()
-        if self._readiness and not self._readiness[0].is_native and self._new_readiness().is_native:
-            self._regroup()
-            self.watch(self._schedule.elsewhere)
+        self.rounds.end()
+        if not self.rounds.is_native:
+            self.rounds.count_faster()
 
     def require_whole(self) -> None:
         """Raise if a backward pass was broken off."""
-        if self.is_broken and self.applied:
+        if self.rounds.is_broken and self.applied:
             raise RuntimeError(
                 f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
                 "call zero_grad() to drop the other gradients and go on"
@@ -542,10 +478,6 @@ def scale_error() -> GradientError:
         "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
         "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"
     )
-
-
-CommHook = tuple[Any, Callable[[Any, Any], Any]]
-"""State and function, as `DistributedDataParallel.register_comm_hook` takes them."""
 
 
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:

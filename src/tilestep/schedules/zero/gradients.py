@@ -5,28 +5,26 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
 
-from ...accumulation import Accumulating, AwaitedGradients, GradientHooks, GradReadiness, announce_taker, gradientless
+from ...accumulation import GradientRounds, announce_taker, gradientless
 from ...combinations import follow_wrappers, refusal
-from ...compat import after_backward, backward_pass, copy_all, is_capturing, is_in_another_backward, zero_all
+from ...compat import copy_all, is_capturing, zero_all
 from ...runtime.capturing import require
 from ...side_stream import SideStream
-from ...tensor_watch import any_gradient, which_train
+from ...tensor_watch import any_gradient
 from .agree import HyperparameterDigest
 from .buckets import Bucket, Options, view_of
 from .ranks import Ranks
 
 
-class Sums:
+class GradientBucket:
     """The gradients of one bucket."""
 
-    def __init__(self, bucket: Bucket, memory: torch.Tensor | None, awaited: AwaitedGradients) -> None:
+    def __init__(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
         self.bucket = bucket
-        self.awaited = awaited
         self._memory = memory
         self.keeps_memory = memory is not None
         """Whether its memory is always there."""
@@ -37,8 +35,6 @@ class Sums:
         self.filled = bytearray(len(bucket.params))
         """A one for each parameter whose gradient of this rank is in the bucket, else a zero."""
         self._none, self._all = bytearray(len(self.filled)), bytearray(b"\1" * len(self.filled))
-        self.which_train = b""
-        """For each parameter a one if it did train when that was last noted, else a zero."""
         self.section: torch.Tensor | None = None
         """This rank's section of the summed gradients, once they are there."""
         self.was_summed = False
@@ -69,10 +65,6 @@ class Sums:
             self.carried = self.section.clone() if self._memory is not None else self.section
             self.section = None
         self.filled[:] = self._none
-
-    def note_trains(self) -> None:
-        """Note which parameters train, of which gradients are awaited."""
-        self.which_train = which_train(self.bucket.params)
 
     def collect(self, *, ends: bool = False) -> None:
         """Bring gradients into the bucket; backward adds further ones to them there.
@@ -179,7 +171,7 @@ def contiguous_memory(buckets: Sequence[Bucket]) -> list[Any]:
 _NONE: Set[int] = frozenset()
 
 
-class GradientSync(Accumulating):
+class GradientSync:
     """Sums gradients over the ranks, bucket by bucket in one order on every rank, while backward still runs.
 
     A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins one
@@ -202,25 +194,18 @@ class GradientSync(Accumulating):
         self.options = options
         self.channel = channel
         self._in_order = channel.in_order
-        self._readiness = GradReadiness(sum(map(len, places)), by_stream=channel.in_order)
-        self.sums: list[Sums] = []
+        self.rounds = GradientRounds(self, channel, eager=options.overlap_grad_sync, accumulates=True)
+        """Its own are begun by `finish`, too."""
+        self.sums: list[GradientBucket] = []
         self._places: list[list[int]] = []
         self.params: list[torch.Tensor] = []
         """All parameters by place."""
         self._used_here = bytearray()
         """For each parameter a one if this rank has had a gradient of it since the last step, else a zero."""
-        self._hooks = GradientHooks()
-        self._open = False
         self._next = 0
         self._rounds = 0
-        self._reducing = False
         self._is_awaited = False
         """Whether communication has begun and was not waited for."""
-        self._pass: int | None = None
-        self._passes: set[int | None] = set()
-        """That of the current gradient, and all that belong to the same backward."""
-        self._trains = b""
-        """For each parameter whether it did in the last backward."""
         self.summed_in_graph = False
         """Whether the last round is a part of a CUDA graph that is being captured."""
         self._place_of: dict[int, int] = {}
@@ -255,7 +240,7 @@ class GradientSync(Accumulating):
         """Sum up the gradients of further buckets too; there must be none of others now."""
         memory = contiguous_memory(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
         self.channel.keep(*memory)
-        added = [Sums(bucket, flat, self._readiness.awaited()) for bucket, flat in zip(buckets, memory)]
+        added = [GradientBucket(bucket, flat) for bucket, flat in zip(buckets, memory)]
         for sums in added:
             like = torch.empty(0, dtype=sums.bucket.grad_dtype, device=sums.bucket.flat.device)
             sums.comes_averaged = self.options.average and self.ranks.can_average(like)
@@ -277,135 +262,51 @@ class GradientSync(Accumulating):
         self._used_is_due = False
         """Whether there was a round since other ranks were last told."""
         self.digest.reset()
-        self._announce(len(self.sums) - len(added))
-
-    def _announce(self, first: int) -> None:
-        """Have gradients announced, of the buckets from one on."""
-        for number, sums in enumerate(self.sums[first:], first):
-            for place, param in enumerate(sums.bucket.params):
-                if param.is_floating_point():
-                    through = partial(sums.awaited.hook, place)
-                    self._hooks.add(param, self._arrived, number, place, through=through)
-
-    def _count_faster(self) -> None:
-        """Between rounds: count gradients in C++ if that has been built by now."""
-        readiness = GradReadiness(len(self.params), by_stream=self._in_order)
-        if not readiness.is_native:
-            return
-        self.close()
-        self._readiness = readiness
-        for sums in self.sums:
-            sums.awaited = readiness.awaited()
-        self._announce(0)
+        self.rounds.count(sums.bucket.params for sums in self.sums)
 
     @property
     def is_idle(self) -> bool:
         """Whether there are no gradients: after a step, or when they were dropped."""
-        return not self._open and 1 not in self._used_here and not self._was_given()
+        return not self.rounds.is_open and 1 not in self._used_here and not self._was_given()
 
-    def _arrived(self, number: int, place: int, param: torch.Tensor) -> None:
-        # Called for every parameter in every backward, unless C++ has counted it.
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._arrived(number, place, param)
-            return
-        sums = self.sums[number]
-        current = backward_pass()
-        moved: Set[int] = _NONE
-        if not self._open or current != self._pass:
-            moved = self._note_pass(current)
-        if self._in_order:
-            self.channel.note_writer()
-            self._readiness.know_stream(param)
-        # A hook of its own that is still to come changes it: then the end of the pass takes what it leaves.
-        if id(param) not in moved and not sums.awaited.come(place):
-            self._completed(sums)
+    def is_awaited_again(self, bucket: int, param: torch.Tensor) -> bool:
+        """Not in the same round: `complete` begins another one if it must."""
+        return False
 
-    def _completed(self, sums: Sums) -> None:
+    def complete(self, bucket: int) -> None:
+        """Reduce a bucket of which this rank has all gradients, if it is the next one, and others that wait for it."""
+        sums = self.sums[bucket]
         again = sums.section is not None
         if again:
-            self._begin_another_round()
-        is_next = self._reducing and self._next < len(self.sums) and self.sums[self._next] is sums
-        if not is_next:
+            # It is sent: checkpoints that are recomputed apart share parameters.
+            self.rounds.begin_another(bucket)
+        reduces = self.rounds.ends_with_pass
+        if not (reduces and self._next == bucket):
             sums.collect()
         elif not again:
             self._reduce_next()
-        while self._reducing and self._next < len(self.sums) and not self.sums[self._next].awaited.left():
+        while reduces and self._next < len(self.sums) and not self.rounds.awaited[self._next].left():
             self._reduce_next()
 
-    def _note_pass(self, current: int | None) -> Set[int]:
-        """At the first gradient of a backward pass: begin a round or go on with it, and have it end with the pass.
-
-        Passes that reentrant checkpoints begin belong to the backward that they are begun in.
-        """
-        known = self._open and current in self._passes
-        within = not known and is_in_another_backward()
-        if known or (within and self._open and self._passes):
-            if not known:
-                self._passes.add(current)
-                after_backward(partial(self._end_of_pass, within=True))
-            self._follow(current)
-            return _NONE
-        moved = self._hooks.move_last()
-        if self._open and self._reducing:
-            # The pass before was broken off by an error, after more or fewer buckets on every rank.
-            self._end_round()
-        if not self._open:
-            self._begin_round()
-        trains = self._readiness.survey(self.params)[2]
-        if trains != self._trains:
-            self._trains = trains
-            for sums in self.sums:
-                sums.note_trains()
+    def end_pass(self) -> None:
+        """Take gradients that the next pass would add to in the parameters' own type."""
         for sums in self.sums:
-            sums.awaited.begin(sums.which_train)
-        self._passes = {current}
-        self._follow(current)
-        ends = after_backward(partial(self._end_of_pass, within=within))
-        self._reducing = ends and not within and self.syncing and self.options.overlap_grad_sync
-        return moved
+            if not sums.accumulates_in_place:
+                sums.collect()
 
-    def _follow(self, current: int | None) -> None:
-        """Take the gradients that come for those of this pass; None where each has to be looked at."""
-        self._pass = current
-        self._readiness.follow(-1 if current is None else current)
-
-    def _end_of_pass(self, *, within: bool) -> None:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._end_of_pass(within=within)
-            return
-        if self._open and self._reducing and not within:
-            self._end_round()
-        elif self._open:
-            # The next pass would add to what is left in the parameters' own type.
-            for sums in self.sums:
-                if not sums.accumulates_in_place:
-                    sums.collect()
-
-    def _begin_round(self) -> None:
+    def begin_round(self) -> Set[int]:
+        """Have every bucket take gradients, beside what is summed up of earlier rounds."""
         if self._is_awaited or self._in_order:
             self._await_all(is_capturing())
         for sums in self.sums:
             sums.open()
-        self._open, self._next = True, 0
-
-    def _begin_another_round(self) -> None:
-        """For a gradient that comes when its bucket is sent: checkpoints that are recomputed apart share parameters."""
-        current, passes = self._pass, self._passes
-        self._end_round()
-        self._begin_round()
-        for sums in self.sums:
-            sums.awaited.begin(sums.which_train)
-        self._passes, self._reducing = passes, True
-        self._follow(current)
-        # The stream of the gradient that is in the new round already.
-        self.channel.note_writer()
+        self._next = 0
+        return _NONE
 
     def _reduce_next(self) -> None:
         sums = self.sums[self._next]
         self._next += 1
-        if not sums.bucket.trains:
+        if 1 not in self.rounds.trains[self._next - 1]:
             return
         flat = sums.complete()
         self._is_awaited = True
@@ -420,7 +321,7 @@ class GradientSync(Accumulating):
         if not sums.keeps_memory:
             sums.let_go()
 
-    def _finish(self, sums: Sums) -> None:
+    def _finish(self, sums: GradientBucket) -> None:
         """What remains once the sums over the ranks that split the state, which are on their way, are there."""
         sums.work.wait()
         sums.work = None
@@ -434,7 +335,8 @@ class GradientSync(Accumulating):
             section.add_(sums.carried)
             sums.carried = None
 
-    def _end_round(self) -> None:
+    def end_round(self) -> None:
+        """Reduce the buckets that are left."""
         while self._next < len(self.sums):
             self._reduce_next()
         if not any(0 in sums.filled for sums in self.sums):
@@ -444,11 +346,7 @@ class GradientSync(Accumulating):
                 for place, is_there in zip(places, sums.filled):
                     self._used_here[place] |= is_there
         self._used_is_due = self.ranks.count > 1
-        if self._in_order:
-            self.channel.forget_writers()
-        self._open, self._reducing, self._passes = False, False, set()
-        self._pass = None
-        self._readiness.follow(-1)
+        self.rounds.end()
         self._rounds += 1
         self.summed_in_graph = is_capturing()
 
@@ -499,11 +397,13 @@ class GradientSync(Accumulating):
 
     def finish(self, captures: bool) -> tuple[int, bytes]:
         """Have the summed gradients of every bucket; those of one that does not train are None. Without gradients."""
-        versions, given, trains = self._readiness.survey(self.params)
-        if not self._open and (not self._rounds or (given and self._was_given())):
-            self._begin_round()
-        if self._open:
-            self._end_round()
+        versions, given, trains = self.rounds.survey(self.params)
+        begins = not self.rounds.is_open and (not self._rounds or (given and self._was_given()))
+        if begins:
+            self.begin_round()
+        if begins or self.rounds.is_open:
+            self.rounds.note_trains()
+            self.end_round()
         if self._used_is_due:
             self._send_used(captures)
         if self._is_awaited or self._in_order:
@@ -542,9 +442,9 @@ class GradientSync(Accumulating):
     @gradientless
     def reset(self) -> None:
         """Drop the gradients of every parameter, those on their way too."""
-        if self._open and self._reducing:
+        if self.rounds.ends_with_pass:
             # A backward pass was broken off; other ranks may be further in this round.
-            self._end_round()
+            self.end_round()
         self._await_all(is_capturing())
         rounds, summed = self._rounds, [sums.was_summed for sums in self.sums]
         self.forget()
@@ -561,13 +461,13 @@ class GradientSync(Accumulating):
         for sums in self.sums:
             sums.forget()
         self._used_here[:] = self._none_used
-        self._open, self._reducing, self._rounds, self._next = False, False, 0, 0
-        if self._pass is not None:
-            self._follow(None)
+        self._rounds = self._next = 0
+        if self.rounds.is_open:
+            self.rounds.end()
         self.summed_in_graph = False
-        if not self._readiness.is_native:
-            self._count_faster()
+        if not self.rounds.is_native:
+            self.rounds.count_faster()
 
     def close(self) -> None:
         """Stop looking at gradients."""
-        self._hooks.remove()
+        self.rounds.hooks.remove()

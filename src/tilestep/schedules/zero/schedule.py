@@ -229,7 +229,7 @@ class ShardedSchedule(Schedule):
 
     def no_sync(self) -> Any:
         """A block in which backward only accumulates gradients on this rank; the next one outside sums them up."""
-        return self.gradients.no_sync()
+        return self.gradients.rounds.no_sync()
 
     def wait(self) -> None:
         """Have every parameter that the last step has updated on other ranks, and offloaded state.
