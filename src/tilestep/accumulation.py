@@ -62,6 +62,13 @@ class GradientHooks:
         self._params.append(param)
         self._count += count_gradient_hooks([param])
 
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Have the method called for these parameters and for no others."""
+        self.remove(set(self.made).difference(map(id, params)))
+        for param in params:
+            if id(param) not in self.made:
+                self.add(param)
+
     def remove(self, params: Iterable[int] | None = None) -> None:
         """End the calls for some parameters, by `id`, or for all."""
         for key in list(self.made) if params is None else params:

@@ -91,7 +91,7 @@ def run_late(optimizer: Any, device: Device) -> None:
     home = optimizer.memory
     assert isinstance(home, StreamedState)
     for name, lane in device.lanes.items():
-        setattr(home.lanes, name, lane)
+        setattr(home, name, lane)
     for engine in optimizer._current():
         for segment in engine.segments:
             for name in ("run_tile_range", "finish_tile_ranges"):

@@ -11,8 +11,8 @@ from twins import make_params, train
 
 import tilestep
 from tilestep.memory.host import HostState
-from tilestep.memory.mirrors import checksums
 from tilestep.memory.offload import move_state
+from tilestep.memory.offloaded import checksums
 from tilestep.memory.streaming import StreamedState
 from tilestep.storage import MASTER_FORMATS
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,46 +11,35 @@ from ..backends.cpp.run import CpuSegment
 from ..backends.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
 from ..errors import OffloadError
 from ..optimizer.parameters import check_not_shared, check_parameter
+from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
 from ..runtime.gradients import copy_to
 from ..runtime.segment import Segment, TileRange
-from ..side_stream import SideStream
-from .copies import HostMemory, check_device, part_of, sizes_of_chunks
-from .mirrors import HostCopies, HostGradients, Mirror, Mirrors, check_unchanged, checksums
-from .offloaded import OffloadedState
+from .copies import HostMemory, sizes_of_chunks
+from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, checksums
 
 
-class HostState(OffloadedState):
+class HostState(StateOnHost):
     """State on the host, updated there; the host waits for each chunk's gradients before it updates it."""
 
     looks_at_gradients = True
 
     def __init__(self, device: torch.device, chunk_bytes: int, keeps_gradients: bool = False) -> None:
-        self.keeps_gradients = keeps_gradients
-        self.device = device
-        self.chunk_bytes = chunk_bytes
-        self.memory = HostMemory(torch.device("cpu"))
-        self.mirror_memory = HostMemory(device, "copies of parameters and gradients")
-        self.inward, self.outward, self.compute = SideStream(device), SideStream(device), SideStream(device, own=False)
-        self.mirrors = Mirrors(self.mirror_memory)
-        self.copies = HostCopies(self.outward, self.compute, chunk_bytes)
+        # Nothing copies the state: it is in ordinary memory.
+        mirrors = Mirrors(HostMemory(device, "copies of parameters and gradients"))
+        super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(torch.device("cpu")), mirrors)
         self.mirror_of: dict[int, Mirror] = {}
         self._versions = -1
         self._sums: torch.Tensor | None = None
-        self.kept = HostGradients(self.mirrors, self.copies) if keeps_gradients else None
         self._entries: list[Entry] = []
         self._norm: DeviceNorm | None = None
-
-    def check(self, label: str, param: torch.Tensor) -> None:
-        """Parameters are on the device that this home was made for."""
-        check_device(label, param, self.device)
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Have copies of these parameters."""
         for label, param in params:
-            check_device(label, param, self.device)
-            check_parameter(part_of(param), label)
-        check_not_shared([(label, part_of(param)) for label, param in params])
+            self.check(label, param)
+            check_parameter(local_part(param), label)
+        check_not_shared([(label, local_part(param)) for label, param in params])
         self.wait()
         if self.mirrors.follow([param for _, param in params]):
             self._versions, self._sums = -1, None
@@ -65,10 +53,6 @@ class HostState(OffloadedState):
         """The copy on the host."""
         mirror = self.mirrors.get(param)
         return mirror.host if mirror is not None and mirror.fits(part) else part
-
-    def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Buffers in ordinary host memory: nothing copies them."""
-        return self.memory.like(params, dtypes)
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
         """Gradients arrive in the order of their parameters."""
@@ -102,11 +86,6 @@ class HostState(OffloadedState):
             return None
         self.copies.send(mirror, gradient)
         return mirror.gradient
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients that are here."""
-        self.mirrors.drop()
-        self.copies.forget()
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
         """The sum of squares, computed where the gradients are: on the device while they travel, or here."""
@@ -147,16 +126,6 @@ class HostState(OffloadedState):
                     gradient.mul_(control[INVERSE_SCALE])
         self.drop_gradients()
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory taken for state, and for copies of parameters and gradients."""
-        return self.memory.taken + self.mirror_memory.taken
-
-    def wait(self) -> None:
-        """Have parameters arrive on the device; the state is on the host already."""
-        self.inward.synchronize()
-        self.outward.synchronize()
-
 
 class DeviceNorm:
     """The norm pass over gradients that are on the device, of parameters that are updated elsewhere."""
@@ -176,58 +145,41 @@ class DeviceNorm:
         return self._total
 
 
-class HostUpdate:
+class HostUpdate(ChunkedPasses):
     """Runs the tile passes of a segment on the host."""
 
     def __init__(self, home: HostState, segment: CpuSegment) -> None:
+        super().__init__(segment)
         self._home = home
-        # The segment has this: a cycle would keep the state in host memory until it is collected.
-        self._segment_ref = weakref.ref(segment)
         self._mirrors = [home.mirror_of[id(entry.param)] for entry in segment.entries]
         program = segment.spec.program
         self._writes = [
             any(array.name == "param" for array in pass_traffic(segment.spec, index).writes)
             for index in range(len(program.tiles))
         ]
-        self._in_slices = bool(program.slices.views)
         tiles = segment.tiles
         counts = (-(-tiles.numel // tiles.size)).tolist()
         strided = set(segment.own_strided)
         width = segment.entries[0].param.element_size()
         room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
         whole = [place in strided for place in range(len(counts))]
-        self.tile_ranges = [TileRange(*each) for each in sizes_of_chunks(counts, whole, room)]
+        self.chunks = [TileRange(*each) for each in sizes_of_chunks(counts, whole, room)]
         if not self._in_slices:
-            segment.set_tile_ranges(self.tile_ranges)
+            segment.set_tile_ranges(self.chunks)
 
     def settle(self) -> None:
         """Wait for gradients; the state is here."""
         self._home.copies.wait(self._mirrors)
 
-    @property
-    def _segment(self) -> CpuSegment:
-        segment = self._segment_ref()
-        assert segment is not None, "only its segment runs it"
-        return segment
+    def bring(self, index: int, position: int) -> None:
+        """Wait for gradients."""
+        self._home.copies.wait([self._mirrors[place] for place in self.chunks[position].tensors])
 
-    def run(self, index: int) -> None:
-        """Wait for a range's gradients, update it, send its parameters; then the next."""
-        segment, program = self._segment, self._segment.spec.program
-        if program.tiles[index] is None and not program.slices_before(index):
+    def send(self, index: int, position: int) -> None:
+        """Send parameters."""
+        if not self._writes[index]:
             return
-        for position, tile_range in enumerate(self.tile_ranges):
-            self._home.copies.wait([self._mirrors[place] for place in tile_range.tensors])
-            if self._in_slices:
-                segment.tile_pass(index)
-            else:
-                segment.run_tile_range(index, position)
-            if self._writes[index]:
-                self._send(tile_range)
-        if not self._in_slices:
-            segment.finish_tile_ranges(index)
-
-    def _send(self, tile_range: TileRange) -> None:
-        tiles = self._segment.tiles
+        tiles, tile_range = self._segment.tiles, self.chunks[position]
         pairs = []
         for place in tile_range.tensors:
             first = max(tile_range.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size

@@ -16,7 +16,8 @@ from ..optimizer import Optimizer
 from ..optimizer.attached import resolve_optimizer
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.parameters import iter_params
-from .copies import check_device, part_of
+from ..placement.local import local_part
+from .copies import check_device
 from .host import HostState
 from .offloaded import InPlace, OffloadedOptimizer, OffloadedState, measure_bandwidths, plan_for
 from .streaming import StreamedState
@@ -116,7 +117,7 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     params = [(label, param) for label, _, _, param in iter_params(optimizer) if not param.is_meta]
     if not params:
         raise OffloadError("no parameter of the optimizer has memory yet: offload it after they are initialized")
-    device = part_of(params[0][1]).device
+    device = local_part(params[0][1]).device
     for label, param in params:
         check_device(label, param, device)
     if device.type not in ("cpu", "cuda"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -11,10 +10,9 @@ from ..backends.spec import KernelSpec
 from ..devices import is_host
 from ..runtime import DeviceEngine, Entry
 from ..runtime.segment import Segment
-from ..side_stream import Event, SideStream
-from .copies import Chunk, HostMemory, check_device, cut_chunks, staged_view
-from .mirrors import HostCopies, HostGradients, Mirror, Mirrors, check_unchanged
-from .offloaded import OffloadedState, moved_arrays, traffic_of
+from ..side_stream import Event
+from .copies import HostMemory, cut_chunks, staged_view
+from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, moved_arrays, traffic_of
 
 
 class Buffer:
@@ -26,71 +24,43 @@ class Buffer:
         """When the last chunk has left it."""
 
 
-class Lanes:
-    """The two lanes of one device, its computation, and the buffers between them."""
+class StreamedState(StateOnHost):
+    """State in page-locked host memory, streamed through buffers on the device at each update."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self.device = device
-        self.inward, self.outward = SideStream(device), SideStream(device)
-        self.compute = SideStream(device, own=False)
-        self.buffers = [Buffer() for _ in range(count)]
+    def __init__(self, device: torch.device, chunk_bytes: int, buffers: int, keeps_gradients: bool = False) -> None:
+        mirrors = Mirrors(HostMemory(device, "the gradients"), has_parameters=False)
+        super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(device), mirrors)
+        self.looks_at_gradients = keeps_gradients
+        self.buffers = [Buffer() for _ in range(buffers)]
+        self.updates: list[StreamedUpdate] = []
+        self.buffer_size = 0
+        """Bytes that the largest chunk takes."""
+        self._chunks = 0
+        self._returning: set[int] = set()
+        """Parts whose gradients come back for the step, by `id`: matrix operations take tensors of the device."""
 
-    def provide(self, size: int) -> None:
-        """Make every buffer at least this large, in bytes; what was in them is lost."""
+    def provide(self) -> None:
+        """Make every buffer as large as the largest chunk; what was in smaller ones is lost."""
         for buffer in self.buffers:
-            if buffer.memory.numel() < size:
-                buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if buffer.memory.numel() < self.buffer_size:
+                buffer.memory = torch.empty(self.buffer_size, dtype=torch.uint8, device=self.device)
                 self.inward.keep(buffer.memory)
                 self.outward.keep(buffer.memory)
                 # Kernels that used this memory before may still run.
                 buffer.free = self.compute.mark()
 
-    def wait(self) -> None:
-        """Have the host see what was copied to it, and let it write to what was copied from it."""
-        self.inward.synchronize()
-        self.outward.synchronize()
-
-
-class StreamedState(OffloadedState):
-    """State in page-locked host memory, streamed through buffers on the device at each update."""
-
-    def __init__(self, device: torch.device, chunk_bytes: int, buffers: int, keeps_gradients: bool = False) -> None:
-        self.device = device
-        self.chunk_bytes = chunk_bytes
-        self.keeps_gradients = self.looks_at_gradients = keeps_gradients
-        self.memory = HostMemory(device)
-        self.lanes = Lanes(device, buffers)
-        self.updates: list[StreamedUpdate] = []
-        self.buffer_size = 0
-        """Bytes that the largest chunk takes."""
-        self._chunks = 0
-        self._gradient_memory = HostMemory(device, "the gradients")
-        self._mirrors = Mirrors(self._gradient_memory, has_parameters=False)
-        self._copies = HostCopies(self.lanes.outward, self.lanes.compute, chunk_bytes)
-        self.kept = HostGradients(self._mirrors, self._copies) if keeps_gradients else None
-        self._returning: set[int] = set()
-        """Parts whose gradients come back for the step, by `id`: matrix operations take tensors of the device."""
-
-    def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Buffers one behind the other in one piece of host memory."""
-        return self.memory.like(params, dtypes)
-
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a buffer lies in this memory."""
         return is_host(buffer.device) and self.memory.holds(buffer)
 
-    def check(self, label: str, param: torch.Tensor) -> None:
-        """Parameters are on the device that this home was made for."""
-        check_device(label, param, self.device)
-
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Let go of what the tables before have moved."""
         for label, param in params:
-            check_device(label, param, self.device)
+            self.check(label, param)
         self.wait()
         self.updates, self._chunks = [], 0
         if self.kept is not None:
-            self._mirrors.follow([param for _, param in params])
+            self.mirrors.follow([param for _, param in params])
             self.kept.follow([param for _, param in params])
             self._returning.clear()
 
@@ -110,23 +80,18 @@ class StreamedState(OffloadedState):
         """Those that are on the host, for kernels that come after their arrival; the host does not wait."""
         if self.kept is None:
             return gradients
-        check_unchanged(list(self._mirrors.values()))
+        check_unchanged(list(self.mirrors.values()))
         taken = [
-            [(self._mirrors[param], self.kept.taken(self._mirrors[param], gradient)) for param, gradient in zip(*one)]
+            [(self.mirrors[param], self.kept.taken(self.mirrors[param], gradient)) for param, gradient in zip(*one)]
             for one in zip(params, gradients)
         ]
-        self._copies.order(self.lanes.compute)
+        self.copies.order(self.compute)
         return [[self._readable(*each) for each in one] for one in taken]
 
     def _readable(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or id(mirror.part) not in self._returning:
             return gradient
         return gradient.to(self.device, non_blocking=True)
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients that are here."""
-        self._mirrors.drop()
-        self._copies.forget()
 
     def finish(self, engine: DeviceEngine) -> None:
         """The gradients are used up."""
@@ -164,57 +129,42 @@ class StreamedState(OffloadedState):
         segment.streamer = update
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory taken for state, and for gradients."""
-        return self.memory.taken + self._gradient_memory.taken
-
-    @property
-    def device_bytes(self) -> int:
+    def device_bytes(self) -> int:  # type: ignore[override]
         """Device memory of the buffers, once the first step has made them."""
-        return self.buffer_size * len(self.lanes.buffers)
+        return self.buffer_size * len(self.buffers)
 
     def settle(self) -> None:
         """As `wait`, for gradients that are here too."""
         self.wait()
         if self.kept is not None:
-            self.kept.arrived(list(self._mirrors))
-
-    def wait(self) -> None:
-        """Have the host wait until all updates so far are in its memory."""
-        self.lanes.wait()
+            self.kept.arrived(list(self.mirrors))
 
 
-class StreamedUpdate:
+class StreamedUpdate(ChunkedPasses):
     """Runs the tile passes of a segment whose state lives on the host."""
 
     def __init__(self, home: StreamedState, segment: Segment, names: Sequence[str], number: int) -> None:
+        super().__init__(segment)
         self._home, self._number = home, number
-        # The segment has this: a cycle would keep the state in host memory until it is collected.
-        self._segment_ref = weakref.ref(segment)
-        self._in_slices = bool(segment.spec.program.slices.views)
         room = 1 << 62 if self._in_slices else home.chunk_bytes
         self.chunks = cut_chunks(segment, names, room)
         self._traffic = [traffic_of(segment.spec, index) for index in range(len(segment.spec.program.tiles))]
         self._ready = False
-
-    @property
-    def _segment(self) -> Segment:
-        segment = self._segment_ref()
-        assert segment is not None, "only its segment runs it"
-        return segment
 
     def settle(self) -> None:
         """Have the host wait for updates so far, and for gradients that it keeps."""
         self._home.settle()
 
     def _buffer(self, position: int) -> Buffer:
-        buffers = self._home.lanes.buffers
+        buffers = self._home.buffers
         return buffers[(self._number + position) % len(buffers)]
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Have buffers, and tables that point into them."""
+        if self._ready:
+            return
         segment, self._ready = self._segment, True
-        self._home.lanes.provide(self._home.buffer_size)
+        self._home.provide()
         if not self._in_slices:
             tile_ranges = [chunk.tile_range(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
             segment.set_tile_ranges(tile_ranges)
@@ -228,30 +178,23 @@ class StreamedUpdate:
         segment.read_addresses()
         segment.upload()
 
-    def run(self, index: int) -> None:
-        """Bring in chunk after chunk, update it and send it out; the host does not wait."""
-        program = self._segment.spec.program
-        if program.tiles[index] is None and not program.slices_before(index):
-            return
-        if not self._ready:
-            self._prepare()
-        for position, chunk in enumerate(self.chunks):
-            self._update(index, position, chunk)
-        if not self._in_slices:
-            self._segment.finish_tile_ranges(index)
+    def bring(self, index: int, position: int) -> None:
+        """Copy a chunk into its buffer."""
+        home, buffer = self._home, self._buffer(position)
+        home.inward.follow(buffer.free)
+        home.inward.copy(self._copied(self._traffic[index][0], position))
+        home.compute.follow(home.inward.mark())
 
-    def _update(self, index: int, position: int, chunk: Chunk) -> None:
-        lanes, buffer = self._home.lanes, self._buffer(position)
-        into, out = self._traffic[index]
-        lanes.inward.follow(buffer.free)
-        lanes.inward.copy([(run.inside(buffer.memory), run.host) for name in into for run in chunk.runs[name]])
-        lanes.compute.follow(lanes.inward.mark())
-        if self._in_slices:
-            self._segment.tile_pass(index)
-        else:
-            self._segment.run_tile_range(index, position)
-        buffer.free = lanes.compute.mark()
-        if out:
-            lanes.outward.follow(buffer.free)
-            lanes.outward.copy([(run.host, run.inside(buffer.memory)) for name in out for run in chunk.runs[name]])
-            buffer.free = lanes.outward.mark()
+    def send(self, index: int, position: int) -> None:
+        """Copy what was written of a chunk to the host."""
+        home, buffer = self._home, self._buffer(position)
+        buffer.free = home.compute.mark()
+        if self._traffic[index][1]:
+            home.outward.follow(buffer.free)
+            home.outward.copy([(host, own) for own, host in self._copied(self._traffic[index][1], position)])
+            buffer.free = home.outward.mark()
+
+    def _copied(self, names: Sequence[str], position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Memory of some arrays of a chunk, in its buffer and on the host."""
+        memory, runs = self._buffer(position).memory, self.chunks[position].runs
+        return [(run.inside(memory), run.host) for name in names for run in runs[name]]

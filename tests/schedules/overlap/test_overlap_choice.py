@@ -29,9 +29,9 @@ class Time:
 
 
 def chosen(times: dict[str, float]) -> Trial:
-    trial = Trial(Time(lambda: times[trial.during]), lambda _: None)
+    trial = Trial(Time(lambda: times[trial.during]))
     for _ in range(100):
-        trial.note_step()
+        trial.note_step(lambda _: None)
         if trial.report is not None:
             break
     return trial
@@ -55,9 +55,9 @@ def test_one_slow_iteration_decides_nothing() -> None:
     def iteration() -> float:
         return 500.0 if next(taken) in (5, 13) else {"serial": 10.0, "forward": 9.0}[trial.during]
 
-    trial = Trial(Time(iteration), lambda _: None)
+    trial = Trial(Time(iteration))
     while trial.report is None:
-        trial.note_step()
+        trial.note_step(lambda _: None)
     assert trial.during == "forward"
 
 
