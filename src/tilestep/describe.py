@@ -187,11 +187,12 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
         what = f"for each tensor, in float64: {computed or 'nothing to compute'}"
         what += f"; keeps {', '.join(stored)}" if stored else ""
         found.append(PassDescription("scalar", what, launches=(f"{prefix}scalar_pass_{index}",)))
-        if scalar.across:
+        if scalar.global_reductions:
             sums = ", ".join(
-                f"{value.operation.split('_')[1]} of {_in_words(value.args[0])}" for _, value in scalar.across
+                f"{value.operation.split('_')[1]} of {_in_words(value.args[0])}"
+                for _, value in scalar.global_reductions
             )
-            calls = tuple("torch, over all tensors" for _ in scalar.across)
+            calls = tuple("torch, over all tensors" for _ in scalar.global_reductions)
             found.append(PassDescription("across", f"over all tensors: {sums}", launches=calls))
         found += [_tile_pass(spec, tile, prefix, backend) for tile in program.slices_before(index)]
         tile = program.tiles[index]

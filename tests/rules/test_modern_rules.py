@@ -17,7 +17,7 @@ from published import STEPS, problem
 
 from tilestep.graph import trace
 from tilestep.rules import Rule, registry
-from tilestep.rules.scalars import across_tensors
+from tilestep.rules.scalars import global_reduce
 
 MATRIX, VECTOR = (5, 7), (11,)
 History = list[np.ndarray]
@@ -260,7 +260,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
             barrier.wait(30)
             return everything.sum() if kind == "sum" else everything.amax()
 
-        across_tensors.set(combine)
+        global_reduce.set(combine)
         results[index] = calls[index]()
 
     threads = [threading.Thread(target=contextvars.copy_context().run, args=(work, i)) for i in range(len(calls))]

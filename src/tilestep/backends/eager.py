@@ -32,7 +32,7 @@ class EagerSegment(Segment):
         control: torch.Tensor,
     ) -> None:
         super().__init__(spec, entries, groups, grads, control)
-        if spec.across_count:
+        if spec.global_count:
             raise BuildError(
                 f"rule {spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: it "
                 "needs a C++ compiler, or Triton for CUDA"

@@ -108,9 +108,9 @@ class KernelSpec:
         return len(self.program.reductions)
 
     @property
-    def across_count(self) -> int:
+    def global_count(self) -> int:
         """Reductions over all tensors, in all passes."""
-        return len(self.program.across)
+        return len(self.program.global_reductions)
 
     def header(self, mark: str, backend: str) -> str:
         """Comment lines that say rule, storage and version."""

@@ -13,7 +13,7 @@ import torch
 from ..cache import compile_count
 from ..devices import is_host
 from ..errors import RuleError, StateError
-from ..graph import ACROSS, Graph
+from ..graph import GLOBAL_REDUCTIONS, Graph
 from ..optimizer import Optimizer
 from ..optimizer.masters import MASTER_KEYS, exact_values, master_kind
 from ..optimizer.states import TRAINING, shape_of
@@ -229,7 +229,7 @@ class Subject:
     @property
     def spans_tensors(self) -> bool:
         """Whether a step of one tensor depends on the others, so that the formula holds for one alone."""
-        return any(value.operation in ACROSS for graph in self.graphs.values() for value in graph.values())
+        return any(value.operation in GLOBAL_REDUCTIONS for graph in self.graphs.values() for value in graph.values())
 
     @property
     def has_matrices(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .analysis import never_negative
 from .ir import (
-    ACROSS,
+    GLOBAL_REDUCTIONS,
     OPERATIONS,
     REDUCTIONS,
     SCALAR_LEVELS,
@@ -24,7 +24,7 @@ from .partition import MatrixPass, MatrixProgram, Program, ScalarPass, Slices, T
 from .tracer import flat_numbers, known_numbers, trace
 
 __all__ = [
-    "ACROSS",
+    "GLOBAL_REDUCTIONS",
     "OPERATIONS",
     "REDUCTIONS",
     "SCALAR_LEVELS",

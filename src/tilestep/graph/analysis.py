@@ -76,7 +76,7 @@ def _bounds(value: Value, known: Mapping[int, Bounds], state: str, hypers: Mappi
         return (min(args[0][0], args[1][0]), min(args[0][1], args[1][1]))
     if operation == "where":
         return (min(args[1][0], args[2][0]), max(args[1][1], args[2][1]))
-    if operation in ("reduce_sum", "reduce_amax", "reduce_amin", "across_sum", "across_max"):
+    if operation in ("reduce_sum", "reduce_amax", "reduce_amin", "global_sum", "global_max"):
         return _POSITIVE if args[0][0] >= 0 else _ANY
     return _ANY
 

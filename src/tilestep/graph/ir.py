@@ -157,8 +157,8 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_sum": Operation(None),
     "reduce_amax": Operation(None),
     "reduce_amin": Operation(None),
-    "across_sum": Operation(None),
-    "across_max": Operation(None),
+    "global_sum": Operation(None),
+    "global_max": Operation(None),
     "widen": Operation(None),
     "narrow": Operation(None),
     "bits": Operation(None),
@@ -184,7 +184,7 @@ OPERATIONS: dict[str, Operation] = {
 REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})
 """From elements to one number per tensor."""
 
-ACROSS = frozenset({"across_sum", "across_max"})
+GLOBAL_REDUCTIONS = frozenset({"global_sum", "global_max"})
 """From one number per tensor to one for all tensors of the optimizer."""
 
 

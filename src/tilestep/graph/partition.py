@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RuleError
 from ..linalg import MATRIX_OPERATIONS
-from .ir import ACROSS, REDUCTIONS, SCALAR_LEVELS, Graph, Level, Over, Value, ancestors
+from .ir import GLOBAL_REDUCTIONS, REDUCTIONS, SCALAR_LEVELS, Graph, Level, Over, Value, ancestors
 from .lowering import is_matrix_work
 
 
@@ -19,7 +19,7 @@ class ScalarPass:
     """Numbers computed once per tensor, in float64."""
 
     rows: list[tuple[int, Value]] = field(default_factory=list)
-    across: list[tuple[int, Value]] = field(default_factory=list)
+    global_reductions: list[tuple[int, Value]] = field(default_factory=list)
     stores: dict[str, Value] = field(default_factory=dict)
     is_last: bool = False  # whether this is the last scalar pass
 
@@ -475,7 +475,7 @@ class Program:
     tiles: list[TilePass | None]  # the tile passes; None where a scalar pass has no tile work before the next
     columns: dict[int, int]  # row-table column of each scalar value that tile passes use, by identity
     reductions: dict[int, int]  # every reduction with its slot, by identity
-    across: dict[int, int]  # every reduction over all tensors with its slot, by identity
+    global_reductions: dict[int, int]  # every reduction over all tensors with its slot, by identity
     library: MatrixProgram = field(default_factory=MatrixProgram)
     slices: Slices = field(default_factory=Slices)
 
@@ -529,7 +529,7 @@ def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
     tiles = [TilePass(title=f"tile_pass_{stage}", stage=stage, stages=stages) for stage in range(last + 1)]
     cutter = SliceCutter(graph, stages, tiles)
     reductions: dict[int, int] = {}
-    across: dict[int, int] = {}
+    global_reductions: dict[int, int] = {}
     for value in graph.values():
         if value.operation in REDUCTIONS and value.level is Level.SLICE:
             cutter.reduce(value)
@@ -537,9 +537,9 @@ def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
             reductions[id(value)] = len(reductions)
             source = cutter.at(stages[id(value)] - 1, value.args[0].over)
             source.reductions.append((reductions[id(value)], value))
-        elif value.operation in ACROSS:
-            across[id(value)] = len(across)
-            scalars[stages[id(value)] - 1].across.append((across[id(value)], value))
+        elif value.operation in GLOBAL_REDUCTIONS:
+            global_reductions[id(value)] = len(global_reductions)
+            scalars[stages[id(value)] - 1].global_reductions.append((global_reductions[id(value)], value))
     for name, value in graph.outputs.items():
         if name in graph.scalar_states:
             scalars[last].stores[name] = value
@@ -556,7 +556,7 @@ def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
     columns = _columns(scalars, [*tiles, *(tile for together in slices.passes for tile in together)], stages)
     _library_columns(library, columns, scalars, stages)
     used: list[TilePass | None] = [None if tile.is_empty else tile for tile in tiles]
-    return Program(graph, scalars, used, columns, reductions, across, library, slices)
+    return Program(graph, scalars, used, columns, reductions, global_reductions, library, slices)
 
 
 def _stages(graph: Graph) -> dict[int, int]:
@@ -566,7 +566,7 @@ def _stages(graph: Graph) -> dict[int, int]:
             stages[id(value)] = stage_of(value, stages)
             continue
         stage = max((stages[id(arg)] for arg in value.args), default=0)
-        stages[id(value)] = stage + (value.operation in REDUCTIONS or value.operation in ACROSS)
+        stages[id(value)] = stage + (value.operation in REDUCTIONS or value.operation in GLOBAL_REDUCTIONS)
     return stages
 
 
@@ -630,7 +630,7 @@ def scalar_needs(scalar: ScalarPass) -> list[Value]:
     """Every value a scalar pass computes or reads, in order."""
     roots = [
         *(value for _, value in scalar.rows),
-        *(value.args[0] for _, value in scalar.across),
+        *(value.args[0] for _, value in scalar.global_reductions),
         *scalar.stores.values(),
     ]
-    return ancestors(roots, lambda value: value.operation in REDUCTIONS or value.operation in ACROSS)
+    return ancestors(roots, lambda value: value.operation in REDUCTIONS or value.operation in GLOBAL_REDUCTIONS)

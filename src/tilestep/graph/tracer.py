@@ -23,7 +23,7 @@ from ..compat import TensorDispatch, decomposition, fake_tensors, is_mutable, op
 from ..errors import MatrixError, RuleError, TilestepError
 from ..rules import Rule
 from ..rules.protocol import at_step, changes, scalar_factory, traced_by
-from ..rules.scalars import ScalarCalls, across_tensors, as_python, precision_of
+from ..rules.scalars import ScalarCalls, as_python, global_reduce, precision_of
 from . import lowering
 from . import lowering as reductions
 from .ir import IF_NOT_ZERO, Builder, Graph, Guard, Level, Over, Value, ancestors, outcome
@@ -373,9 +373,9 @@ class Recorder(TensorDispatch):
         """A 0-dim fake tensor that stands for a number."""
         return self.scalar(self.build.constant(number))
 
-    def across(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    def global_reduce(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         """A 0-dim fake tensor that stands for a value combined over all tensors; `kind` is "sum" or "max"."""
-        combined = self.build.apply(f"across_{kind}", self.value_of(tensor), level=Level.TENSOR)
+        combined = self.build.apply(f"global_{kind}", self.value_of(tensor), level=Level.TENSOR)
         return self.scalar(combined)
 
     def precision(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -683,7 +683,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
     if rule.uses_step:
         values["step"] = step
     token = scalar_factory.set(recorder.constant)
-    across_token, precision_token = across_tensors.set(recorder.across), precision_of.set(recorder.precision)
+    reduce_token, precision_token = global_reduce.set(recorder.global_reduce), precision_of.set(recorder.precision)
     tracer_token = traced_by.set(recorder)
     try:
         functions = (rule.function, *(entry for value in values.values() for entry in _functions(value)))
@@ -702,7 +702,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         raise RuleError(f"{where}: in rule {rule.name}: {error}; {ALTERNATIVE}") from error
     finally:
         scalar_factory.reset(token)
-        across_tensors.reset(across_token)
+        global_reduce.reset(reduce_token)
         precision_of.reset(precision_token)
         traced_by.reset(tracer_token)
 

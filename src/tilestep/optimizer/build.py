@@ -633,7 +633,7 @@ def flat_part(optimizer: Optimizer) -> str:
             continue
         first = first or label
         program = spec_of(optimizer.rule_of(group), group, param).program
-        reduces = program.across or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
+        reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
         if reduces or program.library.scratch or program.slices.views or program.graph.slice_states:
             raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
     return first

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import RuleError
 
-across_tensors: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("across_tensors", default=None)
+global_reduce: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("global_reduce", default=None)
 """Who combines a 0-dim value over all parameters, given "sum" or "max" and the value; the tracer sets it."""
 
 precision_of: ContextVar[Callable[[Any], Any] | None] = ContextVar("precision_of", default=None)
@@ -118,7 +118,7 @@ def _across(kind: str, value: Any) -> Any:
             f"{kind}_over_tensors takes one number per parameter, not a tensor of shape {tuple(value.shape)}: "
             "reduce it first, for example with .sum()"
         )
-    combine = across_tensors.get()
+    combine = global_reduce.get()
     return value if combine is None else combine(kind, value)
 
 

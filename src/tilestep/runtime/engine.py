@@ -47,7 +47,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
     for index in range(max((len(segment.spec.program.scalars) for segment in segments), default=0)):
         running = [segment for segment in segments if index < len(segment.spec.program.scalars)]
         calls += [segment.scalar_call(index) for segment in running]
-        if any(segment.spec.program.scalars[index].across for segment in running):
+        if any(segment.spec.program.scalars[index].global_reductions for segment in running):
             calls.append(partial(_meet, running, index))
         calls += [partial(segment.run_tiles if segment.streamer else segment.tile_pass, index) for segment in running]
         calls += [call for sums in shared for call in sums.calls(index)]
@@ -73,12 +73,15 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
     """Combine what scalar pass `index` left per tensor, over all tensors of each rule, on every device."""
     by_rule: dict[str, list[Segment]] = {}
     for segment in segments:
-        if segment.spec.program.scalars[index].across:
+        if segment.spec.program.scalars[index].global_reductions:
             by_rule.setdefault(segment.spec.program.graph.title, []).append(segment)
     for members in by_rule.values():
-        for slot, value in members[0].spec.program.scalars[index].across:
-            adds = value.operation == "across_sum"
-            parts = [segment.across[:, slot].sum() if adds else segment.across[:, slot].amax() for segment in members]
+        for slot, value in members[0].spec.program.scalars[index].global_reductions:
+            adds = value.operation == "global_sum"
+            parts = [
+                segment.global_parts[:, slot].sum() if adds else segment.global_parts[:, slot].amax()
+                for segment in members
+            ]
             total = parts[0]
             for part in parts[1:]:
                 moved = part.to(total.device, non_blocking=True)

@@ -359,7 +359,7 @@ class Segment:
     sums: torch.Tensor
     """float64[tensors][reductions], reductions over one tensor; a segment without works them out by itself."""
 
-    across: torch.Tensor
+    global_parts: torch.Tensor
     """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
 
     totals: torch.Tensor

@@ -111,8 +111,8 @@ class CpuSegment(Segment):
         }
         self.rows = np.zeros((count, max(len(program.columns), 1)), dtype=compute)
         self.sums = torch.zeros(count, max(spec.reduction_count, 1), dtype=torch.float64, device="cpu")
-        self.across = torch.zeros(count, max(spec.across_count, 1), dtype=torch.float64, device="cpu")
-        self.totals = torch.zeros(max(spec.across_count, 1), dtype=torch.float64, device="cpu")
+        self.global_parts = torch.zeros(count, max(spec.global_count, 1), dtype=torch.float64, device="cpu")
+        self.totals = torch.zeros(max(spec.global_count, 1), dtype=torch.float64, device="cpu")
         self.slices = CpuSlices(spec, [entry.param.shape for entry in self.entries]) if program.slices.views else None
         tiles = max(self.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
         self.partials = np.zeros((tiles, max(spec.reduction_count, 1)))
@@ -177,7 +177,7 @@ class CpuSegment(Segment):
         }
         for name, array in arrays.items():
             setattr(launch, name, array.ctypes.data)
-        for name in ("grads", "step", "sums", "across", "totals", "control"):
+        for name in ("grads", "step", "sums", "global_parts", "totals", "control"):
             setattr(launch, name, getattr(self, name).data_ptr())
         if self.taps is not None:
             launch.tap_partials, launch.tap_totals = self.tap_partials.ctypes.data, self.taps.totals.data_ptr()

@@ -70,7 +70,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
         "    const double* hyper = launch->hyper + launch->group[t] * launch->hyper_count;",
         f"    {scalar}* row = rows + t * {columns};",
     ]
-    if not per_tensor and not scalar_pass.across and not scalar_pass.stores:
+    if not per_tensor and not scalar_pass.global_reductions and not scalar_pass.stores:
         lines += [
             "    if (same_as >= 0 && launch->group[t] == launch->group[same_as] &&",
             f"        {_step_of('same_as', scalar_pass)} == next_step) {{",
@@ -82,8 +82,8 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
         ]
     lines += writer.lines
     lines += [f"    row[{column}] = {writer[value]};" for column, value in scalar_pass.rows]
-    for slot, value in scalar_pass.across:
-        lines.append(f"    launch->across[t * {spec.across_count} + {slot}] = {writer[value.args[0]]};")
+    for slot, value in scalar_pass.global_reductions:
+        lines.append(f"    launch->global_parts[t * {spec.global_count} + {slot}] = {writer[value.args[0]]};")
     if scalar_pass.is_last:
         for name, value in scalar_pass.stores.items():
             lines.append(f"    if (!skip) {_scalar_state(spec, name)}[t] = {writer[value]};")
@@ -102,9 +102,9 @@ def _copied_columns(columns: int, own: list[int]) -> list[str]:
 def _absent(spec: KernelSpec, scalar_pass: ScalarPass) -> list[str]:
     """A tensor without gradient adds nothing to what spans tensors."""
     return [
-        f"      launch->across[t * {spec.across_count} + {slot}] = "
-        f"{'0' if value.operation == 'across_sum' else '-INFINITY'};"
-        for slot, value in scalar_pass.across
+        f"      launch->global_parts[t * {spec.global_count} + {slot}] = "
+        f"{'0' if value.operation == 'global_sum' else '-INFINITY'};"
+        for slot, value in scalar_pass.global_reductions
     ]
 
 
@@ -122,8 +122,8 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
     """Where a scalar pass finds a value it does not compute."""
     if id(value) in spec.program.reductions:
         return f"launch->sums[t * {spec.reduction_count} + {spec.program.reductions[id(value)]}]"
-    if id(value) in spec.program.across:
-        return f"launch->totals[{spec.program.across[id(value)]}]"
+    if id(value) in spec.program.global_reductions:
+        return f"launch->totals[{spec.program.global_reductions[id(value)]}]"
     if value.operation == "load":
         return f"{_scalar_state(spec, value.attribute)}[t]"
     if value.operation != "hyper":

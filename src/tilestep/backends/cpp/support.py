@@ -21,7 +21,7 @@ class Launch(ctypes.Structure):
     index there.
     control: norm, skip, inverse loss scale, unscale gradients (see optimizer/control.py). group[tensors],
     hyper[groups][hyper_count]. step[tensors].
-    rows[tensors][columns]. partials[tiles][reductions], sums[tensors][reductions]. across[tensors][slots],
+    rows[tensors][columns]. partials[tiles][reductions], sums[tensors][reductions]. global_parts[tensors][slots],
     totals[slots]. scalar_states[states]: address of one array [tensors] each.
     tap_partials[tiles][columns], tap_totals[tensors][columns]: statistics. tap_words: a bit for each changed weight, of
     which first_word[tensors] says where a tensor's begin.
@@ -48,7 +48,7 @@ class Launch(ctypes.Structure):
                 "rows",
                 "partials",
                 "sums",
-                "across",
+                "global_parts",
                 "totals",
                 "scalar_states",
                 "tap_partials",
@@ -113,7 +113,7 @@ struct Launch {{
   void* rows;
   double* partials;
   double* sums;
-  double* across;
+  double* global_parts;
   const double* totals;
   const int64_t* scalar_states;
   double* tap_partials;

@@ -118,8 +118,8 @@ class CudaSegment(Segment):
         }
         self.hyper = numbers(len(self.group_indices), len(spec.hypers))
         self.sums = numbers(count, max(spec.reduction_count, 1))
-        self.across = numbers(count, max(spec.across_count, 1))
-        self.totals = numbers(max(spec.across_count, 1))
+        self.global_parts = numbers(count, max(spec.global_count, 1))
+        self.totals = numbers(max(spec.global_count, 1))
         shapes = [entry.param.shape for entry in self.entries]
         self.slices = CudaSlices(spec, shapes, device) if program.slices.views else None
         most_tiles = self.slices.most_tiles if self.slices else 0
@@ -143,7 +143,7 @@ class CudaSegment(Segment):
             "hyper": self.hyper,
             "step": self.step,
             "sums": self.sums,
-            "across": self.across,
+            "global_parts": self.global_parts,
             "totals": self.totals,
             **{f"{name}_state": array for name, array in self.scalar_states.items()},
         }

@@ -55,9 +55,9 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
     for column, value in scalar_pass.rows:
         rounded = f"({writer[value]} + {wide}).to(tl.{dtype_name(spec.compute)})"
         lines.append(f"    tl.store(rows + t * {columns} + {column}, {rounded}, mask=active)")
-    for slot, value in scalar_pass.across:
-        place = f"across + t * {spec.across_count} + {slot}"
-        neutral = "0.0" if value.operation == "across_sum" else "float('-inf')"
+    for slot, value in scalar_pass.global_reductions:
+        place = f"global_parts + t * {spec.global_count} + {slot}"
+        neutral = "0.0" if value.operation == "global_sum" else "float('-inf')"
         lines.append(
             f"    tl.store({place}, tl.where(active, {writer[value.args[0]]} + {wide}, {neutral}), mask=inside)"
         )
@@ -78,8 +78,8 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
     if id(value) in spec.program.reductions:
         place = f"sums + t * {spec.reduction_count} + {spec.program.reductions[id(value)]}"
         return f"tl.load({place}, mask=active, other=0.0)"
-    if id(value) in spec.program.across:
-        return f"tl.load(totals + {spec.program.across[id(value)]})"
+    if id(value) in spec.program.global_reductions:
+        return f"tl.load(totals + {spec.program.global_reductions[id(value)]})"
     if value.operation == "load":
         return f"tl.load({value.attribute}_state + t, mask=active, other=0.0).to(tl.float64)"
     if value.operation != "hyper":

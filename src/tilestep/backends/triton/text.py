@@ -176,7 +176,7 @@ POINTERS = {
         "sizes",
         "control",
         "sums",
-        "across",
+        "global_parts",
         "totals",
         "rows",
     ],

@@ -87,7 +87,7 @@ def _together(optimizer: Optimizer) -> dict[int, str]:
         if param.is_meta:
             continue
         rule = optimizer.rule_of(group)
-        if spec_of(rule, group, param).program.across:
+        if spec_of(rule, group, param).program.global_reductions:
             found[id(param)] = rule.name
     return found
 

@@ -59,7 +59,7 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
         if not (graph.slice_states or program.slices.views or program.library.scratch):
             divisions[param] = _in_blocks(param) if spec.has_blocks else Division()
             continue
-        if program.across:
+        if program.global_reductions:
             raise RuleError(
                 f"{label}: rule {graph.title} needs whole tensors, which would be spread over the ranks, and reduces "
                 "over all of them; that is not supported by shard()"
