@@ -104,7 +104,7 @@ def meshes_table(constants: Constants) -> Rows:
 
 def _measured() -> Iterator[tuple[str, int, str, Mapping[str, Any]]]:
     """Committed iterations of several GPUs: the file, its GPUs, how the model runs, and what was measured."""
-    for path in sorted(RESULTS.glob("shard-*.json")):
+    for path in sorted([*RESULTS.glob("shard-*.json"), *RESULTS.glob("rivals-*.json")]):
         stored = json.loads(path.read_text())
         parts = {"eager": stored.get("iterations"), **{name: stored.get(name) for name in PARTS_OF_RIVALS}}
         parts |= {f"captured {name}": part for name, part in stored.get("captured", {}).items()}

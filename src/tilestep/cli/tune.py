@@ -26,6 +26,10 @@ def register(app: typer.Typer) -> None:
         Rules that move the same bytes share the result, and work on whole matrices is not tiled.
         Optimizers take it up when they are made. What is measured is kept at once: Ctrl-C loses the rest alone.
         """
+        import contextlib
+        import io
+        import sys
+
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -34,14 +38,16 @@ def register(app: typer.Typer) -> None:
         from ..tuning import device_key
         from ._rules import chosen_device, load_rule
 
-        console = Console()
+        # Triton prints the code of a compilation that Ctrl-C has ended, with a request to report it.
+        console = Console(file=sys.stdout)
         chosen = chosen_device(device)
         with console.status("looking for signatures"):
             listed = jobs([load_rule(name) for name in rules] if rules else tiled_rules(), chosen)
         console.print(f"milliseconds of a step, {device_key(chosen)}", markup=False)
         columns = [BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
         count, stopped = 0, ""
-        with Progress(*columns, console=console, transient=True) as progress:
+        progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+        with progress, contextlib.redirect_stdout(io.StringIO()):
             task = progress.add_task("", total=len(listed))
             try:
                 for outcome in measured(
