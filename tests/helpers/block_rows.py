@@ -114,4 +114,23 @@ def check_blocks(name: str, shapes: list[tuple[int, ...]], *, strided: bool = Fa
             assert torch.equal(as_bits(param.detach().contiguous()), as_bits(read))
 
 
-__all__ = ["BACKENDS", "FORMATS", "SHAPES", "backend", "check_blocks"]
+def check_infinities(over_rows: bool = False) -> None:
+    """Infinities of float16 blocks keep their places and signs, and leave other blocks alone."""
+    for signed, rule in (RULES_OVER_ROWS if over_rows else RULES).items():
+        param = torch.nn.Parameter(torch.zeros(2, 300))
+        optimizer = tilestep.Optimizer([("p", param)], rule, state_dtype=lambda _: "scaled_float16")
+        param.grad = torch.linspace(-3, 3, 600).reshape(2, 300)
+        param.grad[:, 7] = 0
+        param.grad[0, 3], param.grad[0, 299], param.grad[1, 140] = torch.inf, -torch.inf, torch.inf
+        optimizer.step()
+        optimizer.step()
+        wanted, kept = (param.grad if signed else param.grad.abs()), param.detach()
+        infinite = wanted.isinf()
+        assert torch.equal(kept[infinite], wanted[infinite])
+        beside = torch.zeros_like(infinite)
+        beside[0, :128] = beside[0, 256:] = beside[1, 128:256] = True
+        assert not kept[beside].isfinite().any()
+        torch.testing.assert_close(kept[~beside], wanted[~beside], rtol=2**-10, atol=1e-9)
+
+
+__all__ = ["BACKENDS", "FORMATS", "SHAPES", "backend", "check_blocks", "check_infinities"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from block_rows import FORMATS, SHAPES, check_blocks
+from block_rows import FORMATS, SHAPES, check_blocks, check_infinities
 from format_rows import ROWS, backend, check_kept, check_training
 from random_rows import check_elements, check_states
 
@@ -21,6 +21,8 @@ if __name__ == "__main__":
             check_blocks(format, [(4, 3, 96)], strided=True)
             check_blocks(format, [(5, 130), (3, 320), (6, 40)], over_rows=True)
             check_blocks(format, [(4, 3, 96)], strided=True, over_rows=True)
+        check_infinities()
+        check_infinities(over_rows=True)
         check_elements(torch.bfloat16, few=True)
         for format in ("float16", *FORMATS):
             check_states(format, [(4, 3, 96)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from block_rows import BACKENDS, FORMATS, SHAPES, backend, check_blocks
+from block_rows import BACKENDS, FORMATS, SHAPES, backend, check_blocks, check_infinities
 
 import tilestep
 from tilestep.errors import StateError
@@ -21,6 +21,13 @@ def test_numbers_are_kept_as_torch_keeps_them(format: str, name: str, strided: b
     shapes = [*(shape for shape in SHAPES if len(shape) > 1), (3, 5000)] if over_rows else SHAPES
     with backend(name):
         check_blocks(format, shapes, strided=strided, over_rows=over_rows)
+
+
+@pytest.mark.parametrize("over_rows", [False, True], ids=["flat", "over rows"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_infinities_of_float16_blocks_stay(name: str, over_rows: bool) -> None:
+    with backend(name):
+        check_infinities(over_rows)
 
 
 def test_blocks_that_cross_rows_are_kept_in_float32_or_refused() -> None:

@@ -8,7 +8,7 @@ from .format import Term, magnitude, maximum, minimum, quotient, where
 from .stochastic import code_at_random
 
 _ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
-_LARGEST = 2.0**123
+LARGEST_SCALE = 2.0**123
 """A block with something larger is kept as infinite: a sum of nine of its elements could be."""
 
 
@@ -21,7 +21,7 @@ def scale_of(number: Term, rounds_up: bool = False) -> Term:
     bits = magnitude(number).block_max()
     bits = where(bits < 0x7F7F0000, (bits + 0xFFC0) & -0x10000, bits) if rounds_up else bits
     most = bits.of_bits().named("most")
-    return where(most > _LARGEST, most * 32.0, most).element(torch.bfloat16).named("scale")
+    return where(most > LARGEST_SCALE, most * 32.0, most).element(torch.bfloat16).named("scale")
 
 
 def divisor(scale: Term) -> Term:

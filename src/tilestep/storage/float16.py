@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import BLOCK
-from .companded import divisor, scale_of
+from .companded import LARGEST_SCALE, divisor, scale_of
 from .format import Array, Term, where
 from .states import blocks_format
 from .stochastic import element_at_random
@@ -21,7 +21,8 @@ _LARGEST = 2.0**15
 class Float16Blocks:
     """Numbers of eleven bits of precision over the largest of their block, which is kept as 2^15.
 
-    Elements below 2e-12 of the largest are lost; of numbers that are never negative only zero is kept as zero.
+    Elements below 2e-12 of the largest are lost; of numbers that are never negative only zero is kept as zero. An
+    infinity is kept as such, beside which its block's other numbers are infinite or, if they are zero, NaN.
 
     Source: `with_scaled_states` of apex's DistributedFusedAdam, which has one scale for a part of a bucket.
     """
@@ -46,7 +47,9 @@ class Float16Blocks:
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         scale = scale_of(value)
-        steps = ((value / divisor(scale)) * _LARGEST).named("steps")
+        # Infinity over itself would be NaN.
+        unit = where(scale.number() > LARGEST_SCALE, 1.0, divisor(scale)).named("unit")
+        steps = ((value / unit) * _LARGEST).named("steps")
         kept = steps.element(torch.float16) if random is None else element_at_random(steps, torch.float16, random)
         if self.signed:
             return kept, scale
