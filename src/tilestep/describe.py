@@ -198,10 +198,10 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
         tile = program.tiles[index]
         if tile is not None:
             found.append(_tile_pass(spec, tile, prefix, backend))
-        library = program.library.passes[index] if index < len(program.library.passes) else None
-        if library is not None:
-            operations = ", ".join(value.operation for value in library.values)
-            calls = tuple(f"torch, {value.operation} for each shape" for value in library.values)
+        matrix_pass = program.matrices.passes[index] if index < len(program.matrices.passes) else None
+        if matrix_pass is not None:
+            operations = ", ".join(value.operation for value in matrix_pass.values)
+            calls = tuple(f"torch, {value.operation} for each shape" for value in matrix_pass.values)
             found.append(PassDescription("matrix", f"on whole matrices: {operations}", launches=calls))
     return found
 

@@ -115,8 +115,8 @@ def _cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return "cpu"
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else "cpu"
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1].strip() if model else "cpu"
 
 
 def _file_name(device_name: str) -> str:
@@ -149,14 +149,14 @@ def _usable(content: Any, device_name: str, device_type: str) -> dict[str, TileS
     """The shapes of a file that is of this device and version; anything else in it is passed over."""
     if not isinstance(content, dict) or content.get("device") != device_name or content.get("tilestep") != __version__:
         return {}
-    known = {tuple(asdict(shape).items()): shape for shape in CANDIDATES[device_type]}
+    candidates = {tuple(asdict(shape).items()): shape for shape in CANDIDATES[device_type]}
     shapes = content.get("shapes")
-    found = {}
+    usable = {}
     for name, stored in shapes.items() if isinstance(shapes, dict) else ():
         key = tuple(stored.items()) if isinstance(stored, dict) else ()
-        if all(isinstance(number, int) for _, number in key) and key in known:
-            found[name] = known[key]
-    return found
+        if all(isinstance(number, int) for _, number in key) and key in candidates:
+            usable[name] = candidates[key]
+    return usable
 
 
 def save_shapes(device: torch.device, shapes: Mapping[str, TileShape]) -> Path:
@@ -164,8 +164,8 @@ def save_shapes(device: torch.device, shapes: Mapping[str, TileShape]) -> Path:
     name = device_key(device)
 
     def merged(text: str | None) -> str:
-        known = _usable(_parsed(text), name, device.type) if text else {}
-        stored = {key: asdict(shape) for key, shape in sorted({**known, **shapes}.items())}
+        earlier = _usable(_parsed(text), name, device.type) if text else {}
+        stored = {key: asdict(shape) for key, shape in sorted({**earlier, **shapes}.items())}
         return json.dumps({"device": name, "tilestep": __version__, "shapes": stored}, indent=1) + "\n"
 
     path = update_cached(_file_name(name), merged)

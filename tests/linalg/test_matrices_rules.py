@@ -70,7 +70,7 @@ def test_the_step_is_the_rule_called_on_tensors(rule: tilestep.Rule, dtype: torc
 
 def test_elementwise_work_stays_in_few_tile_passes() -> None:
     passes = cut(whitened)
-    assert len(passes.tiles) == 3 and sum(here is not None for here in passes.library.passes) == 2
+    assert len(passes.tiles) == 3 and sum(matrix_pass is not None for matrix_pass in passes.matrices.passes) == 2
     assert sorted(passes.tiles[0].stores) == ["momentum", "scratch_0"]
     assert list(passes.tiles[-1].stores) == ["param"]
 
@@ -78,12 +78,12 @@ def test_elementwise_work_stays_in_few_tile_passes() -> None:
 def test_a_result_s_norm_is_a_reduction_of_the_next_pass() -> None:
     passes = cut(polar)
     assert [len(tile.reductions) if tile else None for tile in passes.tiles] == [0, 1, 0, 0]
-    assert [here is not None for here in passes.library.passes] == [True, False, True, False]
+    assert [matrix_pass is not None for matrix_pass in passes.matrices.passes] == [True, False, True, False]
 
 
-def test_rules_without_matrices_have_no_library_pass() -> None:
+def test_rules_without_matrices_have_no_matrix_pass() -> None:
     for name in ("AdamW", "LAMB"):
-        assert cut(tilestep.registry[name]).library.passes == []
+        assert cut(tilestep.registry[name]).matrices.passes == []
 
 
 def test_results_in_one_pass_reuse_the_operand_s_memory() -> None:

@@ -75,7 +75,7 @@ class EagerSegment(Segment):
             return
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
         for name, storage in self.spec.storages.items():
-            if name != "grad" and name not in self.spec.program.library.scratch:
+            if name != "grad" and name not in self.spec.program.matrices.scratch:
                 # Copies: a rule may move one buffer's old value to another after the first has been overwritten.
                 loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape, entry.columns or None)
         loads.update(entry.matrices)

@@ -82,7 +82,7 @@ def has_matrix_work(optimizer: Optimizer) -> bool:
     False
     """
     engines = optimizer.fitting_plan(ahead=True).engines
-    return any(segment.spec.program.library.passes for engine in engines for segment in engine.segments)
+    return any(segment.spec.program.matrices.passes for engine in engines for segment in engine.segments)
 
 
 def _spec(optimizer: Optimizer) -> KernelSpec:

@@ -35,15 +35,15 @@ def never_negative(graph: Graph, state: str, hypers: Mapping[str, Bounds] | None
     output = graph.outputs.get(state)
     if output is None:
         return False
-    known: dict[int, Bounds] = {}
+    bounds: dict[int, Bounds] = {}
     for value in ancestors([output]):
-        known[id(value)] = _bounds(value, known, state, hypers or {})
-    return known[id(output)][0] >= 0
+        bounds[id(value)] = _bounds(value, bounds, state, hypers or {})
+    return bounds[id(output)][0] >= 0
 
 
-def _bounds(value: Value, known: Mapping[int, Bounds], state: str, hypers: Mapping[str, Bounds]) -> Bounds:
+def _bounds(value: Value, bounds: Mapping[int, Bounds], state: str, hypers: Mapping[str, Bounds]) -> Bounds:
     operation = value.operation
-    args = [known[id(arg)] for arg in value.args]
+    args = [bounds[id(arg)] for arg in value.args]
     if operation == "constant":
         return (float(value.attribute), float(value.attribute)) if not math.isnan(value.attribute) else _ANY
     if operation == "load":
@@ -59,12 +59,12 @@ def _bounds(value: Value, known: Mapping[int, Bounds], state: str, hypers: Mappi
     if operation == "neg":
         return (-args[0][1], -args[0][0])
     if operation == "add":
-        mixed = _mixed(value, known)
+        mixed = _mixed(value, bounds)
         return mixed or (_sum(args[0][0], args[1][0]), _sum(args[0][1], args[1][1]))
     if operation == "sub":
         return (_sum(args[0][0], -args[1][1]), _sum(args[0][1], -args[1][0]))
     if operation == "mul":
-        return _product(value, args, known)
+        return _product(value, args, bounds)
     if operation == "div":
         return _POSITIVE if args[0][0] >= 0 and args[1][0] >= 0 else _ANY
     if operation == "pow":
@@ -86,13 +86,13 @@ def _sum(left: float, right: float) -> float:
     return -math.inf if math.isnan(total) else total
 
 
-def _product(value: Value, args: list[Bounds], known: Mapping[int, Bounds]) -> Bounds:
+def _product(value: Value, args: list[Bounds], bounds: Mapping[int, Bounds]) -> Bounds:
     """A product: not negative if all factors but pairs of the same one are not."""
     single: dict[int, Value] = {}
     for factor in _factors(value):
         if single.pop(id(factor), None) is None:
             single[id(factor)] = factor
-    if not all(known[id(factor)][0] >= 0 for factor in single.values()):
+    if not all(bounds[id(factor)][0] >= 0 for factor in single.values()):
         return _ANY
     if len(single) < len(_factors(value)):
         return _POSITIVE
@@ -108,15 +108,15 @@ def _factors(value: Value) -> list[Value]:
     return [factor for arg in value.args for factor in _factors(arg)]
 
 
-def _mixed(value: Value, known: Mapping[int, Bounds]) -> Bounds | None:
+def _mixed(value: Value, bounds: Mapping[int, Bounds]) -> Bounds | None:
     """What lies between two numbers: a + weight * (b - a), the weight from 0 to 1."""
     for begin, moved in (value.args, value.args[::-1]):
         if moved.operation != "mul":
             continue
         for weight, way in (moved.args, moved.args[::-1]):
-            low, high = known[id(weight)]
+            low, high = bounds[id(weight)]
             if way.operation == "sub" and way.args[1] is begin and low >= 0 and high <= 1:
-                ends = (known[id(begin)], known[id(way.args[0])])
+                ends = (bounds[id(begin)], bounds[id(way.args[0])])
                 return (min(low for low, _ in ends), max(high for _, high in ends))
     return None
 

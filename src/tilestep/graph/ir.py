@@ -328,22 +328,22 @@ def ancestors(roots: Iterable[Value], is_leaf: Callable[[Value], bool] = lambda 
 
 def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
     """The value as a Python number, given the hyperparameters and sizes it depends on."""
-    known: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for node in ancestors([value]):
         if node.operation == "constant":
-            known[id(node)] = node.attribute
+            results[id(node)] = node.attribute
         elif node.operation == "hyper":
-            known[id(node)] = numbers[node.attribute]
+            results[id(node)] = numbers[node.attribute]
         else:
             function = OPERATIONS[node.operation].evaluate
             if function is None:
                 raise KeyError(f"{node.operation} is not a number before the step")
-            known[id(node)] = function(*(known[id(arg)] for arg in node.args))
-    return known[id(value)]
+            results[id(node)] = function(*(results[id(arg)] for arg in node.args))
+    return results[id(value)]
 
 
 IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
-"""How comparisons with zero come out for a number that nobody here can read: such a one is not switched off."""
+"""How comparisons with zero come out for a number that the host cannot read: such a one is not switched off."""
 
 
 def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[str] = ()) -> bool | None:
@@ -379,13 +379,13 @@ class Builder:
         """Shape that the first operand of the operation being lowered has in the trace: 1 where it was reduced."""
         self.reads_shape = False
         """Whether something was built that holds for this number of dimensions only."""
-        self._known: dict[tuple[Any, ...], Value] = {}
+        self._values: dict[tuple[Any, ...], Value] = {}
 
     def constant(self, number: float | bool) -> Value:
         """A number or truth value known now."""
         attribute = number if isinstance(number, bool) else float(number)
         key = ("constant", repr(attribute))  # not the number itself: 0.0 equals -0.0, and NaN not even NaN
-        return self._known.setdefault(key, Value("constant", attribute=attribute, is_bool=isinstance(number, bool)))
+        return self._values.setdefault(key, Value("constant", attribute=attribute, is_bool=isinstance(number, bool)))
 
     def integer(self, number: int) -> Value:
         """A 32-bit integer known now."""
@@ -434,7 +434,7 @@ class Builder:
     def _intern(self, value: Value) -> Value:
         args = tuple(id(arg) for arg in value.args)
         key = (value.operation, args, value.attribute, value.level, value.over, value.dtype)
-        return self._known.setdefault(key, value)
+        return self._values.setdefault(key, value)
 
 
 def _identity(operation: str, args: tuple[Value, ...]) -> Value | None:

@@ -32,7 +32,7 @@ def rewritten(place: str) -> str:
         return ""
     branch, statement, following = branches[-1]
     lines = [_Replaced(branch).visit(statement)] if isinstance(branch, ast.IfExp) else _statements(branch, following)
-    return "; ".join(ast.unparse(ast.fix_missing_locations(each)) for each in lines)
+    return "; ".join(ast.unparse(ast.fix_missing_locations(line)) for line in lines)
 
 
 def _branches(node: ast.AST, line: int) -> Iterator[Branch]:
@@ -113,16 +113,16 @@ def _chosen(test: ast.expr, left: ast.expr, right: ast.expr) -> ast.expr:
 
 def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr] | None:
     """What statements give to names, none of it computed from another; None for statements of other kinds."""
-    found: dict[str, ast.expr] = {}
+    assigned: dict[str, ast.expr] = {}
     for statement in body:
         if isinstance(statement, ast.Pass):
             continue
         given = _given(statement)
         used = {node.id for value in given.values() for node in ast.walk(value) if isinstance(node, ast.Name)}
-        if not given or (used | given.keys()) & found.keys():
+        if not given or (used | given.keys()) & assigned.keys():
             return None
-        found.update(given)
-    return found
+        assigned.update(given)
+    return assigned
 
 
 def _given(statement: ast.stmt) -> dict[str, ast.expr]:
@@ -138,7 +138,7 @@ def _given(statement: ast.stmt) -> dict[str, ast.expr]:
     if isinstance(target, ast.Name):
         return {target.id: value}
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        pairs = [(each.id, new) for each, new in zip(target.elts, value.elts) if isinstance(each, ast.Name)]
+        pairs = [(name.id, new) for name, new in zip(target.elts, value.elts) if isinstance(name, ast.Name)]
         return dict(pairs) if len(pairs) == len(value.elts) else {}
     return {}
 
@@ -625,8 +625,9 @@ def size_from_end(name: str) -> int:
         >>> size_from_end("columns"), size_from_end("rows"), size_from_end("size.-3"), size_from_end("lr")
         (1, 2, 3, 0)
     """
-    found = next((from_end for from_end, known in _SIZES.items() if known == name), 0)
-    return int(name.removeprefix(_FAR_SIZE)) if name.startswith(_FAR_SIZE) else found
+    if name.startswith(_FAR_SIZE):
+        return int(name.removeprefix(_FAR_SIZE))
+    return next((from_end for from_end, near in _SIZES.items() if near == name), 0)
 
 
 def sizes_of(shape: Sequence[int]) -> dict[str, float]:
@@ -636,8 +637,8 @@ def sizes_of(shape: Sequence[int]) -> dict[str, float]:
         >>> sizes_of((5, 3, 2))
         {'numel': 30.0, 'columns': 2.0, 'rows': 3.0, 'size.-3': 5.0}
     """
-    each = {_size_name(from_end): float(size) for from_end, size in enumerate(reversed(shape), start=1)}
-    return {"numel": float(math.prod(shape)), **each}
+    sizes = {_size_name(from_end): float(size) for from_end, size in enumerate(reversed(shape), start=1)}
+    return {"numel": float(math.prod(shape)), **sizes}
 
 
 def count(build: Builder, dims: Iterable[int]) -> Value:
@@ -750,22 +751,17 @@ def _norm(
     raise Unsupported(f"a norm of order {order}; 1, 2 and inf are supported")
 
 
-def register_reductions() -> None:
-    """Add the reductions to the table of lowerings."""
-    LOWERINGS.update(
-        {
-            "sum": _sum,
-            "mean": _mean,
-            "amax": _extremum("reduce_amax"),
-            "amin": _extremum("reduce_amin"),
-            "max": _whole_or_pairwise("reduce_amax", "maximum"),
-            "min": _whole_or_pairwise("reduce_amin", "minimum"),
-            "linalg_vector_norm": _norm,
-        }
-    )
-
-
-register_reductions()
+LOWERINGS.update(
+    {
+        "sum": _sum,
+        "mean": _mean,
+        "amax": _extremum("reduce_amax"),
+        "amin": _extremum("reduce_amin"),
+        "max": _whole_or_pairwise("reduce_amax", "maximum"),
+        "min": _whole_or_pairwise("reduce_amin", "minimum"),
+        "linalg_vector_norm": _norm,
+    }
+)
 
 SQUARES: dict[str, Space] = {"left": ("rows", "rows"), "right": ("columns", "columns")}
 """Shapes of states that are square matrices on either side of the parameter."""
@@ -834,12 +830,7 @@ def _listed(name: str) -> Any:
     return lower
 
 
-def register_matrices() -> None:
-    """Add the matrix operations to the tables of operations and lowerings."""
-    OPERATIONS.update({name: Operation(None) for name in MATRIX_OPERATIONS})
-    LOWERINGS.update({"mm": _product, "addmm": _plus_product})
-    LOWERINGS.update({name: _transposed for name in ("t", "transpose", "permute")})
-    LOWERINGS.update({name: _listed(name) for name in MATRIX_OPERATIONS if name not in ("matmul", "transpose")})
-
-
-register_matrices()
+OPERATIONS.update({name: Operation(None) for name in MATRIX_OPERATIONS})
+LOWERINGS.update({"mm": _product, "addmm": _plus_product})
+LOWERINGS.update({name: _transposed for name in ("t", "transpose", "permute")})
+LOWERINGS.update({name: _listed(name) for name in MATRIX_OPERATIONS if name not in ("matmul", "transpose")})

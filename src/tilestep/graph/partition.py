@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -132,15 +132,15 @@ def choose_views(
     first, stop = over or (0, 0)
     left = dims - (stop - first)
     waiting = list(dict.fromkeys(reduced))
-    found: list[tuple[View, list[Over]]] = []
-    while waiting or not found:
+    views: list[tuple[View, list[Over]]] = []
+    while waiting or not views:
         view = View(
-            over, left, _rows([_left(each, over) for each in waiting], [_left(each, over) for each in read], left)
+            over, left, _rows([_left(block, over) for block in waiting], [_left(block, over) for block in read], left)
         )
-        done = [each for each in waiting if view.place(each) in ("row", "column")]
-        waiting = [each for each in waiting if each not in done]
-        found.append((view, done))
-    return found
+        done = [block for block in waiting if view.place(block) in ("row", "column")]
+        waiting = [block for block in waiting if block not in done]
+        views.append((view, done))
+    return views
 
 
 def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
@@ -252,37 +252,33 @@ class SliceCutter:
         """Copies of states for passes over elements or other slices: before anything is written there."""
         loads = [value for value in self.graph.values() if value.operation == "load" and id(value) in self.slices.slots]
         for value in loads:
-            readers = [stage for (stage, _), found in self._passes.items() if any(v is value for v in found.slices())]
-            written = [stage for (stage, _), found in self._passes.items() if value.attribute in found.stores]
+            readers = [stage for (stage, _), tile in self._passes.items() if any(v is value for v in tile.slices())]
+            written = [stage for (stage, _), tile in self._passes.items() if value.attribute in tile.stores]
             self.at(min(readers + written), value.over).kept.append((self._slot(value), value))
 
     def _ordered(self, stage: int) -> list[TilePass]:
-        at_stage = {over: found for (at, over), found in self._passes.items() if at == stage and not found.is_empty}
+        at_stage = {over: tile for (at, over), tile in self._passes.items() if at == stage and not tile.is_empty}
         ordered: list[TilePass] = []
         for over in sorted(at_stage, key=_extent, reverse=True):
             views = self._views(at_stage[over])
             ordered += [*views[1:], views[0]] if over is not None else views[1:]
         return ordered
 
-    def _views(self, found: TilePass) -> list[TilePass]:
+    def _views(self, tile: TilePass) -> list[TilePass]:
         """The pass itself with a view, then further passes for reductions that need another."""
-        read = [value.over for value in found.slices() if value.over is not None and value.over != found.over]
-        reduced = [value.over for _, value in found.parts if value.over is not None]
-        if found.over is None and not read and not reduced:
-            return [found]
-        parts, passes = found.parts, [found]
-        for index, (view, done) in enumerate(choose_views(found.over, self.graph.dims, reduced, read)):
+        read = [value.over for value in tile.slices() if value.over is not None and value.over != tile.over]
+        reduced = [value.over for _, value in tile.parts if value.over is not None]
+        if tile.over is None and not read and not reduced:
+            return [tile]
+        parts, passes = tile.parts, [tile]
+        for index, (view, done) in enumerate(choose_views(tile.over, self.graph.dims, reduced, read)):
             if index:
-                title = f"{found.title}_{index}"
-                tile_pass = TilePass(
-                    title=title, stage=found.stage, over=found.over, stages=self.stages, loads=found.loads
-                )
-                passes.append(tile_pass)
+                passes.append(replace(tile, title=f"{tile.title}_{index}", stores={}, reductions=[], kept=[]))
             passes[index].view = view
             passes[index].parts = [(slot, value) for slot, value in parts if value.over in done]
             if view not in self.slices.views:
                 self.slices.views.append(view)
-            spans = [(found.over, over) for over in read if view.place(over) == "other"]
+            spans = [(tile.over, over) for over in read if view.place(over) == "other"]
             self.slices.spans += [span for span in dict.fromkeys(spans) if span not in self.slices.spans]
         return passes
 
@@ -319,12 +315,9 @@ class MatrixProgram:
 
     def numbers(self) -> list[Value]:
         """The arguments of operations that must be known before the step."""
-        found: dict[int, Value] = {}
-        for library in self.passes:
-            for value in library.values if library else ():
-                operation = MATRIX_OPERATIONS.get(value.operation)
-                found.update({id(arg): arg for arg in value.args[operation.operands :]} if operation else {})
-        return list(found.values())
+        values = [value for matrix_pass in self.passes if matrix_pass for value in matrix_pass.values]
+        numbers = [arg for value in values for arg in value.args[len(_matrices(value)) :]]
+        return list({id(arg): arg for arg in numbers}.values())
 
 
 def stage_of(value: Value, stages: dict[int, int]) -> int:
@@ -332,13 +325,13 @@ def stage_of(value: Value, stages: dict[int, int]) -> int:
     return max(stages[id(arg)] + (not is_matrix_work(arg)) for arg in value.args)
 
 
-def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> MatrixProgram:
+def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> MatrixProgram:
     """Put matrix work between the tile passes, which write its operands and read its results."""
     work = [value for value in graph.values() if is_matrix_work(value)]
     _check(graph, work)
     if not work:
         return MatrixProgram()
-    library = MatrixProgram([None] * len(tiles))
+    matrices = MatrixProgram([None] * len(tiles))
     results = [value for value in work if value.level is Level.ELEMENT]
     handed_over = {id(arg) for node in graph.values() if not is_matrix_work(node) for arg in node.args}
     handed_over |= {id(value) for value in graph.outputs.values()}
@@ -352,34 +345,30 @@ def plan(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> Mat
         inside = _needed(roots, index, stages)
         if not inside:
             continue
-        matrix_pass = library.passes[index] = MatrixPass([value for value in work if id(value) in inside])
-        matrix_pass.needed = {key: found for key in inside if (found := conditions[key]) is not None}
+        matrix_pass = matrices.passes[index] = MatrixPass([value for value in work if id(value) in inside])
+        matrix_pass.needed = {key: uses for key in inside if (uses := conditions[key]) is not None}
         matrix_pass.states = states if index == final else {}
         for value in matrix_pass.values:
             for arg in _matrices(value):
                 if is_matrix_work(arg) and id(arg) not in inside:
                     handed_over.add(id(arg))
                 elif arg.level is Level.ELEMENT and id(arg) not in inside:
-                    _take_in(library, index, tiles[index], value, arg)
+                    _take_in(matrices, index, tiles[index], value, arg)
     for value in results:
         if id(value) in handed_over:
-            _hand_over(library, value, stages[id(value)], tiles)
-    return library
+            _hand_over(matrices, value, stages[id(value)], tiles)
+    return matrices
 
 
-def _take_in(library: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
+def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
     """Let a tile pass write an operand of matrix work; where two take it in different types, in the one computed in."""
-    known = [
-        matrix_pass.inputs[id(arg)]
-        for matrix_pass in library.passes[: index + 1]
-        if matrix_pass and id(arg) in matrix_pass.inputs
-    ]
-    name = known[0] if known else _scratch(library, value)
-    if not known:
+    earlier = [own.inputs[id(arg)] for own in matrices.passes[: index + 1] if own and id(arg) in own.inputs]
+    name = earlier[0] if earlier else _scratch(matrices, value)
+    if not earlier:
         tile.stores[name] = arg
-    elif library.scratch[name] is not _dtype(value):
-        library.scratch[name] = None
-    matrix_pass = library.passes[index]
+    elif matrices.scratch[name] is not _dtype(value):
+        matrices.scratch[name] = None
+    matrix_pass = matrices.passes[index]
     assert matrix_pass is not None
     matrix_pass.inputs[id(arg)] = name
 
@@ -389,16 +378,17 @@ def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
 
     What stands in one branch of a `where` on hyperparameters and the step is needed only if that branch is taken.
     """
-    found: dict[int, list[Condition] | None] = {id(value): None for value in graph.outputs.values()}
+    needed: dict[int, list[Condition] | None] = {id(value): None for value in graph.outputs.values()}
     for node in reversed(graph.values()):
         chooses = node.operation == "where" and node.args[0].level is Level.GROUP
         for place, arg in enumerate(node.args):
-            use = [(node.args[0], place == 1)] if chooses and place > 0 else found[id(node)]
-            known = found.setdefault(id(arg), [])
-            found[id(arg)] = (
-                None if use is None or known is None else [*known, *(one for one in use if one not in known)]
-            )
-    return found
+            use = [(node.args[0], place == 1)] if chooses and place > 0 else needed[id(node)]
+            others = needed.setdefault(id(arg), [])
+            if use is not None and others is not None:
+                needed[id(arg)] = [*others, *(one for one in use if one not in others)]
+            else:
+                needed[id(arg)] = None
+    return needed
 
 
 def _matrices(value: Value) -> tuple[Value, ...]:
@@ -421,22 +411,22 @@ def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[i
     return inside
 
 
-def _hand_over(library: MatrixProgram, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
+def _hand_over(matrices: MatrixProgram, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
     """Let a result of matrix work be read by later passes."""
-    matrix_pass = library.passes[stage - 1]
+    matrix_pass = matrices.passes[stage - 1]
     assert matrix_pass is not None
-    name = matrix_pass.outputs[id(value)] = _scratch(library, value)
+    name = matrix_pass.outputs[id(value)] = _scratch(matrices, value)
     for index in range(stage, len(tiles)):
         tiles[index].loads[id(value)] = name
-        following = library.passes[index]
+        following = matrices.passes[index]
         if following is not None:
             following.inputs[id(value)] = name
 
 
-def _scratch(library: MatrixProgram, value: Value) -> str:
+def _scratch(matrices: MatrixProgram, value: Value) -> str:
     """A new scratch array, of the type that this matrix work takes and gives."""
-    name = f"scratch_{len(library.scratch)}"
-    library.scratch[name] = _dtype(value)
+    name = f"scratch_{len(matrices.scratch)}"
+    matrices.scratch[name] = _dtype(value)
     return name
 
 
@@ -476,7 +466,7 @@ class Program:
     columns: dict[int, int]  # row-table column of each scalar value that tile passes use, by identity
     reductions: dict[int, int]  # every reduction with its slot, by identity
     global_reductions: dict[int, int]  # every reduction over all tensors with its slot, by identity
-    library: MatrixProgram = field(default_factory=MatrixProgram)
+    matrices: MatrixProgram = field(default_factory=MatrixProgram)
     slices: Slices = field(default_factory=Slices)
 
     @property
@@ -549,14 +539,13 @@ def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
             continue  # stored by a matrix pass
         else:
             tiles[last].stores[name] = value
-    library = plan(graph, stages, tiles)
-    _store_early(tiles, stages, set(exact), bool(library.passes))
+    matrices = matrix_program(graph, stages, tiles)
+    _store_early(tiles, stages, set(exact), bool(matrices.passes))
     slices = cutter.finish()
     scalars[last].is_last = True
-    columns = _columns(scalars, [*tiles, *(tile for together in slices.passes for tile in together)], stages)
-    _library_columns(library, columns, scalars, stages)
+    columns = _columns(scalars, [*tiles, *(tile for together in slices.passes for tile in together)], matrices, stages)
     used: list[TilePass | None] = [None if tile.is_empty else tile for tile in tiles]
-    return Program(graph, scalars, used, columns, reductions, global_reductions, library, slices)
+    return Program(graph, scalars, used, columns, reductions, global_reductions, matrices, slices)
 
 
 def _stages(graph: Graph) -> dict[int, int]:
@@ -603,27 +592,20 @@ def _needs_old(tile: TilePass, name: str) -> bool:
     )
 
 
-def _columns(scalars: list[ScalarPass], tiles: list[TilePass], stages: dict[int, int]) -> dict[int, int]:
+def _columns(
+    scalars: list[ScalarPass], tiles: list[TilePass], matrices: MatrixProgram, stages: dict[int, int]
+) -> dict[int, int]:
+    """Columns for the scalar values that tiles and matrices are computed with."""
+    needed = [value for tile in tiles for value in tile.values()]
+    numbers = {id(value) for value in matrices.numbers()}
+    for matrix_pass in filter(None, matrices.passes):
+        needed += [arg for value in matrix_pass.values for arg in value.args if id(arg) not in numbers]
     columns: dict[int, int] = {}
-    for tile in tiles:
-        for value in tile.values():
-            if value.level in SCALAR_LEVELS and value.operation != "constant" and id(value) not in columns:
-                columns[id(value)] = len(columns)
-                scalars[stages[id(value)]].rows.append((columns[id(value)], value))
+    for value in needed:
+        if value.level in SCALAR_LEVELS and value.operation != "constant" and id(value) not in columns:
+            columns[id(value)] = len(columns)
+            scalars[stages[id(value)]].rows.append((columns[id(value)], value))
     return columns
-
-
-def _library_columns(
-    library: MatrixProgram, columns: dict[int, int], scalars: list[ScalarPass], stages: dict[int, int]
-) -> None:
-    """Columns for the scalar values that matrices are computed with."""
-    numbers = {id(value) for value in library.numbers()}
-    for here in library.passes:
-        for arg in [arg for value in here.values for arg in value.args] if here else ():
-            known = id(arg) in columns or id(arg) in numbers or arg.operation == "constant"
-            if arg.level in SCALAR_LEVELS and not known:
-                columns[id(arg)] = len(columns)
-                scalars[stages[id(arg)]].rows.append((columns[id(arg)], arg))
 
 
 def scalar_needs(scalar: ScalarPass) -> list[Value]:

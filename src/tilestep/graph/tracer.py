@@ -25,7 +25,6 @@ from ..rules import Rule
 from ..rules.protocol import at_step, changes, scalar_factory, traced_by
 from ..rules.scalars import ScalarCalls, as_python, global_reduce, precision_of
 from . import lowering
-from . import lowering as reductions
 from .ir import IF_NOT_ZERO, Builder, Graph, Guard, Level, Over, Value, ancestors, outcome
 from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest, rewritten
 
@@ -37,20 +36,13 @@ def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
         >>> flat_numbers({"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False})
         [('lr', 0.1), ('betas.0', 0.9), ('betas.1', 0.99)]
     """
-    found: list[tuple[str, Any]] = []
+    flat: list[tuple[str, Any]] = []
     for key, value in hyperparameters.items():
         value = as_python(value)
-        entries = (
-            [(f"{key}.{index}", entry) for index, entry in enumerate(value)]
-            if isinstance(value, (tuple, list))
-            else [(key, value)]
-        )
-        found += [
-            (name, entry)
-            for name, entry in entries
-            if isinstance(entry, (int, float, torch.Tensor)) and not isinstance(entry, bool)
-        ]
-    return found
+        is_several = isinstance(value, (tuple, list))
+        flat += [(f"{key}.{index}", entry) for index, entry in enumerate(value)] if is_several else [(key, value)]
+    numeric = (int, float, torch.Tensor)
+    return [(name, entry) for name, entry in flat if isinstance(entry, numeric) and not isinstance(entry, bool)]
 
 
 def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float], set[str]]:
@@ -60,9 +52,9 @@ def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float],
         >>> known_numbers({"lr": 0.1, "momentum": torch.tensor(0.9), "nesterov": True})
         ({'lr': 0.1}, {'momentum'})
     """
-    found = flat_numbers(hyperparameters)
-    numbers = {name: value for name, value in found if not isinstance(value, torch.Tensor)}
-    return numbers, {name for name, _ in found} - set(numbers)
+    flat = flat_numbers(hyperparameters)
+    numbers = {name: value for name, value in flat if not isinstance(value, torch.Tensor)}
+    return numbers, {name for name, _ in flat} - set(numbers)
 
 
 def group_value(group: Mapping[str, Any], name: str) -> Any:
@@ -141,13 +133,9 @@ def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (OSError, SyntaxError, TypeError):
         return ()
-    found = []
-    for node in ast.walk(tree):
-        name = _target(node)
-        if name and isinstance(node, ast.stmt):
-            offset = code.co_firstlineno - 1
-            found.append((node.lineno + offset, (node.end_lineno or node.lineno) + offset, name))
-    return tuple(found)
+    offset = code.co_firstlineno - 1
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _target(node)]
+    return tuple((one.lineno + offset, (one.end_lineno or one.lineno) + offset, _target(one)) for one in statements)
 
 
 def _target(node: ast.AST) -> str:
@@ -168,7 +156,6 @@ def _root(node: ast.AST) -> str:
 
 _MODULES = frozenset({"random", "time", "datetime", "secrets", "uuid", "os", "numpy", "numpy.random"})
 _CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time", "localtime", "gmtime"})
-_DEPTH = 3
 _ONCE = (
     "is called once, when the rule is translated, and its result would never change; make it a hyperparameter that you "
     "set before each step"
@@ -229,17 +216,21 @@ def _chance_of_frame(frame: types.FrameType) -> str:
     return f"random.{frame.f_code.co_name}" if frame.f_globals.get("__name__") == "random" else ""
 
 
-def _referred(function: Any) -> dict[str, Any]:
-    """What a function's code refers to by name outside of itself."""
+def _referred(function: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """What a function's code, and that of its author's helpers, refers to by name outside of itself."""
     if not isinstance(function, types.FunctionType):
-        return {}
+        return
     code = function.__code__
-    found = {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
+    entries = {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # not assigned yet
-            found[name] = cell.cell_contents
-    found.update(function.__kwdefaults__ or {})
-    return {**found, **{f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}}
+            entries[name] = cell.cell_contents
+    entries.update(function.__kwdefaults__ or {})
+    entries.update({f"default {place}": value for place, value in enumerate(function.__defaults__ or ())})
+    for name, value in entries.items():
+        yield name, value
+        if depth and isinstance(value, types.FunctionType) and not _is_library(value.__module__ or ""):
+            yield from _referred(value, depth - 1)
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -247,46 +238,32 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _is_helper(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and not _is_library(value.__module__ or "")
-
-
-def _may_call(function: Any, depth: int = _DEPTH) -> bool:
-    for value in _referred(function).values():
+def _may_call(function: Any) -> bool:
+    for _, value in _referred(function):
         module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         owner = type(getattr(value, "__self__", value)).__module__
         if module in _MODULES or owner.partition(".")[0] in ("random", "numpy"):
             return True
-        if depth and _is_helper(value) and _may_call(value, depth - 1):
-            return True
     return False
 
 
-def _numpy_states(functions: Iterable[Any], depth: int = _DEPTH) -> list[str]:
+def _numpy_states(functions: Iterable[Any]) -> list[str]:
     """Where numpy's generators are that functions refer to."""
-    found: list[str] = []
-    for function in functions:
-        for value in _referred(function).values():
-            source = getattr(value, "random", value) if isinstance(value, types.ModuleType) else value
-            if getattr(source, "__name__", type(source).__module__).startswith("numpy.random"):
-                if hasattr(source, "get_state"):
-                    found.append(str(source.get_state()))
-                elif hasattr(source, "bit_generator"):
-                    found.append(str(source.bit_generator.state))
-            elif depth and _is_helper(value):
-                found += _numpy_states([value], depth - 1)
-    return found
+    states: list[str] = []
+    for value in (value for function in functions for _, value in _referred(function)):
+        source = getattr(value, "random", value) if isinstance(value, types.ModuleType) else value
+        if getattr(source, "__name__", type(source).__module__).startswith("numpy.random"):
+            if hasattr(source, "get_state"):
+                states.append(str(source.get_state()))
+            elif hasattr(source, "bit_generator"):
+                states.append(str(source.bit_generator.state))
+    return states
 
 
-def kept_tensor(function: Any, made: Collection[int], depth: int = _DEPTH) -> str:
+def kept_tensor(function: Any, made: Collection[int]) -> str:
     """The name under which a function keeps a tensor of the trace for its next call; empty where it keeps none."""
-    for name, value in _referred(function).items():
-        if any(id(tensor) in made for tensor in _tensors(value)):
-            return name
-        inner = kept_tensor(value, made, depth - 1) if depth and _is_helper(value) else ""
-        if inner:
-            return inner
-    return ""
+    names = (name for name, value in _referred(function) if any(id(tensor) in made for tensor in _tensors(value)))
+    return next(names, "")
 
 
 def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
@@ -321,10 +298,10 @@ class Memory:
         owner, walk = self._place(tensor)
         return owner != walk
 
-    def others(self, tensor: torch.Tensor, known: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
-        """The known tensors in this one's memory, itself included, and whether each walks it in the same order."""
+    def others(self, tensor: torch.Tensor, among: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+        """The tensors in this one's memory, itself included, and whether each walks it in the same order."""
         place = self._place(tensor)
-        return [(one, self._place(one) == place) for one in known if self._place(one)[0] == place[0]]
+        return [(one, self._place(one) == place) for one in among if self._place(one)[0] == place[0]]
 
 
 class Recorder(TensorDispatch):
@@ -335,7 +312,7 @@ class Recorder(TensorDispatch):
         self.rule = rule
         self.given = hyperparameters
         self.numbers, self.unread = known_numbers(hyperparameters)
-        self.sizes = reductions.sizes_of(shape)
+        self.sizes = lowering.sizes_of(shape)
         self.build = Builder(len(shape))
         self.fx_graph = fx.Graph()
         self.buffers: list[torch.Tensor] = []
@@ -387,16 +364,16 @@ class Recorder(TensorDispatch):
 
     def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
         """A hyperparameter that is a function of the step, as fake tensors computed from it."""
-        found = at_step(value, step, name)
-        entries = found if isinstance(found, tuple) else (found,)
+        computed = at_step(value, step, name)
+        entries = computed if isinstance(computed, tuple) else (computed,)
         for index, entry in enumerate(entries):
             traced = self.values[self.node_of[id(entry)]] if id(entry) in self.node_of else None
             if traced is None or traced.operation == "constant":
                 continue
             self.moving.add(id(traced))
             if not traced.name:
-                traced.name = f"{name}_{index}" if isinstance(found, tuple) else name
-        return found
+                traced.name = f"{name}_{index}" if isinstance(computed, tuple) else name
+        return computed
 
     def count(self, tensor: torch.Tensor, dims: Iterable[int]) -> Value:
         """The number of elements of a tensor of the rule along these dimensions."""
@@ -406,7 +383,7 @@ class Recorder(TensorDispatch):
             sizes = [self.build.hyper(space[dim], Level.TENSOR) for dim in long]
             return functools.reduce(functools.partial(self.build.apply, "mul"), sizes)
         self.build.reads_shape |= len(long) != tensor.dim()
-        return reductions.count(self.build, long)
+        return lowering.count(self.build, long)
 
     def value_of(self, tensor: Any) -> Value:
         """The graph value a tensor of the rule stands for."""
@@ -573,7 +550,7 @@ class Reads(ScalarCalls):
         if name == "size" or func == _SHAPE:
             self.recorder.reads_shape = True
             every = range(args[0].dim())
-            sizes = tuple(self._count(args[0], [each]) for each in (every if dim is None else [every[dim]]))
+            sizes = tuple(self._count(args[0], [one]) for one in (every if dim is None else [every[dim]]))
             return sizes if dim is None else sizes[0]
         if (name in _OF_MEMORY or func == _BYTES) and args[0].dim():
             what = "nbytes" if func == _BYTES else _OF_MEMORY[name]
@@ -596,7 +573,7 @@ class Reads(ScalarCalls):
         bare = name.strip("_").removesuffix(".default")
         if bare in LOWERINGS or bare in _ALIKE:
             return False
-        return any(isinstance(each, torch.Tensor) and self._may_have_dimensions(each) for each in tree_leaves(given))
+        return any(isinstance(leaf, torch.Tensor) and self._may_have_dimensions(leaf) for leaf in tree_leaves(given))
 
     def _may_have_dimensions(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the rule has dimensions for some parameter, if not for this one."""
@@ -714,17 +691,23 @@ def _functions(value: Any) -> tuple[Any, ...]:
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
     """The row and column states, each with the dimension that it has not."""
-    found: dict[str, Over] = {}
+    overs: dict[str, Over] = {}
     for name in graph.states:
-        from_end = {"row": 1, "column": 2}.get(rule.states[name].shape, 0)
-        if from_end > graph.dims:
+        over = _over(rule.states[name].shape, graph.dims)
+        if over is not None and over[0] < 0:
             raise RuleError(
                 f"{rule.where}: {rule.name} uses {name}, one number per {rule.states[name].shape}, for a parameter of "
                 f"{graph.dims} dimension{'s' * (graph.dims != 1)}; keep it for matrices by `if param.dim() > 1`"
             )
-        if from_end:
-            found[name] = (graph.dims - from_end, graph.dims - from_end + 1)
-    return found
+        if over is not None:
+            overs[name] = over
+    return overs
+
+
+def _over(kind: str, dims: int) -> Over | None:
+    """The dimension that a state of this kind has not; None for one that is no row or column."""
+    from_end = {"row": 1, "column": 2}.get(kind, 0)
+    return (dims - from_end, dims - from_end + 1) if from_end else None
 
 
 def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -739,20 +722,16 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
     buffers = [param, fake(grad)]
     for name in rule.state_names:
         kind = rule.states[name].shape
+        level, over = Level.ELEMENT, _over(kind, len(shape))
         if kind == "scalar":
-            buffers.append(fake(build.load(name, Level.TENSOR), torch.float64, ()))
-        elif kind == "row":
-            over = (len(shape) - 1, len(shape))
-            buffers.append(fake(build.load(name, Level.SLICE, over), dims=(*shape[:-1], 1)))
-        elif kind == "column":
-            over = (len(shape) - 2, len(shape) - 1)
-            buffers.append(fake(build.load(name, Level.SLICE, over), dims=(*shape[:-2], 1, *shape[-1:])))
+            level = Level.TENSOR
         elif kind in lowering.SQUARES:
-            value = build.load(name, Level.MATRIX)
-            value.space = lowering.SQUARES[kind]
-            buffers.append(fake(value, dims=_state_shape(kind, shape)))
-        else:
-            buffers.append(fake(build.load(name)))
+            level = Level.MATRIX
+        elif over is not None:
+            level = Level.SLICE
+        value = build.load(name, level, over)
+        value.space = lowering.SQUARES.get(kind)
+        buffers.append(fake(value, torch.float64 if kind == "scalar" else torch.float32, _state_shape(kind, shape)))
     return buffers
 
 
@@ -819,6 +798,5 @@ def _state_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if kind in lowering.SQUARES:
         side = shape[-2:][:1] if kind == "left" else shape[-1:]
         return (*side, *side)
-    if kind == "row":
-        return (*shape[:-1], 1)
-    return (*shape[:-2], 1, *shape[-1:]) if kind == "column" else shape
+    over = _over(kind, len(shape))
+    return shape if over is None else (*shape[: over[0]], 1, *shape[over[1] :])

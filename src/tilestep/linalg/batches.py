@@ -108,7 +108,7 @@ class SharedMatrices:
     def __init__(self, segment: MatrixSegment, batches: Sequence[Batch]) -> None:
         self._segment = segment
         self._scratch = {
-            name: dtype or segment.spec.compute for name, dtype in segment.spec.program.library.scratch.items()
+            name: dtype or segment.spec.compute for name, dtype in segment.spec.program.matrices.scratch.items()
         }
         self._members = [member for batch in batches for member in batch.members]
         self._exchanges = list(dict.fromkeys(self._exchange(member)[0] for member in self._members))
@@ -119,9 +119,9 @@ class SharedMatrices:
         self._batches = [batch.of([member for member in batch.members if self._owns(member)]) for batch in batches]
 
     def _exchange(self, member: int) -> tuple[Exchange, int]:
-        found = self._segment.entries[member].exchange
-        assert found is not None
-        return found
+        exchange = self._segment.entries[member].exchange
+        assert exchange is not None
+        return exchange
 
     def _owns(self, member: int) -> bool:
         exchange, place = self._exchange(member)
@@ -133,40 +133,40 @@ class SharedMatrices:
         Every rank sends and receives, whatever the step needs of the pass: ranks may know of different needs.
         """
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
-        found = self._gathered(inputs)
+        gathered = self._gathered(inputs)
         for batch in self._batches:
             if batch.members:
-                self._run(matrix_pass, batch, found, outputs, skipped_values(batch))
+                self._run(matrix_pass, batch, gathered, outputs, skipped_values(batch))
         for exchange in self._exchanges:
             wholes = []
             for member in self._members:
-                known, place = self._exchange(member)
-                if known is exchange:
+                own, place = self._exchange(member)
+                if own is exchange:
                     arrays = self._segment.entries[member].arrays
-                    wholes += [(place, found.get((member, name)), arrays[name]) for name in outputs]
+                    wholes += [(place, gathered.get((member, name)), arrays[name]) for name in outputs]
             exchange.scatter(wholes)
 
     def _gathered(self, names: Sequence[str]) -> dict[tuple[int, str], torch.Tensor]:
         """The whole matrices that this rank works on, by member and name."""
-        found: dict[tuple[int, str], torch.Tensor] = {}
+        gathered: dict[tuple[int, str], torch.Tensor] = {}
         for exchange in self._exchanges:
             members = [member for member in self._members if self._exchange(member)[0] is exchange]
             keys = [(member, name) for member in members for name in names]
             parts = [(self._exchange(member)[1], self._segment.entries[member].arrays[name]) for member, name in keys]
             wholes = exchange.gather(parts)
-            found.update({key: whole for key, whole in zip(keys, wholes) if whole is not None})
-        return found
+            gathered.update({key: whole for key, whole in zip(keys, wholes) if whole is not None})
+        return gathered
 
     def _run(
         self,
         matrix_pass: MatrixPass,
         batch: Batch,
-        found: dict[tuple[int, str], torch.Tensor],
+        gathered: dict[tuple[int, str], torch.Tensor],
         outputs: Sequence[str],
         skipped_values: frozenset[int],
     ) -> None:
         arrays: Mapping[str, torch.Tensor] = {
-            name: torch.stack([found.pop((member, name)) for member in batch.members])
+            name: torch.stack([gathered.pop((member, name)) for member in batch.members])
             for name in dict.fromkeys(matrix_pass.inputs.values())
         }
         device = self._segment.entries[batch.members[0]].param.device
@@ -178,7 +178,7 @@ class SharedMatrices:
         for start in range(0, len(batch.members), batch.chunk):
             run_chunk(self._segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores=True)
         batch.arrays = {}
-        found.update({(member, name): made[name][at] for at, member in enumerate(batch.members) for name in outputs})
+        gathered.update({(member, name): made[name][at] for at, member in enumerate(batch.members) for name in outputs})
 
 
 _OTHERWISE: dict[str, Callable[..., Any]] = {
@@ -200,7 +200,7 @@ def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
     return function(*arguments)
 
 
-Known = dict[int, torch.Tensor]
+Results = dict[int, torch.Tensor]
 """Batches by the identity of their value."""
 
 
@@ -213,38 +213,38 @@ def run_chunk(
     stores: bool,
 ) -> None:
     """Compute a pass for some matrices of a batch."""
-    known: Known = {identity: batch.arrays[name][chunk] for identity, name in matrix_pass.inputs.items()}
+    results: Results = {identity: batch.arrays[name][chunk] for identity, name in matrix_pass.inputs.items()}
     for value in matrix_pass.values:
         for arg in value.args:
             if arg.operation == "load" and arg.attribute in batch.states:
-                known[id(arg)] = batch.states[arg.attribute][chunk]
+                results[id(arg)] = batch.states[arg.attribute][chunk]
     kept = {id(value) for value in matrix_pass.states.values()}
     last_use = {id(arg): place for place, value in enumerate(matrix_pass.values) for arg in value.args}
     for place, value in enumerate(matrix_pass.values):
         if id(value) not in skipped_values:
             name = matrix_pass.outputs.get(id(value))
             out = None if name is None else batch.arrays[name][chunk]
-            known[id(value)] = _compute(segment, value, known, batch, chunk, out)
+            results[id(value)] = _compute(segment, value, results, batch, chunk, out)
         for arg in value.args:
             if last_use[id(arg)] == place and id(arg) not in kept:
-                known.pop(id(arg), None)
+                results.pop(id(arg), None)
     if matrix_pass.states and stores:
-        _store(segment, matrix_pass.states, known, batch, chunk)
+        _store(segment, matrix_pass.states, results, batch, chunk)
 
 
 def _compute(
-    segment: MatrixSegment, value: Value, known: Known, batch: Batch, chunk: slice, out: torch.Tensor | None
+    segment: MatrixSegment, value: Value, results: Results, batch: Batch, chunk: slice, out: torch.Tensor | None
 ) -> torch.Tensor:
     compute = segment.spec.compute
     operation = MATRIX_OPERATIONS.get(value.operation)
     if operation is not None:
-        operands = [known[id(arg)].to(operation.dtype or compute) for arg in value.args[: operation.operands]]
+        operands = [results[id(arg)].to(operation.dtype or compute) for arg in value.args[: operation.operands]]
         return operation.run(operands, [batch.numbers[id(arg)] for arg in value.args[operation.operands :]], out)
     if value.operation == "where":
-        branches = [known[id(arg)] for arg in value.args[1:] if id(arg) in known or arg.level in SCALAR_LEVELS]
+        branches = [results[id(arg)] for arg in value.args[1:] if id(arg) in results or arg.level in SCALAR_LEVELS]
         if len(branches) == 1:  # the other is spared, since the step does not take it
             return branches[0]
-    arguments = [known[id(arg)] if id(arg) in known else _number(segment, arg, batch, chunk) for arg in value.args]
+    arguments = [results[id(arg)] if id(arg) in results else _number(segment, arg, batch, chunk) for arg in value.args]
     result = elementwise(value.operation, arguments)
     return result if out is None else out.copy_(result)
 
@@ -259,11 +259,10 @@ def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) ->
     return numbers != 0 if value.is_bool else numbers
 
 
-def _store(segment: MatrixSegment, states: Mapping[str, Value], known: Known, batch: Batch, chunk: slice) -> None:
+def _store(segment: MatrixSegment, states: Mapping[str, Value], results: Results, batch: Batch, chunk: slice) -> None:
     """Write new matrix states where the tensor has a gradient and the step is not skipped."""
     active = (segment.grads[batch.index[chunk]] != 0) & (segment.skip == 0)
-    found = {name: known.get(id(value)) for name, value in states.items()}
-    new = {name: value for name, value in found.items() if value is not None}
+    new = {name: results[id(value)] for name, value in states.items() if id(value) in results}
     # All are chosen before any is written: one may be another's old value.
     chosen = {
         name: torch.where(active[:, None, None], value, batch.states[name][chunk])
@@ -284,8 +283,8 @@ class MatrixBatches:
     def __init__(self, segment: MatrixSegment) -> None:
         self.segment = segment
         self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.groups
-        self.library = self.spec.program.library
-        self.numbers = self.library.numbers()
+        self.program = self.spec.program.matrices
+        self.numbers = self.program.numbers()
         self.keys = self._keys()
         own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
         self.batches = [self._batch(key, members) for key, members in self._sorted(own).items()]
@@ -313,14 +312,14 @@ class MatrixBatches:
 
     def _keys(self) -> list[tuple[Any, ...]]:
         """Shape and numbers of each tensor."""
-        known: dict[int, tuple[float, ...]] = {}
+        numbers_of: dict[int, tuple[float, ...]] = {}
         keys = []
         for entry in self.entries:
-            if entry.group not in known:
+            if entry.group not in numbers_of:
                 numbers = GroupNumbers(self.groups[entry.group])
-                known[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
+                numbers_of[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
             whole = entry.param if entry.exchange is None else entry.handle
-            keys.append((tuple(whole.shape), known[entry.group]))
+            keys.append((tuple(whole.shape), numbers_of[entry.group]))
         return keys
 
     def outdated(self) -> bool:
@@ -335,7 +334,7 @@ class MatrixBatches:
 
     def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
         (rows, columns), numbers = key
-        work = [value for matrix_pass in self.library.passes if matrix_pass for value in matrix_pass.values]
+        work = [value for matrix_pass in self.program.passes if matrix_pass for value in matrix_pass.values]
         chunk = matrices_at_once(work, (rows, columns), self.spec.compute, len(members))
         by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
         batch = Batch((rows, columns), members, by_identity, chunk)
@@ -347,7 +346,7 @@ class MatrixBatches:
         """Scratch arrays; a result lies one chunk before the operand it replaces, in the same memory."""
         device, count = self.entries[batch.members[0]].param.device, len(batch.members)
         for name, replaced in self._replacements().items():
-            dtype = self.library.scratch[name] or self.spec.compute
+            dtype = self.program.scratch[name] or self.spec.compute
             spare = batch.chunk if replaced else 0
             memory = torch.zeros(count + spare, *batch.shape, dtype=dtype, device=device)
             batch.arrays[name] = memory[spare:]
@@ -358,21 +357,21 @@ class MatrixBatches:
 
     def _replacements(self) -> dict[str, str | None]:
         """Each scratch array that has memory of its own, and the one, if any, that takes it over chunk by chunk."""
-        scratch = self.library.scratch
-        found: dict[str, str | None] = dict.fromkeys(scratch)
-        for matrix_pass in self.library.passes:
+        scratch = self.program.scratch
+        owners: dict[str, str | None] = dict.fromkeys(scratch)
+        for matrix_pass in self.program.passes:
             for value in matrix_pass.values if matrix_pass else ():
                 source = matrix_pass.inputs.get(id(value.args[0])) if matrix_pass else None
                 target = matrix_pass.outputs.get(id(value)) if matrix_pass else None
-                if source in found and target in found and found[source] is None and found[target] is None:
+                if source in owners and target in owners and owners[source] is None and owners[target] is None:
                     readers = [node for other in self._work() for node in other.values if value.args[0] in node.args]
                     if readers == [value] and scratch[source] is scratch[target]:
-                        found[source] = target
-                        del found[target]
-        return found
+                        owners[source] = target
+                        del owners[target]
+        return owners
 
     def _work(self) -> list[MatrixPass]:
-        return [matrix_pass for matrix_pass in self.library.passes if matrix_pass]
+        return [matrix_pass for matrix_pass in self.program.passes if matrix_pass]
 
     def _adopt_states(self, batch: Batch) -> None:
         """Take the entries' matrix states into batches and give back views of them."""
@@ -389,21 +388,21 @@ class MatrixBatches:
         if self.conditions is None:
             return None
         self.conditions.look(self.segment.step, self._active())
-        work = [(index, matrix_pass) for index, matrix_pass in enumerate(self.library.passes) if matrix_pass]
-        found: SkippedValues = {}
+        work = [(index, matrix_pass) for index, matrix_pass in enumerate(self.program.passes) if matrix_pass]
+        skipped: SkippedValues = {}
         for place, batch in enumerate(self.batches):
             skipped_values = self.conditions.later([matrix_pass for _, matrix_pass in work], self._groups(batch))
             if skipped_values is None:
                 return None
-            found.update({(index, place): values for (index, _), values in zip(work, skipped_values)})
-        return found
+            skipped.update({(index, place): values for (index, _), values in zip(work, skipped_values)})
+        return skipped
 
     def suffices(self, skipped_values: SkippedValues, active: np.ndarray) -> bool:
         """Whether a step that leaves this out is what the next step should be."""
         assert self.conditions is not None
         self.conditions.look(self.segment.step, active)
         for (index, place), values in skipped_values.items():
-            matrix_pass, batch = self.library.passes[index], self.batches[place]
+            matrix_pass, batch = self.program.passes[index], self.batches[place]
             taking_part = active[batch.members].any()
             if (
                 matrix_pass
@@ -420,7 +419,7 @@ class MatrixBatches:
 
     def launches(self) -> list[Launch]:
         """What operations on parameter-shaped matrices launch that Triton builds, if they say so."""
-        found: list[Launch] = []
+        launches: list[Launch] = []
         for matrix_pass in self._work():
             for value in matrix_pass.values:
                 operation = MATRIX_OPERATIONS.get(value.operation)
@@ -428,14 +427,14 @@ class MatrixBatches:
                     continue
                 for batch in self.batches:
                     numbers = [batch.numbers[id(arg)] for arg in value.args[operation.operands :]]
-                    found += operation.launches(batch.shape, numbers, self.segment.device)
-        return found
+                    launches += operation.launches(batch.shape, numbers, self.segment.device)
+        return launches
 
     def build(self) -> None:
         """Build every kernel of the matrix passes, and let the matrix library set itself up; only scratch changes."""
         skipped_values = self.plain()
         if not self.is_built and skipped_values is not None:
-            for index in range(len(self.library.passes)):
+            for index in range(len(self.program.passes)):
                 self._run(index, skipped_values, stores=False)
             self.is_built = True
 
@@ -459,7 +458,7 @@ class MatrixBatches:
             assert batches is not None
             batches._run(index, batches.skipped_values, stores=True)
 
-        places = [index for index, matrix_pass in enumerate(self.library.passes) if matrix_pass]
+        places = [index for index, matrix_pass in enumerate(self.program.passes) if matrix_pass]
         return {index: RecordedPass(device, partial(work, index), pool) for index in places}
 
     def _active(self) -> np.ndarray:
@@ -477,7 +476,7 @@ class MatrixBatches:
         return self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))
 
     def _run(self, index: int, fixed: SkippedValues | None, stores: bool) -> None:
-        matrix_pass = self.library.passes[index]
+        matrix_pass = self.program.passes[index]
         if matrix_pass is None:
             return
         is_last = matrix_pass is self._work()[-1]

@@ -99,7 +99,7 @@ class Conditions:
         self._bounds: StepBounds | None = None
         self._low = self._high = np.zeros(0, dtype=np.int64)
         self._active = np.zeros(0, dtype=bool)
-        self._known: dict[tuple[int, tuple[int, ...], frozenset[int]], frozenset[int]] = {}
+        self._skipped: dict[tuple[int, tuple[int, ...], frozenset[int]], frozenset[int]] = {}
 
     def look(self, steps: torch.Tensor, active: np.ndarray) -> None:
         """Take in what is known of the step counts now."""
@@ -107,7 +107,7 @@ class Conditions:
             self._bounds = StepBounds(steps)
         self._low, self._high = self._bounds.read()
         self._active = active
-        self._known.clear()  # hyperparameters may have changed
+        self._skipped.clear()  # hyperparameters may have changed
 
     def launched(self, active: np.ndarray, may_skip: bool) -> None:
         """A step was launched; arguments as for `StepBounds.launched`."""
@@ -127,21 +127,21 @@ class Conditions:
         highest = int(self._high.max(initial=0))
         for step in range(highest + 1, highest + 1 + _LOOKED_AHEAD):
             skipped_values = [self._skipped_in(matrix_pass, groups, frozenset((step,))) for matrix_pass in passes]
-            if all(needed <= found for needed, found in zip(waiting, skipped_values)):
+            if all(needed <= skipped for needed, skipped in zip(waiting, skipped_values)):
                 return skipped_values
         return None
 
     def _skipped_in(self, matrix_pass: MatrixPass, groups: Sequence[int], following: frozenset[int]) -> frozenset[int]:
         key = id(matrix_pass), tuple(groups), following
-        if key not in self._known:
+        if key not in self._skipped:
             numbers = [GroupNumbers(self.groups[group], float(step)) for group in groups for step in sorted(following)]
-            known: dict[tuple[int, bool], bool] = {}
-            self._known[key] = frozenset(
+            decided: dict[tuple[int, bool], bool] = {}
+            self._skipped[key] = frozenset(
                 identity
                 for identity, alternatives in matrix_pass.needed.items()
-                if not any(_possible(condition, numbers, known) for condition in alternatives)
+                if not any(_possible(condition, numbers, decided) for condition in alternatives)
             )
-        return self._known[key]
+        return self._skipped[key]
 
 
 def _waits(value: Value) -> bool:
@@ -150,13 +150,13 @@ def _waits(value: Value) -> bool:
 
 
 def _possible(
-    condition: Condition, numbers: Sequence[Mapping[str, float]], known: dict[tuple[int, bool], bool]
+    condition: Condition, numbers: Sequence[Mapping[str, float]], decided: dict[tuple[int, bool], bool]
 ) -> bool:
     value, outcome = condition
     key = id(value), outcome
-    if key not in known:
+    if key not in decided:
         try:
-            known[key] = any(bool(evaluate(value, each)) == outcome for each in numbers)
+            decided[key] = any(bool(evaluate(value, group)) == outcome for group in numbers)
         except (KeyError, RuleError):
-            known[key] = True  # it depends on something that only the device knows
-    return known[key]
+            decided[key] = True  # it depends on something that only the device knows
+    return decided[key]

@@ -17,15 +17,15 @@ def aligned(pointer):
 
 
 @triton.jit
-def write_tile(value, out, at, mirrored, here, there, WHOLE: tl.constexpr):
+def write_tile(value, out, at, mirrored, inside, mirror_inside, WHOLE: tl.constexpr):
     """Write a tile and its mirror image; without masks, which would take the stores apart, where none are needed."""
     value = value.to(out.dtype.element_ty)
     if WHOLE:
         tl.store(out + at, value)
         tl.store(out + mirrored, tl.trans(value))
     else:
-        tl.store(out + at, value, mask=here)
-        tl.store(out + mirrored, tl.trans(value), mask=there)
+        tl.store(out + at, value, mask=inside)
+        tl.store(out + mirrored, tl.trans(value), mask=mirror_inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["left", "right", "base", "scale", "out", "shifted", "sizes"])
@@ -96,24 +96,24 @@ def symmetric_tiles(
     square = tl.multiple_of(matrix * rows * rows, 16)
     at = square + row[:, None] * rows + column[None, :]
     mirrored = square + column[:, None] * rows + row[None, :]
-    here = (row[:, None] < rows) & (column[None, :] < rows)
-    there = (column[:, None] < rows) & (row[None, :] < rows)
+    inside = (row[:, None] < rows) & (column[None, :] < rows)
+    mirror_inside = (column[:, None] < rows) & (row[None, :] < rows)
     base, out, shifted = aligned(base), aligned(out), aligned(shifted)
     if HAS_BASE:
         if EVEN:
             total += beta * tl.load(base + at).to(tl.float32)
         else:
-            total += beta * tl.load(base + at, mask=here, other=0.0).to(tl.float32)
+            total += beta * tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
     total *= tl.load(scale + matrix)
     if (j + 1) * BLOCK_N <= i * BLOCK_M:
-        write_tile(total, out, at, mirrored, here, there, EVEN)
+        write_tile(total, out, at, mirrored, inside, mirror_inside, EVEN)
         if HAS_SHIFTED:
-            write_tile(total, shifted, at, mirrored, here, there, EVEN)
+            write_tile(total, shifted, at, mirrored, inside, mirror_inside, EVEN)
     else:
         # On the diagonal each element has one of two roundings; the lower one counts for both.
-        here = here & (row[:, None] >= column[None, :])
-        there = there & (row[None, :] > column[:, None])
-        write_tile(total, out, at, mirrored, here, there, False)
+        inside = inside & (row[:, None] >= column[None, :])
+        mirror_inside = mirror_inside & (row[None, :] > column[:, None])
+        write_tile(total, out, at, mirrored, inside, mirror_inside, False)
         if HAS_SHIFTED:
             total = tl.where(row[:, None] == column[None, :], total + shift, total)
-            write_tile(total, shifted, at, mirrored, here, there, False)
+            write_tile(total, shifted, at, mirrored, inside, mirror_inside, False)

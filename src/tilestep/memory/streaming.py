@@ -69,7 +69,7 @@ class StreamedState(StateOnHost):
         entry.ordered = bool(moved_arrays(spec)) and not spec.program.slices.views
         if self.kept is None:
             return
-        if spec.program.library.scratch:
+        if spec.program.matrices.scratch:
             self._returning.add(id(entry.param))
         else:
             entry.gradient_device = torch.device("cpu")

@@ -366,7 +366,7 @@ def _plan(optimizer: Optimizer, requests: BufferRequests, every: bool) -> tuple[
             dormant.append(param)
             continue
         one = _planned(optimizer, plans, (label, group_index, group, param), known, requests)
-        gathered = one.spec.program.library.scratch and not is_whole(param)
+        gathered = one.spec.program.matrices.scratch and not is_whole(param)
         one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states)) if gathered else None
         planned.append(one)
     return planned, dormant
@@ -507,7 +507,7 @@ def _engines(
 def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     """What an engine is told of a parameter."""
     part = optimizer.memory.part(one.param, as_real(local_part(one.param)))
-    scratch = one.spec.program.library.scratch
+    scratch = one.spec.program.matrices.scratch
     own = [array.name for array in one.spec.arrays if array.name not in scratch]
     arrays = {name: part if name == "param" else one.state[name] for name in own}
     scalars = {name: one.state[name] for name in ("step", *one.graph.scalar_states)}
@@ -634,6 +634,6 @@ def flat_part(optimizer: Optimizer) -> str:
         first = first or label
         program = spec_of(optimizer.rule_of(group), group, param).program
         reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
-        if reduces or program.library.scratch or program.slices.views or program.graph.slice_states:
+        if reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states:
             raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
     return first

@@ -131,7 +131,7 @@ def footprint(
     spec = spec_for(rule, hyperparameters, dtype=dtype, **kept)
     graph, notes, state = spec.program.graph, [], 0.0
     for name, storage in spec.storages.items():
-        if name in ("grad", *spec.program.library.scratch):
+        if name in ("grad", *spec.program.matrices.scratch):
             continue
         arrays = [array for array in storage.arrays(name) if array.name != "param"]
         if name == "param" or rule.states[name].shape == "param":
@@ -143,7 +143,7 @@ def footprint(
         like = torch.empty(0, dtype=dtype, device="meta")
         state += squares * compute_dtype(like).itemsize
         notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
-    if spec.program.library.passes:
+    if spec.program.matrices.passes:
         notes.append("the time of matrix products")
     if spec.draws:
         notes.append("the arithmetic of random bits, for " + ", ".join(spec.draws))

@@ -312,17 +312,17 @@ def scaled_states(rule: Rule) -> Rule:
         wide = {name: kept[name] if kept[name] is None else kept[name] * scales[name] for name in scaled}
         versions = {name: None if value is None else version_of(value) for name, value in wide.items()}
         param, *after = rule(param, grad, *{**kept, **wide}.values(), **hyper)
-        found = dict(zip(rule.state_names, after))
+        new = dict(zip(rule.state_names, after))
         for name in scaled:
-            value = found[name]
+            value = new[name]
             if value is None or (value is wide[name] and version_of(value) == versions[name]):
                 # The rule has no use for it with these hyperparameters.
-                found[name] = kept[name]
+                new[name] = kept[name]
                 continue
             largest = value.abs().amax()
             scales[name] = torch.where(largest > 0, largest / _LARGEST, 1.0)
-            found[name] = value / scales[name]
-        return param, *found.values(), *scales.values()
+            new[name] = value / scales[name]
+        return param, *new.values(), *scales.values()
 
     made = compose(composed, rule, scaled_states, states={f"{name}_scale": State(1.0, "scalar") for name in scaled})
     made.states.update({name: replace(rule.states[name], dtype=torch.float16) for name in scaled})
@@ -332,8 +332,8 @@ def scaled_states(rule: Rule) -> Rule:
 def _require_rule(label: str, rule: Any) -> None:
     if not isinstance(rule, Rule):
         name = getattr(rule, "__name__", rule)
-        known = f'tilestep.registry["{name}"]' if name in registry else "a function made by @tilestep.rule"
-        raise RuleError(f"{label} takes a rule, not {rule!r}: give it {known}")
+        possible = f'tilestep.registry["{name}"]' if name in registry else "a function made by @tilestep.rule"
+        raise RuleError(f"{label} takes a rule, not {rule!r}: give it {possible}")
 
 
 def _update(

@@ -291,8 +291,8 @@ class Rule:
         for key, value in hyperparameters.items():
             value = value if type(value) in PYTHON_TYPES else as_python(value)
             if key not in self.hyperparameters:
-                known = ", ".join(self.hyperparameters)
-                raise TypeError(f"{self.name} has no hyperparameter {key!r}; it has {known}")
+                possible = ", ".join(self.hyperparameters)
+                raise TypeError(f"{self.name} has no hyperparameter {key!r}; it has {possible}")
             entries = value if isinstance(value, (tuple, list)) else (value,)
             default = self.hyperparameters[key]
             if isinstance(default, (tuple, list)) and len(entries) != len(default):
@@ -315,8 +315,8 @@ class Rule:
             key: the hyperparameter.
             index: the entry.
         """
-        found = self.ranges.get(key, Interval())
-        return found[index] if isinstance(found, tuple) else found
+        interval = self.ranges.get(key, Interval())
+        return interval[index] if isinstance(interval, tuple) else interval
 
     def __call__(self, *buffers: Any, **hyperparameters: Any) -> tuple[Any, ...]:
         """The new values of the parameter and every state buffer, computed by the rule's own PyTorch code."""
@@ -367,9 +367,9 @@ class Rule:
         if self.evaluation is None:
             return param
         step = hyperparameters.get("step", 1.0)
-        known = {**{key: at_step(value, step, key) for key, value in hyperparameters.items()}, **states}
+        given = {**{key: at_step(value, step, key) for key, value in hyperparameters.items()}, **states}
         _, *names = inspect.signature(self.evaluation).parameters
-        return self.evaluation(param, **{name: known[name] for name in names})
+        return self.evaluation(param, **{name: given[name] for name in names})
 
     def _returned(self, result: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
         updated = (buffers[0], *buffers[2:])
@@ -418,10 +418,10 @@ def _registered(name: str) -> Rule:
 def _by_reference(module: str, qualname: str) -> Any:
     import importlib
 
-    found: Any = importlib.import_module(module)
+    member: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+        member = getattr(member, part)
+    return member
 
 
 def as_scalar(value: Any, device: torch.device | None = None) -> Any:

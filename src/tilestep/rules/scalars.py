@@ -108,8 +108,8 @@ def machine_epsilon(param: Any) -> Any:
         >>> machine_epsilon(torch.ones(3, dtype=torch.bfloat16))
         0.0078125
     """
-    known = precision_of.get()
-    return torch.finfo(param.dtype).eps if known is None else known(param)
+    epsilon_of = precision_of.get()
+    return torch.finfo(param.dtype).eps if epsilon_of is None else epsilon_of(param)
 
 
 def _across(kind: str, value: Any) -> Any:

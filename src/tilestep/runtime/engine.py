@@ -51,7 +51,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
             calls.append(partial(_meet, running, index))
         calls += [partial(segment.run_tiles if segment.streamer else segment.tile_pass, index) for segment in running]
         calls += [call for sums in shared for call in sums.calls(index)]
-        calls += [partial(segment.library_pass, index) for segment in running if segment.matrices]
+        calls += [partial(segment.matrix_pass, index) for segment in running if segment.matrices]
     return calls
 
 

@@ -144,7 +144,7 @@ def kernel_spec(
             exact = [name for name, storage in storages.items() if storage.is_exact(compute)]
             names = [name for name in graph.hypers() if name not in KNOWN_NUMBERS and not size_from_end(name)]
             cut = partition(graph, exact)
-            scratch = {name: Plain(dtype or compute) for name, dtype in cut.library.scratch.items()}
+            scratch = {name: Plain(dtype or compute) for name, dtype in cut.matrices.scratch.items()}
             spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"), taps)
             _specs[signature] = graph.specs[signature] = spec
         return spec

@@ -392,7 +392,7 @@ class Segment:
         position = {group: index for index, group in enumerate(used)}
         self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
         self.sizes = np.asarray([_sizes(entry.handle, spec.sizes) for entry in self.entries], dtype=np.int64)
-        scratch = spec.program.library.scratch
+        scratch = spec.program.matrices.scratch
         if not self.batches_matrices:
             _require_no_exchange(self.entries, spec)
         self.matrices = MatrixBatches(self) if scratch and self.batches_matrices else None
@@ -531,7 +531,7 @@ class Segment:
         """What passes have left in a slot: all slices of a kind; where each tensor's begin, and the last one's end."""
         raise NotImplementedError
 
-    def library_pass(self, index: int) -> None:
+    def matrix_pass(self, index: int) -> None:
         """Run the matrix pass after tile pass `index`, if there is one."""
         if self.matrices is not None:
             self.matrices.run(index)

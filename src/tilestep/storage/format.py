@@ -370,11 +370,11 @@ def stored_in(
 
 def evaluated(roots: tuple[Value, ...], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
     """Values of a graph of terms on tensors."""
-    known: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for value in ancestors(roots):
-        args = [known[id(arg)] for arg in value.args]
-        known[id(value)] = _apply(value, args, given, compute)
-    return [known[id(root)] for root in roots]
+        args = [results[id(arg)] for arg in value.args]
+        results[id(value)] = _apply(value, args, given, compute)
+    return [results[id(root)] for root in roots]
 
 
 def _apply(value: Value, args: list[Any], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> Any:

@@ -53,14 +53,14 @@ def _blocks(name: str) -> tuple[tuple[Storage, tuple[Array, ...]], ...]:
 
 def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
     """For arrays of states in blocks of how many neighbours one of their entries is."""
-    found: dict[str, int] = {}
+    entries: dict[str, int] = {}
     for name in names:
         if tensors.keys().isdisjoint(scale_names(name)):
             continue
         storage = kept_in_blocks(tensors, name)
         if storage is not None:
-            found.update({array.name: array.elements for array in storage.arrays(name)})
-    return found
+            entries.update({array.name: array.elements for array in storage.arrays(name)})
+    return entries
 
 
 @functools.cache
@@ -82,6 +82,6 @@ def state_format(choice: Any, signed: bool = True) -> Storage:
     is_dtype = isinstance(choice, torch.dtype)
     name = dtype_name(choice) if is_dtype else choice
     if (is_dtype and not choice.is_floating_point) or not isinstance(name, str) or name not in STATE_FORMATS:
-        known = ", ".join(map(repr, STATE_FORMATS))
-        raise ValueError(f"Invalid state_dtype: {choice!r}; a state can be kept as {known}")
+        possible = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"Invalid state_dtype: {choice!r}; a state can be kept as {possible}")
     return STATE_FORMATS[name](signed)

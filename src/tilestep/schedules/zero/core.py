@@ -56,7 +56,7 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
     for label, _, group, param in iter_params(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
         program, graph = spec.program, spec.program.graph
-        if not (graph.slice_states or program.slices.views or program.library.scratch):
+        if not (graph.slice_states or program.slices.views or program.matrices.scratch):
             divisions[param] = _in_blocks(param) if spec.has_blocks else Division()
             continue
         if program.global_reductions:
@@ -64,7 +64,7 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
                 f"{label}: rule {graph.title} needs whole tensors, which would be spread over the ranks, and reduces "
                 "over all of them; that is not supported by shard()"
             )
-        is_product = program.library.scratch and param.dim() > 1
+        is_product = program.matrices.scratch and param.dim() > 1
         divisions[param] = Division(cost=param.numel() * (min(param.shape[-2:]) if is_product else 1))
     return divisions
 
