@@ -89,21 +89,21 @@ PARTS = [
         120,
         "tests/gpu/test_drop_in_gpu.py tests/gpu/test_elementwise_gpu.py tests/gpu/test_memory_gpu.py",
     ),
-    _tests("overlap", 1, 90, "tests/gpu/test_overlap_gpu.py tests/gpu/test_kept_gradients_gpu.py -k 'not two'"),
+    _tests("overlap", 1, 90, "tests/gpu/test_overlap_gpu.py tests/gpu/test_kept_gradients_gpu.py -m 'not two_gpus'"),
     Part("e2e", 1, 480, "benchmarks/bench.py e2e --mode both --compiled --seconds 460 --out {out}"),
     Part("shard-2", 2, 150, "benchmarks/shard_figures.py --ranks 2 --output {out}/shard-2.json"),
     Part("overlap-2", 2, 240, "benchmarks/overlap_figures.py --ranks 2 --limit 230 --output {out}"),
-    _tests("shard-2", 2, 120, "tests/gpu/test_shard_gpu.py -k two"),
+    _tests("shard-2", 2, 120, "tests/gpu/test_shard_gpu.py -m two_gpus"),
     _tests(
         "two",
         2,
         80,
-        "tests/gpu/test_overlap_gpu.py tests/gpu/test_scaler_gpu.py tests/gpu/test_kept_gradients_gpu.py -k two",
+        "tests/gpu/test_overlap_gpu.py tests/gpu/test_scaler_gpu.py tests/gpu/test_kept_gradients_gpu.py -m two_gpus",
     ),
     _tests("dtensor", 2, 60, "tests/gpu/test_dtensor_gpu.py"),
     Part("shard-4", 4, 150, "benchmarks/shard_figures.py --ranks 4 --output {out}/shard-4.json"),
     Part("overlap-4", 4, 240, "benchmarks/overlap_figures.py --ranks 4 --limit 230 --output {out}"),
-    _tests("shard-4", 4, 90, "tests/gpu/test_shard_gpu.py -k four"),
+    _tests("shard-4", 4, 90, "tests/gpu/test_shard_gpu.py -m four_gpus"),
 ]
 
 

@@ -818,6 +818,32 @@ _MATH = {
 }
 
 
+def reduce_by_halves() -> None:
+    """Let Triton's interpreter reduce by combining arrays, as a GPU does; by itself it combines number after number."""
+    from triton.runtime import interpreter
+
+    def generic_reduce(self: Any, operands: tuple[Any, ...]) -> list[Any]:
+        operands, axis = self.unravel(operands, self.axis)
+        arrays = [operand.handle.data for operand in operands]
+        dimensions = arrays[0].ndim
+        while (count := arrays[0].shape[axis]) > 1:
+            parts = [np.split(array, [count // 2, count // 2 * 2], axis) for array in arrays]
+            halves = [
+                self.to_tensor(part[place], operand.dtype) for place in (0, 1) for part, operand in zip(parts, operands)
+            ]
+            combined = self.combine_fn.fn(*halves)
+            values = combined if isinstance(combined, tuple) else (combined,)
+            arrays = [np.concatenate([value.handle.data, part[2]], axis) for value, part in zip(values, parts)]
+        if not self.keep_dims:
+            arrays = [array.squeeze(axis) for array in arrays]
+        elif self.axis is None:
+            arrays = [array.reshape((1,) * dimensions) for array in arrays]
+        return [self.to_tensor(array, operand.dtype) for array, operand in zip(arrays, operands)]
+
+    if hasattr(getattr(interpreter, "ReduceOps", None), "generic_reduce"):
+        interpreter.ReduceOps.generic_reduce = generic_reduce
+
+
 def direct_launch(
     compiled: Any, grid: tuple[int, int, int], device: torch.device, constants: tuple[Any, ...]
 ) -> Callable[[tuple[torch.Tensor | float, ...]], bool] | None:

@@ -1,10 +1,28 @@
-"""Tests on a GPU run the checks of other folders there: those are imported from where they stand."""
+"""Tests on a GPU run the checks of other folders there; those for several GPUs are marked, so that they can run apart.
+
+    python -m pytest tests/gpu -m "not two_gpus and not four_gpus" -n 6
+    python -m pytest tests/gpu -m two_gpus -n 2 --dist loadfile
+
+A file's tests over ranks stay together (`--dist loadfile`): the first starts the ranks of all.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 TESTS = Path(__file__).parents[1]
 FOLDERS = ("amp", "memory", "placement", "schedules/overlap", "schedules/zero", "storage", "taps")
 sys.path.extend(str(TESTS / folder) for folder in FOLDERS)
+
+GPUS = {"two_gpus": 2, "four_gpus": 4}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        needed = max((count for name, count in GPUS.items() if item.get_closest_marker(name)), default=0)
+        if torch.cuda.device_count() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))

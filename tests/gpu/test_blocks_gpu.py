@@ -138,6 +138,4 @@ def a_half_of_the_state() -> None:
 
 ON_TWO = [resharded, resharded_by_fsdp, a_half_of_the_state]
 
-test_on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")(
-    each_passes(ON_TWO, 2, backend="nccl", default_gpu=True)
-)
+test_on_two_gpus = pytest.mark.two_gpus(each_passes(ON_TWO, 2, backend="nccl", default_gpu=True))

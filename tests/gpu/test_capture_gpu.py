@@ -216,7 +216,7 @@ def test_capturing_right_after_construction_compiles_before_the_capture() -> Non
     assert optimizer.state[params[0]]["step"].item() == (0 if optimizer.grad_norm > 5 else 1)
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.two_gpus
 def test_parameters_on_two_devices_are_refused_and_one_of_them_is_not() -> None:
     params = [torch.nn.Parameter(torch.ones(5, device=f"cuda:{index}")) for index in (0, 1)]
     for param in params:

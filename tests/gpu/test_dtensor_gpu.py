@@ -24,7 +24,7 @@ from tilestep.backends.spec import NORM
 
 GPUS = 2
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} CUDA devices")
+pytestmark = pytest.mark.two_gpus
 
 
 def steps_without_waiting() -> None:

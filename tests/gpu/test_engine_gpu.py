@@ -24,9 +24,6 @@ from tilestep.optimizer.masters import exact_values
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CUDA = torch.device("cuda")
-two_devices = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two CUDA devices"
-)
 CASES = [(name, storage) for storage in STORAGES for name in NAMES]
 Params = list[torch.nn.Parameter]
 
@@ -376,7 +373,7 @@ def test_parameters_on_cpu_and_gpu_share_one_norm() -> None:
     assert int(one.skipped_steps) == int(two.skipped_steps) == 1
 
 
-@two_devices
+@pytest.mark.two_gpus
 def test_parameters_on_two_gpus_share_one_norm() -> None:
     expected, one = spread(["cpu"], 0.5)
     params, two = spread(["cuda:1", "cuda:0"], 0.5)
@@ -386,7 +383,7 @@ def test_parameters_on_two_gpus_share_one_norm() -> None:
     assert params[0].device != params[1].device
 
 
-@two_devices
+@pytest.mark.two_gpus
 def test_a_device_that_is_not_the_current_one() -> None:
     with torch.cuda.device(0):
         params = make(device="cuda:1")

@@ -160,6 +160,6 @@ def shards_of_two_ranks() -> None:
         shards_whose_gradients_leave(streamed(500, 2, keeps_gradients=True))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@pytest.mark.two_gpus
 def test_on_two_gpus() -> None:
     assert not run_on_ranks([shards_of_two_ranks], 2, backend="nccl")

@@ -261,7 +261,7 @@ def test_norm_of_tensors_on_cpu_and_gpu() -> None:
     assert referee(tensors, 2.0) == pytest.approx(1.0, rel=1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.two_gpus
 def test_norm_of_tensors_on_two_devices() -> None:
     tensors = [torch.full((20000,), 3.0, device="cuda:1"), torch.full((10000,), 4.0, device="cuda:0")]
     with torch.cuda.device(0):

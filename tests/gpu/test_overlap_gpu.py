@@ -331,7 +331,7 @@ def failures() -> dict[str, str]:
     return run_on_ranks({check.__name__: OnGpus(check) for check in CHECKS}, GPUS, backend="nccl")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} CUDA devices")
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_two_gpus(check: Callable[[], None], failures: dict[str, str]) -> None:
     assert check.__name__ not in failures, failures[check.__name__]

@@ -25,7 +25,6 @@ __all__ = [
 ]
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def test_an_overflow_beside_the_cpu(order: Order, overflown: str) -> None:
     assert_trained_as_on_one_cpu(order, "tilestep", overflown, "cuda", "cpu")
 
 
-@two_devices
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("overflown", orders.ON_DEVICES)
 @pytest.mark.parametrize("scaler", orders.SCALERS)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)

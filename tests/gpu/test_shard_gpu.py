@@ -232,14 +232,10 @@ FOUR = [
 ]
 
 
-test_two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs 2 CUDA devices")(
-    each_passes(TWO, 2, backend="nccl", default_gpu=True)
-)
+test_two_gpus = pytest.mark.two_gpus(each_passes(TWO, 2, backend="nccl", default_gpu=True))
 
 
-test_four_gpus = pytest.mark.skipif(GPUS < 4, reason="needs 4 CUDA devices")(
-    each_passes(FOUR, 4, backend="nccl", default_gpu=True)
-)
+test_four_gpus = pytest.mark.four_gpus(each_passes(FOUR, 4, backend="nccl", default_gpu=True))
 
 
 def left_alone(rank: int, folder: str) -> None:
@@ -263,7 +259,7 @@ def left_alone(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 CUDA devices")
+@pytest.mark.two_gpus
 def test_a_process_that_is_ended_has_said_who_is_gone(tmp_path: Path) -> None:
     context = torch.multiprocessing.get_context("spawn")
     processes = [context.Process(target=left_alone, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]

@@ -245,6 +245,4 @@ def measured_steps_wait_for_nothing() -> None:
 
 ON_TWO_GPUS = [lists_of_all_ranks_wait_once, measured_steps_wait_for_nothing, *placements.ON_TWO]
 
-test_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")(
-    each_passes(ON_TWO_GPUS, 2, backend="nccl")
-)
+test_two_gpus = pytest.mark.two_gpus(each_passes(ON_TWO_GPUS, 2, backend="nccl"))

@@ -14,10 +14,12 @@ try:
 except ImportError:  # a Triton that moved it
     from triton.language.extra.cuda import libdevice
 
-from ...compat import by_numpy
+from ...compat import by_numpy, reduce_by_halves
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Triton's interpreter has no device library: numpy's functions and the simple formulas below stand in for it."""
+if INTERPRETED:
+    reduce_by_halves()
 
 
 @triton.jit
