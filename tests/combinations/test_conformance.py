@@ -7,13 +7,13 @@ bits where nothing but placement or time differs and no sum is split, and else i
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from pairwise import pairs_of, pairwise
 from rank_processes import each_passes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -58,23 +58,6 @@ def goes_together(choice: Choice) -> bool:
     if placement == "shard" and schedule in ("backward", "forward"):
         return False
     return not (engine == "eager" and placement != "plain" and rule in NEED_KERNELS)
-
-
-def pairs_of(choice: Choice) -> set[tuple[tuple[int, str], tuple[int, str]]]:
-    return set(itertools.combinations(enumerate(choice), 2))
-
-
-def sample(seed: int = 0) -> list[Choice]:
-    """Combinations in which every pair of values occurs that can: each adds as many new pairs as one can."""
-    everything = [choice for choice in itertools.product(*AXES) if goes_together(choice)]
-    random.Random(seed).shuffle(everything)
-    missing = set().union(*map(pairs_of, everything))
-    chosen = []
-    while missing:
-        best = max(everything, key=lambda choice: len(pairs_of(choice) & missing))
-        chosen.append(best)
-        missing -= pairs_of(best)
-    return chosen
 
 
 class Weights(nn.Module):
@@ -162,7 +145,7 @@ def what_needs_kernels_is_refused() -> None:
             case.trained(Weights(SHAPES[:3], torch.float32), [gradients], "fsdp2", schedule, {})
 
 
-CASES = [Case(choice) for choice in sample()]
+CASES = [Case(choice) for choice in pairwise(*AXES, allowed=goes_together)]
 
 test_cases = each_passes([*CASES, what_needs_kernels_is_refused], 2)
 

@@ -9,6 +9,7 @@ import torch
 from offloaded_pairs import streamed
 from overlapped_models import adamw, clipped
 from overlapped_pairs import DURING, Pair, Stack, device, fsdp, local, one_batch
+from pairwise import pairwise
 from sharded_models import LAYOUTS, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -59,22 +60,22 @@ def skipping(params: Any) -> tilestep.Optimizer:
     return adamw(params, skip_nonfinite=True)
 
 
-def _trained(build: Callable[[], nn.Module], loss: Any = one_batch) -> None:
-    for during in DURING:
-        for make in (adamw, clipped, skipping):
-            pair = Pair(make, during, build)
-            for step in range(5):
-                pair.step(step, loss)
-            pair.compare()
+def _trained(builds: dict[Callable[[], nn.Module], Any]) -> None:
+    """Train models with losses."""
+    for build, during, make in pairwise(list(builds), DURING, (adamw, clipped, skipping)):
+        pair = Pair(make, during, build)
+        for step in range(5):
+            pair.step(step, builds[build])
+        pair.compare()
 
 
 def shared_weights() -> None:
-    _trained(tied)
+    _trained({tied: one_batch})
 
 
 def unused_parameters() -> None:
     """A group whose last gradient never comes is updated by the step, and what has none is left alone."""
-    _trained(idle)
+    _trained({idle: one_batch})
     pair = Pair(adamw, "backward", idle)
     before = local(pair.overlapped.blocks[0].idle.weight).clone()  # type: ignore[index, union-attr]
     one_batch(pair.overlapped, 0).backward()
@@ -85,28 +86,26 @@ def unused_parameters() -> None:
 
 def several_meshes() -> None:
     """Clip, skip and steps that run beside other work, with parameters on two meshes, and beside plain tensors."""
-    for layout in ("mixed", "tensor_parallel"):
-        build = LAYOUTS[layout][0]
-        _trained(build, loss_on(layout))
+    builds = {LAYOUTS[layout][0]: loss_on(layout) for layout in ("mixed", "tensor_parallel")}
+    _trained(builds)
+    for build in builds:
         kinds = {isinstance(param, DTensor) and param.device_mesh.ndim for param in build().parameters()}
         assert len(kinds) > 1, kinds
 
 
 def accumulation_on_several_meshes() -> None:
-    for layout in ("hsdp", "mixed"):
+    for layout, during, make in pairwise(("hsdp", "mixed"), DURING, (adamw, clipped)):
         loss = loss_on(layout)
-        for during in DURING:
-            for make in (adamw, clipped):
-                pair = Pair(make, during, LAYOUTS[layout][0])
-                for step in range(3):
-                    for model, optimizer in pair.both:
-                        model.set_requires_gradient_sync(False)
-                        loss(model, 10 * step).backward()
-                        model.set_requires_gradient_sync(True)
-                        loss(model, 10 * step + 5).backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-                pair.compare()
+        pair = Pair(make, during, LAYOUTS[layout][0])
+        for step in range(3):
+            for model, optimizer in pair.both:
+                model.set_requires_gradient_sync(False)
+                loss(model, 10 * step).backward()
+                model.set_requires_gradient_sync(True)
+                loss(model, 10 * step + 5).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.compare()
 
 
 def offloaded_state() -> None:

@@ -29,6 +29,7 @@ from overlapped_pairs import (
     one_batch,
     stack,
 )
+from pairwise import pairwise
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -41,18 +42,16 @@ def lamb(params: Any) -> tilestep.Optimizer:
     return tilestep.LAMB(params, lr=0.01)  # type: ignore[attr-defined]
 
 
-def _train(build: Build, makes: Any = (adamw, clipped), steps: int = 8) -> None:
-    for during in DURING:
-        for make in makes:
-            pair = Pair(make, during, build)
-            for step in range(steps):
-                pair.step(step)
-            pair.compare()
+def _train(*builds: Build, makes: Any = (adamw, clipped), steps: int = 5) -> None:
+    for build, during, make in pairwise(builds, DURING, makes):
+        pair = Pair(make, during, build)
+        for step in range(steps):
+            pair.step(step)
+        pair.compare()
 
 
 def data_parallel() -> None:
-    _train(ddp)
-    _train(ddp_views, [adamw])
+    _train(ddp, ddp_views, steps=8)
 
 
 def awaited_mean(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -79,9 +78,8 @@ def data_parallel_updates_in_backward() -> None:
 
 
 def fully_sharded() -> None:
-    for build in (fsdp, fsdp_kept, fsdp_recomputing, fsdp_prefetching, fsdp_root_alone, fsdp_and_plain):
-        _train(build, steps=5)
-    _train(fsdp, [lamb])
+    _train(fsdp, fsdp_kept, fsdp_recomputing, fsdp_prefetching, fsdp_root_alone, fsdp_and_plain)
+    _train(fsdp, makes=[lamb])
 
 
 def fully_sharded_updates_module_by_module() -> None:
@@ -119,19 +117,17 @@ def fully_sharded_updates_before_gathering() -> None:
 
 
 def accumulation() -> None:
-    for build in (ddp, ddp_views, fsdp):
-        for during in DURING:
-            for make in (adamw, clipped):
-                pair = Pair(make, during, build)
-                for step in range(4):
-                    for model, optimizer in pair.both:
-                        before = [local(param).clone() for param in model.parameters()]
-                        _accumulate(model, 100 * step)
-                        assert all(torch.equal(local(p), was) for p, was in zip(model.parameters(), before))
-                        one_batch(model, 100 * step + 9).backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-                pair.compare()
+    for build, during, make in pairwise((ddp, ddp_views, fsdp), DURING, (adamw, clipped)):
+        pair = Pair(make, during, build)
+        for step in range(4):
+            for model, optimizer in pair.both:
+                before = [local(param).clone() for param in model.parameters()]
+                _accumulate(model, 100 * step)
+                assert all(torch.equal(local(p), was) for p, was in zip(model.parameters(), before))
+                one_batch(model, 100 * step + 9).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.compare()
 
 
 def _accumulate(model: nn.Module, step: int) -> None:

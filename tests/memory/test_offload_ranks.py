@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from offloaded_pairs import Homes, on_host, streamed
+from pairwise import pairwise
 from rank_processes import run_on_ranks
 from sharded_models import LAYOUTS, backward, batch, full
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -36,16 +37,14 @@ def trained(layout: str, home: Homes | None, rule: str, steps: int) -> tuple[Any
 
 def shards_are_updated_as_without() -> None:
     """Reductions over tensors (LAMB) meet between the passes; state is DTensors."""
-    for layout in LAYOUTS:
-        for rule in ("AdamW", "LAMB"):
-            reference, expected = trained(layout, None, rule, 4)
-            for home in HOMES:
-                net, optimizer = trained(layout, home, rule, 4)
-                for param, other in zip(net.parameters(), reference.parameters()):
-                    assert torch.equal(full(param), full(other)), (layout, rule)
-                    state, wanted = optimizer.state[param], expected.state[other]
-                    assert isinstance(state["exp_avg"], DTensor) is isinstance(param, DTensor)
-                    assert torch.equal(full(state["exp_avg"]), full(wanted["exp_avg"]))
+    for layout, rule, home in pairwise(LAYOUTS, ("AdamW", "LAMB"), HOMES):
+        reference, expected = trained(layout, None, rule, 4)
+        net, optimizer = trained(layout, home, rule, 4)
+        for param, other in zip(net.parameters(), reference.parameters()):
+            assert torch.equal(full(param), full(other)), (layout, rule)
+            state, wanted = optimizer.state[param], expected.state[other]
+            assert isinstance(state["exp_avg"], DTensor) is isinstance(param, DTensor)
+            assert torch.equal(full(state["exp_avg"]), full(wanted["exp_avg"]))
 
 
 def gradients_of_shards_leave_the_device() -> None:
