@@ -102,10 +102,16 @@ _UPDATE_KERNELS = re.compile(
     r"|symmetric_tiles|sum_up_taps|count_changes|list_changes"
 )
 _UPDATE_OPERATORS = re.compile(r"aten::(_foreach_|_amp_|_fused_(adam|adamw|adagrad|sgd)_).*")
+"""Outside of backward an optimizer's, a clip's or a scaler's."""
+_LIST_KERNEL = "multi_tensor_apply_kernel"
+"""torch's for lists of tensors, outside of backward likewise."""
 _COMMUNICATION_KERNELS = re.compile(r".*(nccl|symm_mem|multimem).*", re.IGNORECASE)
 _COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional|fsdp)::.*")
 _COMMUNICATION_RANGES = re.compile(r"(gloo|nccl|mpi|ucc):\w+")
-_STEP = re.compile(r"Optimizer\.step#.*")
+"""Collectives in a backend's own thread."""
+_BACKWARD = "autograd::engine::evaluate_function"
+_STEP = re.compile(rf"Optimizer\.step#.*|{REPLAY}")
+"""What ends an iteration, if the user has not said so."""
 _UPDATE_RANGES = re.compile(rf"Optimizer\.(step|zero_grad)#.*|{UPDATE}|{HOST_UPDATE}|{REPLAY}")
 
 
@@ -119,61 +125,6 @@ def is_update_kernel(name: str) -> bool:
     return _UPDATE_KERNELS.fullmatch(name) is not None
 
 
-def is_list_kernel(name: str) -> bool:
-    """Whether a GPU kernel is torch's for lists of tensors: outside backward its optimizers', clip's or scaler's."""
-    return "multi_tensor_apply_kernel" in name
-
-
-def is_update_operator(name: str) -> bool:
-    """Whether a torch operator is, outside backward, an optimizer's, a clip's or a scaler's."""
-    return _UPDATE_OPERATORS.fullmatch(name) is not None
-
-
-def is_update_range(name: str) -> bool:
-    """Whether what runs in a named range is an optimizer's: torch's or ours."""
-    return _UPDATE_RANGES.fullmatch(name) is not None
-
-
-def is_host_update(name: str) -> bool:
-    """Whether what runs in a named range is an update that the host computes."""
-    return name == HOST_UPDATE
-
-
-def is_communication_kernel(name: str) -> bool:
-    """Whether a GPU kernel sends or receives.
-
-    Example:
-        >>> is_communication_kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
-        True
-    """
-    return _COMMUNICATION_KERNELS.fullmatch(name) is not None
-
-
-def is_communication_operator(name: str) -> bool:
-    """Whether a torch operator hands data to other ranks, or packs it for them."""
-    return _COMMUNICATION_OPERATORS.fullmatch(name) is not None
-
-
-def is_communication_range(name: str) -> bool:
-    """Whether a named range is a collective in a backend's own thread."""
-    return _COMMUNICATION_RANGES.fullmatch(name) is not None
-
-
-def runs_backward(name: str) -> bool:
-    """Whether a torch operator is autograd's, running a node of the backward graph."""
-    return name.startswith("autograd::engine::evaluate_function")
-
-
-def is_iteration_mark(name: str) -> bool:
-    """Whether a named range is the user's word that an iteration is over."""
-    return name == ITERATION
-
-
-def is_end_of_iteration(name: str) -> bool:
-    """Whether an iteration is over after a named range, if the user has not said so."""
-    return name == REPLAY or _STEP.fullmatch(name) is not None
-
-
 @dataclass(frozen=True)
 class Call:
     """An operator or a named range on the host."""
@@ -183,6 +134,15 @@ class Call:
     stop: float  # microseconds
     thread: Any  # of the host
     is_range: bool  # whether it is a named range, not an operator
+
+    def is_named(self, names: re.Pattern[str], *, is_range: bool) -> bool:
+        """Whether it is an operator, or a range, of one of these names."""
+        return self.is_range is is_range and names.fullmatch(self.name) is not None
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether it is autograd, running a node of the backward graph."""
+        return not self.is_range and self.name.startswith(_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -287,24 +247,24 @@ def split(events: Events) -> list[Iteration]:
 
 
 def _ends(events: Events) -> list[float]:
-    marks = [call.stop for call in events.calls if call.is_range and is_iteration_mark(call.name)]
+    marks = [call.stop for call in events.calls if call.is_range and call.name == ITERATION]
     if marks:
         return sorted(marks)
     ends: list[float] = []
     ran_backward = True
     for call in events.calls:
-        if call.is_range and is_end_of_iteration(call.name):
+        if call.is_named(_STEP, is_range=True):
             if ran_backward or not ends:
                 ends.append(call.stop)
             else:
                 ends[-1] = max(ends[-1], call.stop)
             ran_backward = False
-        elif runs_backward(call.name):
+        elif call.runs_backward:
             ran_backward = True
-    if any(runs_backward(call.name) for call in events.calls):
+    if any(call.runs_backward for call in events.calls):
         return ends
     # Graphs that hold whole iterations show no backward: then each step is one.
-    return sorted(call.stop for call in events.calls if call.is_range and is_end_of_iteration(call.name))
+    return sorted(call.stop for call in events.calls if call.is_named(_STEP, is_range=True))
 
 
 def _on_device(computations: Sequence[tuple[float, float]], ends: Sequence[float], last: float) -> list[float]:
@@ -358,12 +318,12 @@ class _Contexts:
         def spans(kinds: Any) -> Intervals:
             return union((call.start, call.stop) for call in calls if kinds(call))
 
-        backward = spans(lambda call: not call.is_range and runs_backward(call.name))
-        communication = spans(lambda call: not call.is_range and is_communication_operator(call.name))
+        backward = spans(lambda call: call.runs_backward)
+        communication = spans(lambda call: call.is_named(_COMMUNICATION_OPERATORS, is_range=False))
         # Gradients are packed for other ranks by the operators that optimizers use.
-        operators = spans(lambda call: not call.is_range and is_update_operator(call.name))
+        operators = spans(lambda call: call.is_named(_UPDATE_OPERATORS, is_range=False))
         operators = minus(operators, union(backward, communication))
-        ranges = spans(lambda call: call.is_range and is_update_range(call.name))
+        ranges = spans(lambda call: call.is_named(_UPDATE_RANGES, is_range=True))
         return _Contexts(union(ranges, operators), backward, communication)
 
 
@@ -405,7 +365,7 @@ def _of_devices(events: Events, contexts: dict[Any, _Contexts]) -> Lanes:
         for lane in _lanes_of(work, context, moment):
             found[lane].append((work.start, work.stop))
     for call in events.calls:
-        if call.is_range and is_host_update(call.name):
+        if call.is_range and call.name == HOST_UPDATE:
             found["update"].append((call.start, call.stop))
             found["optimizer"].append((call.start, call.stop))
     found["host"] = [(call.start, call.stop) for call in events.calls]
@@ -417,7 +377,7 @@ def _lanes_of(work: Work, context: _Contexts, moment: float) -> list[str]:
     by_optimizer = covers(context.update, moment)
     if work.is_copy:
         lane = "copies"
-    elif is_communication_kernel(work.name):
+    elif _COMMUNICATION_KERNELS.fullmatch(work.name):
         lane = "communication"
     elif by_optimizer or is_update_kernel(work.name):
         return ["update", "optimizer"]
@@ -426,7 +386,7 @@ def _lanes_of(work: Work, context: _Contexts, moment: float) -> list[str]:
     elif covers(context.backward, moment):
         return ["backward"]
     else:
-        return ["update", "optimizer"] if is_list_kernel(work.name) else ["forward"]
+        return ["update", "optimizer"] if _LIST_KERNEL in work.name else ["forward"]
     return [lane, "optimizer"] if by_optimizer else [lane]
 
 
@@ -437,7 +397,7 @@ def _of_host(events: Events, threads: dict[Any, list[Call]], contexts: dict[Any,
     optimizer = union(*(overlap(context.communication, context.update) for context in every))
     working: dict[Any, Intervals] = {}
     for thread, calls in threads.items():
-        sent = [call for call in calls if call.is_range and is_communication_range(call.name)]
+        sent = [call for call in calls if call.is_named(_COMMUNICATION_RANGES, is_range=True)]
         communication = union(communication, ((call.start, call.stop) for call in sent))
         optimizer = union(optimizer, ((call.start, call.stop) for call in sent if _sent_by_optimizer(call, senders)))
         # What a backend's thread runs inside a collective is the collective.

@@ -77,15 +77,8 @@ def _visible(spans: Intervals, width: float) -> Intervals:
     return drawn
 
 
-LANES = {
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "communication",
-    "update": "update",
-    "copies": "copies",
-    "host": "host",
-}
-"""The lanes, as fields of `Lanes`, and what they are called."""
+LANES = tuple(_COLORS)
+"""The lanes that are shown, by name."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +108,8 @@ class Report:
     def rows(self) -> list[tuple[str, Intervals]]:
         """Name and intervals of each lane of the shown iteration; communication and copies only if there are any."""
         lanes = self.shown.lanes
-        listed = [(title, getattr(lanes, name)) for name, title in LANES.items()]
-        return [(title, spans) for title, spans in listed if spans or title not in ("communication", "copies")]
+        listed = [(name, getattr(lanes, name)) for name in LANES]
+        return [(name, spans) for name, spans in listed if spans or name not in ("communication", "copies")]
 
     def summary(self) -> str:
         """One line with the exposed optimizer time."""
@@ -168,12 +161,12 @@ def lane_events(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
         >>> [event["name"] for event in lane_events([Iteration(0.0, 4.0, lanes)]) if event["ph"] == "X"]
         ['update', 'only the optimizer', 'iteration 0']
     """
-    titles = [*LANES.values(), "only the optimizer", "iteration"]
+    titles = [*LANES, "only the optimizer", "iteration"]
     events = [_named("process_name", 0, _PROCESS), {**_named("process_sort_index", 0, ""), "args": {"sort_index": -1}}]
     events += [_named("thread_name", place, title) for place, title in enumerate(titles)]
     for number, iteration in enumerate(iterations):
         for place, name in enumerate(LANES):
-            events += _spans(LANES[name], place, getattr(iteration.lanes, name))
+            events += _spans(name, place, getattr(iteration.lanes, name))
         events += _spans(titles[-2], len(titles) - 2, iteration.lanes.exposed)
         (whole,) = _spans(f"iteration {number}", len(titles) - 1, [(iteration.start, iteration.stop)])
         exposed = round(iteration.exposed_milliseconds, 6)
