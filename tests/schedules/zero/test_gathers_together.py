@@ -35,7 +35,8 @@ def together() -> Iterator[list[int]]:
         return before(self, flats, sections)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parameters, "_is_worth_it", lambda buckets: True)
+        group_buckets = parameters.group_buckets
+        patch.setattr(parameters, "group_buckets", lambda buckets, together: group_buckets(buckets, together=True))
         # Gloo, where several tensors in one message are of no use, has aborted processes that sent them beside others.
         patch.setattr(groups, "gather_together", lambda group, wholes, parts: (False, None))
         patch.setattr(Ranks, "all_gather", counted)
@@ -57,7 +58,7 @@ def several_tensors_in_one_message() -> None:
     assert compat.gather_together(object(), wholes, parts) == (False, None)
 
 
-def waves_grow_and_arrive() -> None:
+def groups_grow_and_arrive() -> None:
     with together() as sizes:
         for options in ({}, {"param_sync_dtype": torch.uint8}):
             pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY, **options)
@@ -187,7 +188,7 @@ def what_arrives_in_order_is_not_waited_for_again() -> None:
 
 CHECKS = [
     several_tensors_in_one_message,
-    waves_grow_and_arrive,
+    groups_grow_and_arrive,
     buckets_that_are_converted_travel_alone,
     frozen_buckets_stay_at_home,
     training_and_traffic_are_as_ever,
@@ -222,7 +223,7 @@ def test_what_there_is_no_work_of_is_not_gathered_again(monkeypatch: pytest.Monk
     assert group.calls == 2
 
 
-def test_waves() -> None:
+def test_groups() -> None:
     """The first bucket goes alone, then as many bytes as before, no more than a part of all; dtypes never mix."""
 
     class Flat:
@@ -231,7 +232,7 @@ def test_waves() -> None:
             self.numel = numel
 
     def sizes(buckets: list[Flat], worth: bool = True) -> list[int]:
-        return [len(wave) for wave in parameters.group_buckets(buckets, worth)]  # type: ignore[arg-type]
+        return [len(group) for group in parameters.group_buckets(buckets, worth)]  # type: ignore[arg-type]
 
     assert sizes([Flat(10) for _ in range(48)]) == [1, 1, 2, 4, 8, 8, 8, 8, 8]
     assert sizes([Flat(10) for _ in range(5)], worth=False) == [1] * 5
@@ -268,15 +269,15 @@ class LateChannel:
         self.reached = max(self.reached, mark.place)
 
 
-def test_a_wave_that_is_updated_no_more_is_not_the_last_to_wait_for() -> None:
+def test_a_group_that_is_updated_no_more_is_not_the_last_to_wait_for() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
         sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY).schedule.parameters
         channel: Any = LateChannel()
         sync._channel = channel
-        for wave in sync._groups:
-            wave._channel = channel
+        for group in sync._groups:
+            group._channel = channel
         sync.gather()
         sync.wait_all()
         assert channel.reached == channel.marks == len(sync._groups) == 3

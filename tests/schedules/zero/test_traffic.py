@@ -260,7 +260,7 @@ def compiled_blocks() -> None:
         for _ in range(4):
             data = inputs(3, 4)
             train(pair, [lambda model, data=data: model(data).square().sum()])
-            late.append(sum(wave.is_pending for wave in sync._waves))
+            late.append(sum(group.is_pending for group in sync._groups))
             pair.compare()
         assert not sync.compiled
         assert max(late) > 1
@@ -273,7 +273,7 @@ def compiled_blocks() -> None:
             pair.step()
             pair.compare()
         assert sync.compiled
-        assert not any(wave.is_pending for wave in sync._waves)
+        assert not any(group.is_pending for group in sync._groups)
 
 
 def parameters_written_by_others() -> None:
@@ -326,12 +326,11 @@ def weights_to_evaluate() -> None:
 
 def a_torch_without_its_private_calls() -> None:
     """No end of backward to be told of, and modules that keep their parameters elsewhere: later, but the same."""
-    from tilestep import guards
-    from tilestep.schedules.zero import gradients
+    from tilestep import accumulation, guards
 
-    before = gradients.after_backward, gradients.backward_pass, guards.guard_parameters
-    gradients.after_backward = lambda callback: False
-    gradients.backward_pass = lambda: None
+    before = accumulation.after_backward, accumulation.backward_pass, guards.guard_parameters
+    accumulation.after_backward = lambda callback: False
+    accumulation.backward_pass = lambda: None
     guards.guard_parameters = lambda module, guard: False
     try:
         pair = Pair(Branches(), sgd, bucket_cap_mb=TINY)
@@ -342,7 +341,7 @@ def a_torch_without_its_private_calls() -> None:
                 run(pair, mine, sync_all=step % 2 == 0)
                 pair.compare()
     finally:
-        gradients.after_backward, gradients.backward_pass, guards.guard_parameters = before
+        accumulation.after_backward, accumulation.backward_pass, guards.guard_parameters = before
 
 
 CHECKS = [

@@ -44,7 +44,7 @@ def plain_module(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_alone(optimizer: Optimizer, model: nn.Module, options: Options) -> dict[Any, str]:
+def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -> dict[Any, str]:
     """What a rank can see by itself."""
     options.check()
     for index, group in enumerate(optimizer.param_groups):
@@ -107,10 +107,10 @@ def validate_across_ranks(
     options: Options,
     also: Callable[[], Iterable[str]] = tuple,
 ) -> dict[Any, str]:
-    """`check_alone`, with its errors raised on every rank; and the first thing in which ranks differ."""
+    """`validate_locally`, with its errors raised on every rank; and the first thing in which ranks differ."""
 
     def described() -> tuple[dict[Any, str], list[str]]:
-        names = check_alone(optimizer, model, options)
+        names = validate_locally(optimizer, model, options)
         return names, [*_described(optimizer, model, names, ranks, options), *also()]
 
     names, lines = attempt_together(ranks, described)
