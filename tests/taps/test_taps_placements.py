@@ -292,6 +292,15 @@ def gradients_that_are_there_now_are_looked_at() -> None:
         assert optimizer.first_nonfinite() == "w3", way
 
 
+def a_parameter_that_is_given_other_memory_is_the_only_one_that_has_changed() -> None:
+    model, optimizer = attached(("shard", "at the step"))
+    for seed in range(2):
+        step(model, optimizer, seed)
+    list(optimizer.changes())
+    model.weights[1].data = model.weights[1].data.clone()
+    assert [name for name, *_ in optimizer.changes(gather=True)] == ["w1"]
+
+
 def a_scaler_skips_and_statistics_are_unscaled() -> None:
     for way in (("fsdp2", "at the step"), ("fsdp2", "forward"), ("shard", "at the step")):
         model, optimizer = attached(way)
@@ -353,6 +362,7 @@ CHECKS = [
     writes_from_outside_mark_their_tensor_alone,
     skipped_steps_change_nothing_and_have_a_name,
     gradients_that_are_there_now_are_looked_at,
+    a_parameter_that_is_given_other_memory_is_the_only_one_that_has_changed,
     a_scaler_skips_and_statistics_are_unscaled,
     ranks_without_a_piece_have_all_columns,
     narrower_parameters_are_refused,

@@ -461,20 +461,22 @@ class Bucket:
         """Whether a parameter of it does; the same on every rank."""
         return any(param.requires_grad for param in self.params)
 
-    def take_back(self) -> None:
-        """Let parameters whose memory was replaced be views of the bucket again, with their values."""
-        with torch.no_grad():
-            for param, view in zip(self.params, self.views):
-                if param.data_ptr() == view.data_ptr():
-                    continue
-                if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
-                    raise RuntimeError(
-                        f"a parameter was {tuple(view.shape)}, {view.dtype} on {view.device} when shard() was called, "
-                        f"and is {tuple(param.shape)}, {param.dtype} on {param.device} now: move and convert a model "
-                        "before sharding its optimizer"
-                    )
-                view.copy_(param)
-                param.data = view
+    @torch.no_grad()
+    def take_back(self) -> list[torch.Tensor]:
+        """Let parameters whose memory was replaced be views of the bucket again, with their values; which these are."""
+        moved = [
+            (param, view) for param, view in zip(self.params, self.views) if param.data_ptr() != view.data_ptr()
+        ]
+        for param, view in moved:
+            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                raise RuntimeError(
+                    f"a parameter was {tuple(view.shape)}, {view.dtype} on {view.device} when shard() was called, "
+                    f"and is {tuple(param.shape)}, {param.dtype} on {param.device} now: move and convert a model "
+                    "before sharding its optimizer"
+                )
+            view.copy_(param)
+            param.data = view
+        return [param for param, _ in moved]
 
 
 def make_buckets(

@@ -277,14 +277,6 @@ class ParameterSync:
         self._channel.join()
         self.is_pending = False
 
-    def take_back(self) -> None:
-        """Let parameters that were moved be views of their buckets again."""
-        if not self.fixed.look(1):
-            for bucket in self._buckets:
-                bucket.take_back()
-            self.versions = -1
-            self.fixed = FixedTensors(self.params)
-
     def _written_by_others(self) -> list[int]:
         """For each parameter how many of its versions no update has counted, in the order of the buckets."""
         return [version_of(param) - self._updates[id(bucket)] for bucket in self._buckets for param in bucket.params]
@@ -298,18 +290,20 @@ class ParameterSync:
 
         Call it without gradients.
         """
-        self.take_back()
+        moved: set[int] = set()
+        if not self.fixed.look(1):
+            moved = {id(param) for bucket in self._buckets for param in bucket.take_back()}
+            self.fixed = FixedTensors(self.params)
         for bucket in self._buckets:
             # No version counts what is written through `param.data`.
             bucket.follow_writes()
         versions = sum_of_versions(self.params) if versions is None else versions
-        if versions == self.versions:
+        if versions == self.versions and not moved:
             return []
-        moved = self.versions == -1
         before = self._others
         self._note_writes()
         counts = zip(self.params, before, self._others)
-        return self.params if moved else [param for param, old, new in counts if old != new]
+        return [param for param, old, new in counts if old != new or id(param) in moved]
 
     def close(self) -> None:
         """Stop guarding the model's parameters."""
