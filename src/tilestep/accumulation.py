@@ -23,7 +23,7 @@ from .compat import (
 )
 from .errors import GradientError
 from .side_stream import SideStream
-from .tensor_watch import survey, which_train
+from .tensor_watch import survey
 
 _NONE: Set[int] = frozenset()
 
@@ -164,29 +164,16 @@ class _CountedNatively(AwaitedGradients):
         vars(self).update({name: partial(function, own) for name, function in functions.items()})
 
 
-class RoundOwner(Protocol):
-    """What does something with buckets whose gradients are all there."""
-
-    def begin_round(self) -> Set[int]:
-        """Before the first gradient of a round is counted; parameters that something else announces now, by `id`."""
-
-    def is_awaited_again(self, bucket: int, param: torch.Tensor) -> bool:
-        """A gradient has come of a bucket that was complete: whether the bucket now waits for all of them once more."""
-
-    def complete(self, bucket: int) -> None:
-        """The last awaited gradient of a bucket has come."""
-
-    def end_pass(self) -> None:
-        """A backward pass has ended, and the round has not."""
-
-    def end_round(self) -> None:
-        """End the round, with `GradientRounds.end`: its last backward has ended, or was broken off by an error."""
-
-
 class GradientRounds:
     """Which gradients backward has brought: whether a bucket is full, and whether the round of all buckets is over.
 
-    The owner, which is not kept alive, does something with full buckets, in `stream`.
+    The owner, which is not kept alive, has these methods. `begin_round` comes before the first gradient of a round is
+    counted and gives parameters that something else announces from now on, by `id`; `is_awaited_again`, when a gradient
+    comes of a bucket that was complete, says whether that waits for all of them once more; `complete` gets a bucket
+    whose last awaited gradient has come. If rounds accumulate, `end_pass` is called after a backward that leaves the
+    round open, and `end_round` is to end it, with `end`, after its last backward or one that was broken off.
+
+    `stream` is where the owner works: if it is one, streams that write gradients are noted.
     `announce` is the owner's method that gradients go through first, if not `arrived` itself. If rounds are `eager` a
     backward outside of `no_sync` ends its own. If they `accumulate`, every backward brings all gradients once more, to
     be added up; else a round has one of each.
@@ -301,7 +288,7 @@ class GradientRounds:
             return
         owner, awaited = self._owner(), self.awaited[bucket]
         if not awaited.left() and owner.is_awaited_again(bucket, param):
-            awaited.begin(which_train(self._buckets[bucket]))
+            awaited.begin(survey(self._buckets[bucket]).trains)
         if not awaited.come(place):
             owner.complete(bucket)
 
@@ -341,7 +328,7 @@ class GradientRounds:
         trains = self.survey(self._params)[2]
         if trains != self._all_trains:
             self._all_trains = trains
-            self.trains = list(map(which_train, self._buckets))
+            self.trains = [survey(params).trains for params in self._buckets]
         if waits:
             for awaited, which in zip(self.awaited, self.trains):
                 awaited.begin(which)

@@ -160,60 +160,27 @@ class Survey(NamedTuple):
 
 
 def survey(params: list[torch.Tensor]) -> Survey:
-    """All that `sum_of_versions`, `any_gradient` and `which_train` tell, by one look in C++ where that is built.
+    """All of it by one look, in C++ where that is built.
 
     Example:
-        >>> survey([torch.zeros(2, requires_grad=True), torch.zeros(3)])
+        >>> params = [torch.zeros(2, requires_grad=True), torch.zeros(3)]
+        >>> survey(params)
         Survey(versions=0, any_gradient=False, trains=b'\\x01\\x00')
+        >>> _ = params[1].add_(1)
+        >>> params[0].sum().backward()
+        >>> survey(params)
+        Survey(versions=1, any_gradient=True, trains=b'\\x01\\x00')
     """
     module = native.module(len(params))
     if module is not None:
         return Survey(*module.survey(params))
-    return Survey(sum_of_versions(params), any_gradient(params), which_train(params))
+    any_gradient = not all(map(operator.is_, [param.grad for param in params], itertools.repeat(None)))
+    return Survey(sum(map(version_of, params)), any_gradient, bytes([param.requires_grad for param in params]))
 
 
 def sum_of_versions(tensors: list[torch.Tensor]) -> int:
-    """How often tensors have been written to, all together; versions only grow, so none has if their sum has not.
-
-    Example:
-        >>> tensors = [torch.zeros(2), torch.zeros(3)]
-        >>> before = sum_of_versions(tensors)
-        >>> _ = tensors[1].add_(1)
-        >>> sum_of_versions(tensors) - before
-        1
-    """
-    module = native.module(len(tensors))
-    if module is not None:
-        return module.survey(tensors)[0]
-    return sum(map(version_of, tensors))
-
-
-def any_gradient(params: list[torch.Tensor]) -> bool:
-    """Whether any of these parameters has a gradient.
-
-    Example:
-        >>> params = [torch.zeros(2, requires_grad=True), torch.zeros(3)]
-        >>> params[0].sum().backward()
-        >>> any_gradient(params), any_gradient(params[1:])
-        (True, False)
-    """
-    module = native.module(len(params))
-    if module is not None:
-        return module.survey(params)[1]
-    return not all(map(operator.is_, [param.grad for param in params], itertools.repeat(None)))
-
-
-def which_train(params: list[torch.Tensor]) -> bytes:
-    """For each of these parameters a one if it requires a gradient, else a zero.
-
-    Example:
-        >>> list(which_train([torch.zeros(2, requires_grad=True), torch.zeros(3)]))
-        [1, 0]
-    """
-    module = native.module(len(params))
-    if module is not None:
-        return module.survey(params)[2]
-    return bytes([param.requires_grad for param in params])
+    """How often tensors have been written to, all together; versions only grow, so none has if their sum has not."""
+    return survey(tensors).versions
 
 
 _SAME, _CHANGED = 0, 2

@@ -208,20 +208,20 @@ def test_versions_gradients_and_what_trains(natively: bool, monkeypatch: pytest.
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(40)]
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     listed = [*params[:20], frozen, *params[20:]]
-    assert tensor_watch.which_train(listed) == bytes([1] * 20 + [0] + [1] * 20)
-    assert not tensor_watch.any_gradient(listed)
+    assert tensor_watch.survey(listed).trains == bytes([1] * 20 + [0] + [1] * 20)
+    assert not tensor_watch.survey(listed).any_gradient
     before = tensor_watch.sum_of_versions(listed)
     with torch.no_grad():
         params[3].add_(1)
         frozen.mul_(2)
     assert tensor_watch.sum_of_versions(listed) == before + 2
     params[-1].grad = torch.zeros(3)
-    assert tensor_watch.any_gradient(listed) and not tensor_watch.any_gradient(listed[:-1])
+    assert tensor_watch.survey(listed).any_gradient and not tensor_watch.survey(listed[:-1]).any_gradient
     params[7].requires_grad_(False)
     frozen.requires_grad_(True)
-    assert tensor_watch.which_train(listed) == bytes([1] * 7 + [0] + [1] * 33)
-    assert tensor_watch.sum_of_versions([]) == 0 and tensor_watch.which_train([]) == b""
-    assert not tensor_watch.any_gradient([])
+    assert tensor_watch.survey(listed).trains == bytes([1] * 7 + [0] + [1] * 33)
+    assert tensor_watch.sum_of_versions([]) == 0 and tensor_watch.survey([]).trains == b""
+    assert not tensor_watch.survey([]).any_gradient
 
 
 def test_a_survey_is_of_tensors_that_count_versions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import weakref
 from collections.abc import Sequence
@@ -189,14 +190,29 @@ def _unlock(address: int, device: torch.device) -> None:
 
 @dataclass
 class Run:
-    """Bytes of one array that lie together on the host and in a buffer."""
+    """Bytes of one storage that lie together on the host and in a buffer."""
 
-    host: torch.Tensor  # uint8[bytes], where they live
+    storage: torch.UntypedStorage  # where they live
+    start: int  # where they begin there
+    stop: int  # and end
     place: int  # where they begin in the buffer
+
+    @functools.cached_property
+    def host(self) -> torch.Tensor:
+        """uint8[bytes] on the host."""
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return empty.set_(self.storage, self.start, (self.stop - self.start,), (1,))
 
     def inside(self, memory: torch.Tensor) -> torch.Tensor:
         """uint8[bytes] of a buffer."""
-        return memory[self.place : self.place + self.host.numel()]
+        return memory[self.place : self.place + self.stop - self.start]
+
+    def extend(self, storage: torch.UntypedStorage, start: int, length: int) -> bool:
+        """Take in what follows, with the gap between; whether it does follow."""
+        if storage.data_ptr() != self.storage.data_ptr() or not 0 <= start - self.stop < ALIGNMENT:
+            return False
+        self.stop = start + length
+        return True
 
 
 @dataclass
@@ -267,7 +283,7 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
     tiles = segment.tiles
     for name in names:
         begins = np.zeros(len(chunk.tensors), dtype=np.int64)
-        runs: list[_Span] = []
+        runs = chunk.runs[name] = []
         for position, place in enumerate(chunk.tensors):
             array = segment.entries[place].arrays[name]
             first = max(chunk.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
@@ -278,41 +294,15 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
             packed = segment.entries[place].param.numel() // array.numel()
             first, stop = segment.element_at(place, first) // packed, segment.element_at(place, stop) // packed
             width = array.element_size()
-            start = int(array.storage_offset()) * width + first * width
+            storage, start = array.untyped_storage(), int(array.storage_offset()) * width + first * width
             length = (stop - first) * width
-            if not (runs and runs[-1].extend(array, start, length)):
+            if not (runs and runs[-1].extend(storage, start, length)):
                 chunk.size = -(-chunk.size // ALIGNMENT) * ALIGNMENT + start % ALIGNMENT
-                runs.append(_Span(array, start, start + length, chunk.size))
+                runs.append(Run(storage, start, start + length, chunk.size))
             last = runs[-1]
             chunk.size = last.place + last.stop - last.start
             begins[position] = last.place + (start - last.start) - first * width
         chunk.begins[name] = begins
-        chunk.runs[name] = [run.run() for run in runs]
-
-
-@dataclass
-class _Span:
-    """Neighbouring bytes of a storage, and their place in a buffer."""
-
-    array: torch.Tensor
-    start: int
-    stop: int
-    place: int
-
-    def extend(self, array: torch.Tensor, start: int, length: int) -> bool:
-        """Take in what follows, with the gap between; whether it does follow."""
-        same = array.untyped_storage().data_ptr() == self.array.untyped_storage().data_ptr()
-        if not same or not 0 <= start - self.stop < ALIGNMENT:
-            return False
-        self.stop = start + length
-        return True
-
-    def run(self) -> Run:
-        storage = self.array.untyped_storage()
-        host = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-            storage, self.start, (self.stop - self.start,), (1,)
-        )
-        return Run(host, self.place)
 
 
 def staged_view(array: torch.Tensor, run_place: int, memory: torch.Tensor) -> torch.Tensor:

@@ -464,9 +464,7 @@ class Bucket:
     @torch.no_grad()
     def take_back(self) -> list[torch.Tensor]:
         """Let parameters whose memory was replaced be views of the bucket again, with their values; which these are."""
-        moved = [
-            (param, view) for param, view in zip(self.params, self.views) if param.data_ptr() != view.data_ptr()
-        ]
+        moved = [(param, view) for param, view in zip(self.params, self.views) if param.data_ptr() != view.data_ptr()]
         for param, view in moved:
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(
@@ -506,7 +504,10 @@ def make_buckets(
         for dtype in dict.fromkeys(kinds):
             own = [size for size, kind in zip(sizes, kinds) if kind == dtype]
             peers[dtype] = _shared(sum(own), dtype, device, ranks)
-    memories = _allocate(sizes, kinds, device, options.param_buffer != "bucket", peers)
+    if options.param_buffer == "bucket":
+        memories = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, kinds)]
+    else:
+        memories = allocate(sizes, kinds, device, peers)
     buckets = [
         Bucket(layout, [params[place] for place in places], ranks, dtypes[places[0]], memory, peers.get(memory.dtype))
         for layout, places, memory in zip(layouts, members, memories)
@@ -538,19 +539,17 @@ def _require_shared(reasons: Sequence[str]) -> None:
         raise ValueError(f"param_buffer='peers': {reason}; take 'contiguous', which sends messages")
 
 
-def _allocate(
+def allocate(
     sizes: Sequence[int],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
-    together: bool,
-    peers: Mapping[torch.dtype, PeerMemory],
+    peers: Mapping[torch.dtype, PeerMemory] | None = None,
 ) -> list[torch.Tensor]:
-    """Zeroed flat memory of these sizes: one allocation each, or one for all of a dtype, which may be there."""
-    if not together:
-        return [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes)]
+    """Zeroed flat memory of these sizes: one allocation for all of a dtype, which may be there."""
     parts: dict[torch.dtype, Any] = {}
     for dtype in dict.fromkeys(dtypes):
         own = [size for size, each in zip(sizes, dtypes) if each == dtype]
-        whole = peers[dtype].memory if dtype in peers else torch.zeros(sum(own), dtype=dtype, device=device)
+        there = peers and peers.get(dtype)
+        whole = there.memory if there else torch.zeros(sum(own), dtype=dtype, device=device)
         parts[dtype] = iter(whole.split(own))
     return [next(parts[dtype]) for dtype in dtypes]

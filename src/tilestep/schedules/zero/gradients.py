@@ -14,9 +14,8 @@ from ...combinations import follow_wrappers, refusal
 from ...compat import copy_all, is_capturing, zero_all
 from ...runtime.capturing import require
 from ...side_stream import SideStream
-from ...tensor_watch import any_gradient
 from .agree import HyperparameterDigest
-from .buckets import Bucket, Options, view_of
+from .buckets import Bucket, Options, allocate, view_of
 from .ranks import Ranks
 
 
@@ -154,20 +153,6 @@ class GradientBucket:
             self.let_go()
 
 
-def contiguous_memory(buckets: Sequence[Bucket]) -> list[Any]:
-    """Zeroed memory for the gradients of every bucket that trains: one allocation for all of a dtype."""
-    found: list[Any] = [None] * len(buckets)
-    for dtype in dict.fromkeys(bucket.grad_dtype for bucket in buckets):
-        own = [index for index, bucket in enumerate(buckets) if bucket.grad_dtype == dtype and bucket.trains]
-        sizes = [buckets[index].layout.numel for index in own]
-        if not own:
-            continue
-        whole = torch.zeros(sum(sizes), dtype=dtype, device=buckets[own[0]].flat.device)
-        for index, part in zip(own, whole.split(sizes)):
-            found[index] = part
-    return found
-
-
 _NONE: Set[int] = frozenset()
 
 
@@ -238,9 +223,11 @@ class GradientSync:
 
     def take_in(self, buckets: Sequence[Bucket], places: Sequence[Sequence[int]]) -> None:
         """Sum up the gradients of further buckets too; there must be none of others now."""
-        memory = contiguous_memory(buckets) if self.options.grad_buffer == "contiguous" else [None] * len(buckets)
-        self.channel.keep(*memory)
-        added = [GradientBucket(bucket, flat) for bucket, flat in zip(buckets, memory)]
+        kept = [bucket for bucket in buckets if bucket.trains and self.options.grad_buffer == "contiguous"]
+        sizes, dtypes = [bucket.layout.numel for bucket in kept], [bucket.grad_dtype for bucket in kept]
+        memory = dict(zip(kept, allocate(sizes, dtypes, buckets[0].flat.device)))
+        self.channel.keep(*memory.values())
+        added = [GradientBucket(bucket, memory.get(bucket)) for bucket in buckets]
         for sums in added:
             like = torch.empty(0, dtype=sums.bucket.grad_dtype, device=sums.bucket.flat.device)
             sums.comes_averaged = self.options.average and self.ranks.can_average(like)
@@ -412,8 +399,6 @@ class GradientSync:
 
     def _was_given(self) -> bool:
         """Whether gradients were set by hand since the last round."""
-        if not any_gradient(self.params):
-            return False
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 
     def has_gradient(self) -> tuple[bool, ...]:
