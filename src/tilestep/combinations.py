@@ -92,7 +92,7 @@ def refusal(added: str, there: Iterable[str]) -> str:
         >>> refusal("offload", ["shard"])
         ''
     """
-    return next((REFUSED[added, each] for each in there if (added, each) in REFUSED), "")
+    return next((REFUSED[added, present] for present in there if (added, present) in REFUSED), "")
 
 
 def kind_of(module: nn.Module) -> str:
@@ -145,20 +145,20 @@ _watching: list[Any] = []
 
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
     """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held."""
-    found = _wrappers(holds)
-    if found:
+    wrappers = _wrappers(holds)
+    if wrappers:
         # One that is in a circle of references and that nobody holds any more reduces nothing.
-        del found
+        del wrappers
         gc.collect()
-        found = _wrappers(holds)
-    return found
+        wrappers = _wrappers(holds)
+    return wrappers
 
 
 def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
     kinds = tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None)
     # By their own class: some objects import what they stand for when they are asked for another one.
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-    return [each for each in wrappers if "_parameters" in vars(each) and any(map(holds, each.parameters()))]
+    wrappers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
+    return [wrapper for wrapper in wrappers if "_parameters" in vars(wrapper) and any(map(holds, wrapper.parameters()))]
 
 
 def follow_wrappers(follower: Wrappable, model: nn.Module | None = None) -> None:

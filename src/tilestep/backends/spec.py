@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from .._version import __version__
@@ -220,3 +221,34 @@ def total_traffic(spec: KernelSpec) -> tuple[float, float]:
     """Bytes read and bytes written for each element of a parameter, in all tile passes."""
     passes = [pass_traffic(spec, index) for index in range(len(spec.program.tiles))]
     return sum(each.bytes_read for each in passes), sum(each.bytes_written for each in passes)
+
+
+@dataclass
+class Tiles:
+    """The tiles of a list of tensors."""
+
+    size: int  # elements in a tile
+    numel: np.ndarray  # int64[tensors], elements of each tensor
+    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
+    tile_tensor: np.ndarray  # int32[tiles], the tensor each tile belongs to
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return len(self.tile_tensor)
+
+
+def cut_tiles(numels: Sequence[int], size: int) -> Tiles:
+    """Cut tensors of these lengths into tiles; an empty tensor has none.
+
+    Example:
+        >>> cut = cut_tiles([5, 0, 4], size=4)
+        >>> cut.first_tile.tolist(), cut.tile_tensor.tolist()
+        ([0, 2, 2], [0, 0, 2])
+    """
+    numel = np.asarray(numels, dtype=np.int64)
+    counts = -(-numel // size)
+    ends = np.cumsum(counts)
+    first = np.concatenate([[0], ends[:-1]]) if len(ends) else np.zeros(0, dtype=np.int64)
+    owner = np.repeat(np.arange(len(numel), dtype=np.int32), counts)
+    return Tiles(size, numel, first.astype(np.int64), owner)

@@ -130,12 +130,12 @@ def _loaded() -> ModuleType | None:
             )
             if spec is None or spec.loader is None:
                 return None
-            found = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
         except ImportError:
             return None
-        found.__file__ = str(file.path)
-        return found
+        module.__file__ = str(file.path)
+        return module
 
 
 def _after_fork() -> None:

@@ -131,7 +131,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
 
     def positions() -> list[int]:
-        return [place for place, each in enumerate(listed) if each.grad is not None]
+        return [place for place, parameter in enumerate(listed) if parameter.grad is not None]
 
     recipe, readable = _readable(gradients, norm_type, positions)
     if readable is not gradients:

@@ -15,7 +15,7 @@ from ..backends.cpp.compile import load_library, warn_of_failure
 from ..backends.spec import LARGEST_SUM
 from ..devices import thread_count
 from ..errors import BuildError
-from .tiles import DTYPES, Order, Tiles, combine, cut, order_of
+from .tiles import DTYPES, NormTiles, Order, combine, cut, order_of
 
 TILE = 16384
 """Elements of one tile; its partial result does not depend on the thread that computes it."""
@@ -292,7 +292,7 @@ def cpu_norm(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> CpuNorm | 
 class CpuNorm:
     """The tables in memory and the built library."""
 
-    def __init__(self, library: ctypes.CDLL, tiles: Tiles) -> None:
+    def __init__(self, library: ctypes.CDLL, tiles: NormTiles) -> None:
         self._library = library
         self._tiles = tiles
         self._partials = torch.empty(max(1, tiles.count), dtype=torch.float64, device="cpu")
@@ -370,7 +370,7 @@ def clip_coefficient(norm: torch.Tensor, limit: torch.Tensor | float) -> float:
 class EagerNorm:
     """The same from torch's operations, a tensor at a time."""
 
-    def __init__(self, tiles: Tiles) -> None:
+    def __init__(self, tiles: NormTiles) -> None:
         self._rows = tiles.rows.tolist()
 
     def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

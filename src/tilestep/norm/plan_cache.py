@@ -165,8 +165,8 @@ def find_recipe(tensors: list[torch.Tensor], positions: Callable[[], Sequence[in
     # what others have and may change. It is memory of the graph, as any tensor made inside.
     captures = first.is_cuda and torch.cuda.is_current_stream_capturing()
     with _lock:
-        for place, (known, recipe) in enumerate(() if captures else _recipes):
-            if known == key and recipe.fits(tensors):
+        for place, (own_key, recipe) in enumerate(() if captures else _recipes):
+            if own_key == key and recipe.fits(tensors):
                 if place:
                     _recipes.insert(0, _recipes.pop(place))
                 return recipe

@@ -28,7 +28,8 @@ class Shares:
     """Which tensors of a list count alike in sums over all ranks."""
 
     def __init__(self, tensors: Sequence[Any], positions: Positions | None) -> None:
-        placed = [(name_of(place, positions), each) for place, each in enumerate(tensors) if is_distributed(each)]
+        distributed = [place for place, tensor in enumerate(tensors) if is_distributed(tensor)]
+        placed = [(name_of(place, positions), tensors[place]) for place in distributed]
         for name, tensor in placed:
             if tensor.device_mesh.get_coordinate() is None:
                 raise GradientError(f"{name} lies on {tensor.device_mesh}, to which this rank does not belong")
@@ -94,9 +95,9 @@ class ShardedNorm:
         """How many tensors hold a nonzero; one that is sharded has one if any of its parts has."""
         device = self._local[0].device
         counts = [part.count_nonzero().to(device) for _, own, _ in self._parts for part in own]
-        found = (torch.stack(counts) != 0).to(torch.float64)
-        self._agreement.largest(found)
-        return found.sum()
+        nonzero = (torch.stack(counts) != 0).to(torch.float64)
+        self._agreement.largest(nonzero)
+        return nonzero.sum()
 
     def scale(self, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, max_norm / (norm + 1e-6)); of a partial sum its terms."""
@@ -155,8 +156,8 @@ def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = 
     with _lock:
         fitting = (
             place
-            for place, (known, _) in enumerate(_known)
-            if len(known) == len(described) and all(map(operator.is_, known, described))
+            for place, (layouts_before, _) in enumerate(_known)
+            if len(layouts_before) == len(described) and all(map(operator.is_, layouts_before, described))
         )
         place = next(fitting, None)
         shares = Shares(tensors, positions) if place is None else _known.pop(place)[1]

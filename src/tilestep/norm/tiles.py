@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..backends.spec import LARGEST_SUM
+from ..backends.spec import LARGEST_SUM, cut_tiles
 from ..devices import has_streams
 from ..errors import GradientError
 
@@ -71,7 +71,7 @@ def combine(parts: torch.Tensor, norm_type: float, *, root: bool = True) -> torc
 
 
 @dataclass(frozen=True)
-class Tiles:
+class NormTiles:
     """Tensors cut into tiles."""
 
     rows: np.ndarray  # int64[N, 3], each tensor's length in elements, its first tile, its dtype's place in `DTYPES`
@@ -95,7 +95,7 @@ class Tiles:
         return np.concatenate([np.empty(0, dtype=np.int64), *spans])
 
 
-def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Tiles:
+def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> NormTiles:
     """Cut tensors of these lengths into tiles; an empty tensor has none.
 
     Example:
@@ -108,15 +108,11 @@ def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Tile
             raise GradientError(
                 f"tensor {index} has dtype {dtype}: a norm is made of bfloat16, float16, float32, float64"
             )
-    lengths = np.asarray(numels, dtype=np.int64)
-    counts = -(-lengths // tile)
-    rows = np.empty((len(lengths), 3), dtype=np.int64)
-    rows[:, 0] = lengths
-    rows[:, 1] = np.cumsum(counts) - counts
-    rows[:, 2] = [codes[dtype] for dtype in dtypes]
-    tensor_of = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    tiles = cut_tiles(numels, tile)
+    rows = np.empty((len(dtypes), 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = tiles.numel, tiles.first_tile, [codes[dtype] for dtype in dtypes]
     present = set(dtypes)
-    return Tiles(rows, tensor_of, tuple(dtype for dtype in DTYPES if dtype in present))
+    return NormTiles(rows, tiles.tile_tensor, tuple(dtype for dtype in DTYPES if dtype in present))
 
 
 _sources: dict[bytes, torch.Tensor] = {}

@@ -273,10 +273,10 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     sharded = [(one.label, one.param) for one in planned if is_distributed(one.param)]
     agreement = ReductionGroup.of_tensors(sharded) if sharded else None
     for one in planned:
-        known = state.get(one.param)
+        before = state.get(one.param)
         is_ahead = ahead or (one.param.grad is None and not together)
-        if known:
-            is_ahead = isinstance(known, ParameterState) and known.is_ahead
+        if before:
+            is_ahead = isinstance(before, ParameterState) and before.is_ahead
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=is_ahead)
     engines, controls, places, members = _engines(optimizer, planned, agreement)
     stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
@@ -361,11 +361,11 @@ def _plan(optimizer: Optimizer, requests: BufferRequests, every: bool) -> tuple[
     dormant: list[torch.Tensor] = []
     state = optimizer.state
     for label, group_index, group, param in listed_once(optimizer):
-        known = state.get(param, {})
+        values = state.get(param, {})
         if not _begins(param, state, all_that_train=every):
             dormant.append(param)
             continue
-        one = _planned(optimizer, plans, (label, group_index, group, param), known, requests)
+        one = _planned(optimizer, plans, (label, group_index, group, param), values, requests)
         gathered = one.spec.program.matrices.scratch and not is_whole(param)
         one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states)) if gathered else None
         planned.append(one)
@@ -376,11 +376,11 @@ def _planned(
     optimizer: Optimizer,
     plans: _Plans,
     listed_param: tuple[str, int, dict[str, Any], torch.Tensor],
-    known: Mapping[str, Any],
+    values: Mapping[str, Any],
     requests: BufferRequests,
     live: Mapping[str, Any] | None = None,
 ) -> _Planned:
-    """A parameter with its kernels and state; `known` and `live` are those of `initial_state`."""
+    """A parameter with its kernels and state; `values` and `live` are those of `StateTemplate.begin`."""
     label, group_index, group, param = listed_param
     home = optimizer.memory
     # Most are plain tensors, of which nothing has to be asked that was asked when they were added.
@@ -395,7 +395,7 @@ def _planned(
     graph, template = kind.graph, kind.template
     unreal = not is_plain and is_unreal(whole)
 
-    def here(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
         """What kernels see of a state."""
         entries = entries_of(values, template.names)
         own = local_state(label, values, param, template.buffers, graph.slice_states, graph.matrix_states, entries)
@@ -405,9 +405,9 @@ def _planned(
             own = {name: as_real(value) if name in template.buffers else value for name, value in own.items()}
         return own
 
-    if not is_plain or not _are_plain(known, live or {}):
-        known, live = here(known), None if live is None else here(live)
-    state = template.begin(label, part, group, known, requests, home, param.shape, live)
+    if not is_plain or not _are_plain(values, live or {}):
+        values, live = kernel_values(values), None if live is None else kernel_values(live)
+    state = template.begin(label, part, group, values, requests, home, param.shape, live)
     return _Planned(label, group_index, param, graph, kind.spec, state, None, unreal)
 
 
@@ -449,18 +449,18 @@ def loaded_states(
     live = optimizer.state
     planned = [_planned(optimizer, plans, one, saved.get(one[3], {}), requests, live.get(one[3], {})) for one in chosen]
     absent = [
-        (name, each)
+        (name, id(request.state))
         for name, missing in requests.items()
         if name not in MASTER_KEYS
-        for each in missing
-        if each.source is None
+        for request in missing
+        if request.source is None
     ]
-    known = {id(one.state): one for one in planned if absent and has_begun(saved.get(one.param, {}))}
-    for name, each in absent:
-        if id(each.state) in known:
+    labels = {id(one.state): one.label for one in planned if absent and has_begun(saved.get(one.param, {}))}
+    for name, state in absent:
+        if state in labels:
             raise StateError(
-                f"the checkpoint has no state {name!r} for {known[id(each.state)].label}: it is of another optimizer, "
-                "or of other hyperparameters"
+                f"the checkpoint has no state {name!r} for {labels[state]}: it is of another optimizer, or of other "
+                "hyperparameters"
             )
     fill_buffers(requests, optimizer.memory)
     return {

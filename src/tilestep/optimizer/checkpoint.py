@@ -74,20 +74,20 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
 
 def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
     """One parameter's state in float32."""
-    found: dict[str, Any] = {}
+    widened: dict[str, Any] = {}
     beside: set[str] = set(MASTER_KEYS)
     for name, value in values.items():
         blocks = kept_in_blocks(values, name) if isinstance(value, torch.Tensor) else None
         if blocks is not None:
             beside.update(array.name for array in blocks.arrays(name)[1:])
-            found[name] = _values(blocks, name, values)
+            widened[name] = _values(blocks, name, values)
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
-            found[name] = value.to(torch.float32, copy=True)
+            widened[name] = value.to(torch.float32, copy=True)
         elif isinstance(value, torch.Tensor) and value.dtype is torch.complex32:
-            found[name] = value.to(torch.complex64)
+            widened[name] = value.to(torch.complex64)
         else:
-            found[name] = value
-    return {name: value for name, value in found.items() if name not in beside}
+            widened[name] = value
+    return {name: value for name, value in widened.items() if name not in beside}
 
 
 def _values(blocks: Storage, name: str, values: Mapping[str, Any]) -> Any:
@@ -144,25 +144,25 @@ def read_by_value(
     scales = [name for name in values if name.endswith("_scale") and name not in own]
     if not scales and _MARKS.isdisjoint(values) and _PLAIN_STATES.issuperset(map(type, values.values())):
         return values
-    found = {**values, **values.get(_NESTED, {})}
-    found.pop(_NESTED, None)
+    read = {**values, **values.get(_NESTED, {})}
+    read.pop(_NESTED, None)
     for scale in scales:
         base = scale.removesuffix("_scale")
-        if isinstance(found.get(base), torch.Tensor) and found[base].dtype is torch.float16:
-            found[base] = found[base].float() * found.pop(scale).to(local_part(found[base]).device)
-    for name, value in list(found.items()):
+        if isinstance(read.get(base), torch.Tensor) and read[base].dtype is torch.float16:
+            read[base] = read[base].float() * read.pop(scale).to(local_part(read[base]).device)
+    for name, value in list(read.items()):
         if name.endswith(_CODES):
             base = name.removesuffix(_CODES)
-            del found[name]
-            found[base] = _of_groups(label, base, value, found.pop(base + _SCALES, None))
+            del read[name]
+            read[base] = _of_groups(label, base, value, read.pop(base + _SCALES, None))
         elif isinstance(value, torch.Tensor) and hasattr(local_part(value), "codes"):
-            found[name] = _of_subclass(label, name, value)
-    if "state1" in found:
-        found = _named(label, _of_maps(label, found), rule)
-    correction = found.pop(_CORRECTION, None)
+            read[name] = _of_subclass(label, name, value)
+    if "state1" in read:
+        read = _named(label, _of_maps(label, read), rule)
+    correction = read.pop(_CORRECTION, None)
     if correction is not None and param is not None and param.dtype in (torch.bfloat16, torch.float16):
-        found["master_param"] = _corrected(label, param, correction, group)
-    return found
+        read["master_param"] = _corrected(label, param, correction, group)
+    return read
 
 
 def _of_subclass(label: str, name: str, value: Any) -> Any:
@@ -199,11 +199,11 @@ def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
 
 def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """bitsandbytes' states: codes of 8 bits are places in a map, and 256 neighbours have their largest magnitude."""
-    found = {name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state"))}
+    others = {name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state"))}
     for number in "12":
         codes, scale = values.get(f"state{number}"), values.get(f"absmax{number}")
         if codes is None or codes.is_floating_point():
-            found[f"state{number}"] = codes
+            others[f"state{number}"] = codes
             continue
         if scale is None and f"max{number}" in values:
             raise StateError(
@@ -218,8 +218,8 @@ def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
             rows, most = _rows(label, f"state{number}", part, largest, 256)
             numbers = values[f"qmap{number}"][rows.long()] * most
             read.append(numbers.flatten()[: part.numel()].reshape(part.shape))
-        found[f"state{number}"] = torch.stack(read) if is_double else read[0]
-    return found
+        others[f"state{number}"] = torch.stack(read) if is_double else read[0]
+    return others
 
 
 def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, Any]:
@@ -328,8 +328,8 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                 state = states.setdefault(param, dict(values))
                 if values.get(TRAINING) is not None:
                     _add_training(param, values, state)
-            known = {identifier for group in given["param_groups"] for identifier in group["params"]}
-            others = {key: value for key, value in given["state"].items() if key not in known}
+            identifiers = {identifier for group in given["param_groups"] for identifier in group["params"]}
+            others = {key: value for key, value in given["state"].items() if key not in identifiers}
             optimizer.take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
             for hook in load_hooks(optimizer)[1]:
                 hook(optimizer)
@@ -361,10 +361,10 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
     check_rules(before, saved, optimizer.rule_of)
     groups = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in saved])
     for index, (group, old) in enumerate(zip(groups, before)):
-        rule, known = optimizer.rule_of(old), {**GROUP_OPTIONS, **old}
+        rule, own = optimizer.rule_of(old), {**GROUP_OPTIONS, **old}
         _complete_group(group, old, rule)
         # What the optimizer has was checked when it was given.
-        if any(value is not known.get(key) and not _is_equal(value, known.get(key)) for key, value in group.items()):
+        if any(value is not own.get(key) and not _is_equal(value, own.get(key)) for key, value in group.items()):
             about_group(index, partial(check_group, rule, group))
     return groups
 
@@ -406,12 +406,12 @@ def check_rules(
             )
 
 
-def _is_equal(value: Any, known: Any) -> bool:
+def _is_equal(value: Any, other: Any) -> bool:
     """Whether two hyperparameters are numbers, flags or strings, or tuples of such, and the same."""
-    if type(value) is not type(known):
+    if type(value) is not type(other):
         return False
     entries = value if isinstance(value, (tuple, list)) else (value,)
-    return PYTHON_TYPES.issuperset(map(type, entries)) and bool(value == known)
+    return PYTHON_TYPES.issuperset(map(type, entries)) and bool(value == other)
 
 
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
@@ -476,7 +476,7 @@ def _numbers(value: Any) -> Any:
 
 def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
     """The values that a checkpoint has for each parameter, checked as far as names and shapes tell."""
-    found: dict[torch.Tensor, dict[str, Any]] = {}
+    checked: dict[torch.Tensor, dict[str, Any]] = {}
     readers: dict[tuple[int, torch.dtype], _StateReader] = {}
     keys = [(key, saved) for saved in given["param_groups"] for key in saved["params"]]
     live = optimizer.state
@@ -491,8 +491,8 @@ def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.
         if not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
             values = read_by_value(label, values, saved, reader.rule, param)
             reader.check_names(label, values, live.get(param, {}))
-        found[param] = reader.read(label, param, values)
-    return found
+        checked[param] = reader.read(label, param, values)
+    return checked
 
 
 class _StateReader:
@@ -505,7 +505,7 @@ class _StateReader:
         starts = {**dict.fromkeys((TRAINING, *MASTER_KEYS), _LIKE_PARAM)}
         starts.update(starts_of(rule, rule.state_names, dtype, group))
         self._starts = {name: start for name, start in starts.items() if start.shape != "scalar"}
-        beside = {each for name in starts for each in scale_names(name)}
+        beside = {scale for name in starts for scale in scale_names(name)}
         self._beside = beside
         self.names = {"step", *starts, *beside}
         """What a state of the rule may have."""

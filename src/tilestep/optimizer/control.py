@@ -539,8 +539,8 @@ class JointGradNorm:
         members = self._living()
         carries = _carries_scale(stepping)
         # A scaler does not mark optimizers that it has not stepped yet; those that it has unscaled it does.
-        others = [each.control.gradients_scaled for each in members if each.schedule.updating(each) is not stepping]
-        if any(scaled is not None and scaled != carries for scaled in others):
+        others = [member for member in members if member.schedule.updating(member) is not stepping]
+        if any(other.control.gradients_scaled not in (None, carries) for other in others):
             raise GradientError(
                 "joint_norm: gradients of some of its optimizers carry a loss scale and others' do not: unscale those "
                 "of all of them, or of none, before the first steps; nothing was updated"

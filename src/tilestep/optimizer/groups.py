@@ -64,7 +64,7 @@ def without_defaults(group: dict[str, Any]) -> None:
             group.pop(key, None)
 
 
-def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
+def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
     """The rule that is meant.
 
     Example:
@@ -72,12 +72,12 @@ def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
         'Lion'
     """
     if isinstance(rule, str):
-        if rule not in known and rule not in registry:
+        if rule not in adopted and rule not in registry:
             names = {name.lower(): name for name in sorted(registry)}
             close = [names[name] for name in difflib.get_close_matches(rule.lower(), names, n=3)]
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names.values())}"
             raise ValueError(f"no rule is called {rule!r}; {hint}")
-        return known.get(rule) or registry[rule]
+        return adopted.get(rule) or registry[rule]
     if not isinstance(rule, Rule):
         raise RuleError(f"{rule!r} is not a rule: give a function made by @tilestep.rule, or the name of a rule")
     taken = MASTER_KEYS.intersection(rule.states)
@@ -85,7 +85,7 @@ def find_rule(rule: Any, known: Mapping[str, Rule]) -> Rule:
         raise RuleError(
             f"rule {rule.name}: the state {min(taken)!r} needs another name: masters are kept under that one"
         )
-    if known.get(rule.name, rule) is not rule:
+    if adopted.get(rule.name, rule) is not rule:
         raise ValueError(
             f"two different rules of one optimizer are called {rule.name}; call one otherwise: @tilestep.rule(name=...)"
         )
@@ -142,8 +142,8 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
     if isinstance(default, (tuple, list)):
         if not isinstance(value, (tuple, list)):
             raise TypeError(f"Invalid {key}: {value!r}; it takes {len(default)} values")
-        for index, (entry, known) in enumerate(zip(value, default)):
-            _check_kind(f"{key}[{index}]", entry, known)
+        for index, (entry, own_default) in enumerate(zip(value, default)):
+            _check_kind(f"{key}[{index}]", entry, own_default)
         return
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if is_number and not isinstance(value, (int, float, torch.Tensor)) and not callable(value):

@@ -67,19 +67,19 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
     if kind is None or choice is True or dtype in kind.dtypes:
         return
     kept = " and ".join(map(dtype_name, kind.dtypes))
-    better = next((each for each, other in _CHOICES.items() if other is not None and dtype in other.dtypes), False)
+    better = next((name for name, other in _CHOICES.items() if other is not None and dtype in other.dtypes), False)
     raise GradientError(
         f"{label} is {dtype_name(dtype)}, and master_weights={choice!r} keeps {kept} parameters alone: put it in a "
         f"param group with master_weights={better!r}"
     )
 
 
-def other_master(kind: MasterFormat, known: Mapping[str, Any]) -> MasterFormat | None:
+def other_master(kind: MasterFormat, state: Mapping[str, Any]) -> MasterFormat | None:
     """The kind of master that a state or checkpoint has where it has none of this kind."""
-    if kind.key in known:
+    if kind.key in state:
         return None
     for other in MASTER_FORMATS.values():
-        value = known.get(other.key)
+        value = state.get(other.key)
         if isinstance(value, torch.Tensor) and value.dtype is other.dtype:
             return other
     return None
@@ -139,8 +139,8 @@ class Masters:
         if before is None:
             return
         keys = [(id(param), kind) for param, kind, _ in self._members]
-        known = dict(zip([(id(param), kind) for param, kind, _ in before._members], before._versions))
-        self._versions = [known.get(key) if version is None else version for key, version in zip(keys, self._versions)]
+        versions = dict(zip([(id(param), kind) for param, kind, _ in before._members], before._versions))
+        self._versions = [versions.get(key) if own is None else own for key, own in zip(keys, self._versions)]
 
     def same_versions(self) -> bool:
         """Whether no other code has written to a parameter since `record_versions`."""
@@ -169,6 +169,6 @@ class Masters:
             self._sum += sum(after) - sum(before)
         for param, old, new in zip(chosen, before, after):
             place = self._places[id(param)]
-            known = self._versions[place]
-            if known is not None:
-                self._versions[place] = known + new - old
+            version = self._versions[place]
+            if version is not None:
+                self._versions[place] = version + new - old

@@ -242,9 +242,9 @@ class Optimizer(torch.optim.Optimizer):
         return made
 
     def _adopt(self, rule: Rule | str) -> Rule:
-        found = find_rule(rule, self._rules)
-        self._rules[found.name] = found
-        return found
+        adopted = find_rule(rule, self._rules)
+        self._rules[adopted.name] = adopted
+        return adopted
 
     @opaque
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -586,15 +586,15 @@ class Optimizer(torch.optim.Optimizer):
             )
         return evaluated
 
-    def update(self, *, known: bool = False) -> None:
+    def update(self, *, unmoved: bool = False) -> None:
         """What a step does by itself: update every parameter that has a gradient, whatever the schedule.
 
         Args:
-            known: whether parameters and gradients are where they were at the last step, and nothing has written to
+            unmoved: whether parameters and gradients are where they were at the last step, and nothing has written to
                 the parameters since; their versions are not counted then.
         """
         plan = self._plan
-        if known and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
+        if unmoved and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
             marked = not step_is_ordinary()
             inputs, nothing = self.control.inputs(self), plan.no_gradients
             plan.run(self, inputs, nothing, marked=marked, counts_versions=False, taps=self.taps)

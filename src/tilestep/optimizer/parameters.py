@@ -109,13 +109,13 @@ class Grouped(Protocol):
 
 def iter_params(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
     """Every parameter in order: what messages call it, index of its group, its group, and itself."""
-    found = []
+    listed = []
     for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
         for index, param in enumerate(group["params"]):
             label = f"parameter {index} of group {group_index}"
-            found.append(((f"{label} ({names[index]})" if names else label), group_index, group, param))
-    return found
+            listed.append(((f"{label} ({names[index]})" if names else label), group_index, group, param))
+    return listed
 
 
 def listed_once(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:

@@ -86,7 +86,7 @@ class StepPlan:
         self._home_finishes = home.finish is not StateMemory.finish
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
         self.sums_in_tiles = len(self.norm_sources) == 1 and all(
-            e.norm_share == 1 for each in self.engines for e in each.entries
+            e.norm_share == 1 for engine in self.engines for e in engine.entries
         )
         """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
         sources = self.norm_sources
@@ -120,7 +120,7 @@ class StepPlan:
             return bool(complete)
         return self._invalidate()
 
-    def check_unchanged(self, places: Sequence[int], *, norm: bool = False, known: bool = False) -> bool:
+    def check_unchanged(self, places: Sequence[int], *, norm: bool = False, unmoved: bool = False) -> bool:
         """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed."""
         for place in places:
             scan, engine = self.scans.get(place), self.engines[place]
@@ -128,7 +128,7 @@ class StepPlan:
             if scan is None or not gradients.settled or engine.captured:
                 return False
             threads = engine.looking_threads if engine.is_large else 1
-            if known:
+            if unmoved:
                 if not gradients.scanned:
                     return False
             else:
@@ -164,7 +164,7 @@ class StepPlan:
         if not self.home.is_beside or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
             return False
         try:
-            return self.check_unchanged(self._every, known=True)
+            return self.check_unchanged(self._every, unmoved=True)
         except Stale:
             # A look at everything finds out what has changed.
             return False
@@ -214,9 +214,9 @@ class StepPlan:
     def same_groups(self, optimizer: Optimizer) -> bool:
         """What of `fit` can be seen without looking at every parameter."""
         groups, state = optimizer.param_groups, vars(optimizer)["state"]
-        known = sum([len(group["params"]) for group in groups]) == len(self.params)
+        same_count = sum([len(group["params"]) for group in groups]) == len(self.params)
         return (
-            known
+            same_count
             and state is self.state
             and state.count.changes == self.state_changes
             and self.same_list(groups, self.groups)
@@ -447,10 +447,10 @@ class Scan:
             or not engine.can_scan
         ):
             return None
-        known: tuple[Any, ...] = _PLAIN
+        types: tuple[Any, ...] = _PLAIN
         if plan.agreement is not None and dtensors_have_parts():
-            known = (*_PLAIN, distributed_tensor_type())
-        scanner = module.create(params, DTENSOR_PARTS) if all(type(param) in known for param in params) else None
+            types = (*_PLAIN, distributed_tensor_type())
+        scanner = module.create(params, DTENSOR_PARTS) if all(type(param) in types for param in params) else None
         if scanner is None:
             return None
         plan.same_list = module.same_list

@@ -76,9 +76,9 @@ def check_state_dtype(rule: Rule, choice: Any) -> None:
         possible = [name for name, state in rule.states.items() if state.shape == "param"]
         for name, kept in choice.items():
             if name not in possible:
-                known = ", ".join(map(repr, possible)) or "none"
+                names = ", ".join(map(repr, possible)) or "none"
                 raise ValueError(
-                    f"Invalid state_dtype: {rule.name} has no state {name!r} like its parameters; it has {known}"
+                    f"Invalid state_dtype: {rule.name} has no state {name!r} like its parameters; it has {names}"
                 )
             state_format(kept)
     elif choice is not None and not callable(choice):
@@ -280,10 +280,10 @@ def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
         if param in optimizer.state and any(start.shape in _SQUARES for start in rule.states.values()):
             before.append((label, rule, param, _squares(rule, optimizer.state[param])))
     yield
-    for label, rule, param, known in before:
+    for label, rule, param, squares in before:
         state = optimizer.state[param]
         kept = _squares(rule, state)
-        changed = [name for name in rule.states if (name in known) != (name in kept)]
+        changed = [name for name in rule.states if (name in squares) != (name in kept)]
         if changed and float(state["step"]) > 0:
             happens = "gets" if changed[0] in kept else "loses"
             raise StateError(
@@ -329,9 +329,9 @@ class ParameterState(dict[str, Any]):
     """Whether it was made before a step needed it, for a capture: it begins once more with the values of that step."""
 
     def _note(self, name: str, value: Any = None) -> None:
-        known = self.get(name)
+        before = self.get(name)
         # The weights that train come and go with eval() and train(); no kernel reads them there.
-        if self.count is not None and isinstance(known, torch.Tensor) and known is not value and name != TRAINING:
+        if self.count is not None and isinstance(before, torch.Tensor) and before is not value and name != TRAINING:
             self.count.changes += 1
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -519,7 +519,7 @@ class StateTemplate:
         label: str,
         param: torch.Tensor,
         group: Mapping[str, Any],
-        known: Mapping[str, Any],
+        values: Mapping[str, Any],
         requests: BufferRequests,
         home: StateMemory,
         whole: torch.Size,
@@ -527,17 +527,17 @@ class StateTemplate:
     ) -> dict[str, Any]:
         """The state of a parameter: known buffers are kept, missing ones begin as the rule says."""
         kind, dtypes = self.kind, self.dtypes
-        other = None if kind is None else other_master(kind, known)
+        other = None if kind is None else other_master(kind, values)
         if kind is not None and other is not None:
-            known = {**known, kind.key: kind.buffer_of(param, other.values(param, known[other.key]))}
-        if not self.scales.isdisjoint(known):
-            known = _by_value(known, self.formats, param)
+            values = {**values, kind.key: kind.buffer_of(param, other.values(param, values[other.key]))}
+        if not self.scales.isdisjoint(values):
+            values = _by_value(values, self.formats, param)
         state: dict[str, Any] = {}
         for name, start in self.starts.items():
-            value = known.get(name)
+            value = values.get(name)
             if name in self.in_blocks:
                 _add_blocks(
-                    label, name, self.formats[name], start, state, known, live, requests, home, param, group, whole
+                    label, name, self.formats[name], start, state, values, live, requests, home, param, group, whole
                 )
                 continue
             if start.shape == "scalar":
@@ -553,26 +553,26 @@ class StateTemplate:
                 requests.setdefault(name, []).append(
                     BufferRequest(state, start, param, group, dtypes[name], whole, value)
                 )
-        others = {name: value for name, value in known.items() if name not in state}
+        others = {name: value for name, value in values.items() if name not in state}
         if others:
             own = self.own.difference([name for name, value in others.items() if not isinstance(value, torch.Tensor)])
             state.update({name: value for name, value in others.items() if name not in own})
         return state
 
 
-def _by_value(known: Mapping[str, Any], formats: Mapping[str, Storage], param: torch.Tensor) -> Mapping[str, Any]:
+def _by_value(state: Mapping[str, Any], formats: Mapping[str, Storage], param: torch.Tensor) -> Mapping[str, Any]:
     """A known state, of which what is in blocks of another format than asked for is given by its values."""
-    found: dict[str, Any] | None = None
+    by_value: dict[str, Any] | None = None
     for name in formats:
-        has_scales = isinstance(known.get(name), torch.Tensor) and not known.keys().isdisjoint(scale_names(name))
-        storage = kept_in_blocks(known, name) if has_scales else None
+        has_scales = isinstance(state.get(name), torch.Tensor) and not state.keys().isdisjoint(scale_names(name))
+        storage = kept_in_blocks(state, name) if has_scales else None
         if storage is None or storage.arrays(name) == formats[name].arrays(name):
             continue
-        found = dict(known) if found is None else found
-        found[name] = values_of(storage, known, name, shape=param.shape)
+        by_value = dict(state) if by_value is None else by_value
+        by_value[name] = values_of(storage, state, name, shape=param.shape)
         for array in storage.arrays(name)[1:]:
-            del found[array.name]
-    return known if found is None else found
+            del by_value[array.name]
+    return state if by_value is None else by_value
 
 
 def _add_blocks(
@@ -581,7 +581,7 @@ def _add_blocks(
     storage: Storage,
     start: State,
     state: dict[str, Any],
-    known: Mapping[str, Any],
+    values: Mapping[str, Any],
     live: Mapping[str, Any] | None,
     requests: BufferRequests,
     home: StateMemory,
@@ -591,8 +591,8 @@ def _add_blocks(
 ) -> None:
     """The arrays of a state in blocks: those that are known in this format, or new ones that take over its values."""
     arrays = storage.arrays(name)
-    there: list[Any] = [known.get(array.name) for array in arrays]
-    value = known.get(name)
+    there: list[Any] = [values.get(array.name) for array in arrays]
+    value = values.get(name)
     is_same = value is not None and all(
         buffer is not None
         and buffer.dtype is array.dtype
@@ -746,7 +746,8 @@ def shape_of(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int,
 def slice_overs(rule: Rule, param: torch.Tensor) -> dict[str, tuple[int, int]]:
     """For states with one number a row or column, the dimension of the parameter that they have not, and the next."""
     ends = {"row": param.dim(), "column": param.dim() - 1}
-    return {name: (ends[each.shape] - 1, ends[each.shape]) for name, each in rule.states.items() if each.shape in ends}
+    sliced = {name: ends[start.shape] for name, start in rule.states.items() if start.shape in ends}
+    return {name: (end - 1, end) for name, end in sliced.items()}
 
 
 def has_begun(state: Mapping[str, Any]) -> bool:

@@ -218,8 +218,8 @@ class DeviceEngine:
         self._follow_tensors()
         self.push_hypers()
         self.refresh_device_hypers()
-        known, self._known_gradients = self._known_gradients, None
-        if self.gradients.unchanged(gradients) if known is None else known:
+        unchanged, self._known_gradients = self._known_gradients, None
+        if self.gradients.unchanged(gradients) if unchanged is None else unchanged:
             return True
         try:
             if self.gradients.inspect(gradients):

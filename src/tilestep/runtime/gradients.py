@@ -56,10 +56,10 @@ class Seen:
 
     def addresses(self, count: int) -> np.ndarray:
         """int64[count], where they begin; 0 for an entry without gradient."""
-        found = np.zeros(count, dtype=np.int64)
+        starts = np.zeros(count, dtype=np.int64)
         # An empty gradient may have no address; it is there all the same.
-        found[self.active] = [tensor.data_ptr() if tensor.numel() else 1 for tensor in self.present]
-        return found
+        starts[self.active] = [tensor.data_ptr() if tensor.numel() else 1 for tensor in self.present]
+        return starts
 
 
 class Gradients:
@@ -185,8 +185,8 @@ class Gradients:
 
     def same_layout(self, seen: Seen) -> bool:
         """Whether the gradients lie in memory as those of the last step, wherever they are."""
-        known = {index: tensor.stride() for index, tensor in self.strided.items()}
-        return self._layout_known and known == {index: tensor.stride() for index, tensor in seen.strided.items()}
+        before = {index: tensor.stride() for index, tensor in self.strided.items()}
+        return self._layout_known and before == {index: tensor.stride() for index, tensor in seen.strided.items()}
 
     def copy_back(self) -> None:
         """Give gradients that are not dense what kernels have written to their copies.
@@ -369,8 +369,8 @@ class GroupWatch:
         if self._only_numbers_differ:
             return True
         now = {name: value for name, value in flat_numbers(self.chosen()) if _on_device(value)}
-        known = self._device_tensors
-        return now.keys() == known.keys() and all(now[name] is known[name] for name in now)
+        before = self._device_tensors
+        return now.keys() == before.keys() and all(now[name] is before[name] for name in now)
 
     def chosen(self) -> dict[str, Any]:
         """The watched entries of the group as they are now."""

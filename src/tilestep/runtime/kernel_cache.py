@@ -72,30 +72,30 @@ def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: 
         name: value if type(value) in PYTHON_TYPES else _on_host(value) for name, value in hyperparameters.items()
     }
     with _lock:
-        known = _graphs.setdefault(rule, {})
+        graphs = _graphs.setdefault(rule, {})
         key: Any = statics_of(hyperparameters)
         simple = (*PYTHON_TYPES, tuple)
         plain = all([type(value) in simple for _, value in key])
         if not plain or any([any(map(callable, v)) or tuple in map(type, v) for _, v in key if type(v) is tuple]):
-            key = _weakly(key, known)
-        for graph in known.get(key, ()):
+            key = _weakly(key, graphs)
+        for graph in graphs.get(key, ()):
             if (not graph.reads_shape or graph.dims == dims) and guards_hold(graph, hyperparameters, shape):
                 return graph
         graph = trace(rule, hyperparameters, dims, shape)
-        known.setdefault(key, []).append(graph)
+        graphs.setdefault(key, []).append(graph)
         return graph
 
 
-def _weakly(value: Any, known: dict[Any, list[Graph]]) -> Any:
+def _weakly(value: Any, graphs: dict[Any, list[Graph]]) -> Any:
     """A static description that does not keep functions alive; the graphs of one that is gone go with it."""
     if isinstance(value, tuple):
-        return tuple(_weakly(entry, known) for entry in value)
+        return tuple(_weakly(entry, graphs) for entry in value)
     if not callable(value):
         return value
 
     def forget(reference: Any) -> None:
-        for key in [key for key in known if _contains(key, reference)]:
-            known.pop(key, None)
+        for key in [key for key in graphs if _contains(key, reference)]:
+            graphs.pop(key, None)
 
     try:
         kind = weakref.WeakMethod if isinstance(value, types.MethodType) else weakref.ref

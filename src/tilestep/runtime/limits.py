@@ -253,7 +253,7 @@ class StepHistory:
         """The numbers of a limit on a device, float64[limit.size]; what another device knows is copied at first."""
         key = (limit, device)
         if key not in self._numbers:
-            elsewhere = next((numbers for (known, _), numbers in self._numbers.items() if known == limit), None)
+            elsewhere = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
             zeros = torch.zeros(limit.size, dtype=torch.float64, device=device)
             self._numbers[key] = zeros if elsewhere is None else zeros.copy_(elsewhere)
         return self._numbers[key]
@@ -267,7 +267,7 @@ class StepHistory:
         """Copies of the numbers of these limits, by the limits' kind, unread."""
         saved = {}
         for limit in limits:
-            numbers = next((numbers for (known, _), numbers in self._numbers.items() if known == limit), None)
+            numbers = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
             if numbers is not None:
                 saved[type(limit).__name__] = numbers.clone()
         return saved
@@ -280,7 +280,7 @@ class StepHistory:
         for limit in limits:
             given = saved.get(type(limit).__name__)
             numbers = given if isinstance(given, torch.Tensor) and given.numel() == limit.size else None
-            own = [tensor for (known, _), tensor in self._numbers.items() if known == limit]
+            own = [tensor for (other, _), tensor in self._numbers.items() if other == limit]
             if not own and numbers is not None:
                 own = [self.of(limit, numbers.device)]
             for tensor in own:

@@ -25,9 +25,10 @@ class JointNorm:
     def __init__(self, entries: Sequence[Entry], engines: Sequence[NormedEngine]) -> None:
         self._engines = list(engines)
         device = engines[0].device
-        known = {id(entry): place for place, entry in enumerate(each for engine in engines for each in engine.entries)}
+        own = [id(entry) for engine in engines for entry in engine.entries]
+        place_of = {entry: place for place, entry in enumerate(own)}
         self._entries = list(entries)
-        self._order = torch.tensor([known[id(entry)] for entry in entries], dtype=torch.int64, device=device)
+        self._order = torch.tensor([place_of[id(entry)] for entry in entries], dtype=torch.int64, device=device)
         self._norm = SharedNorm(device, entries)
         self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self._pieces: dict[int, list[tuple[NormTable, NormTable, torch.Tensor]]] = {}
@@ -51,13 +52,13 @@ class JointNorm:
         """For each share: a table of the engine's tensors, the whole table, and the places of the tiles there."""
         at = {id(entry): place for place, entry in enumerate(self._entries)}
         own = [at[id(entry)] for entry in engine.entries]
-        found = []
+        pieces = []
         for share, whole in zip(self._norm.shares, self._norm.tables):
             numels, total = _numels(engine.entries, share), sum(_numels(self._entries, share))
             dtypes = [entry.grad_dtype for entry in engine.entries]
             places = whole.places_of([place for place, numel in zip(own, numels) if numel])
-            found.append((NormTable(engine.device, numels, dtypes, total), whole, places))
-        return found
+            pieces.append((NormTable(engine.device, numels, dtypes, total), whole, places))
+        return pieces
 
     def _addresses(self) -> torch.Tensor:
         return torch.cat([engine.grads for engine in self._engines])[self._order]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..backends.spec import MAX_DIMS, SKIP, KernelSpec
+from ..backends.spec import MAX_DIMS, SKIP, KernelSpec, cut_tiles
 from ..backends.triton.launch import Launch
 from ..compat import has_memory
 from ..errors import GradientError, StateError
@@ -22,37 +22,6 @@ from ..storage import BLOCK, rows_of, stream_of
 from .kernel_cache import guards_hold
 from .limits import ZClip, clip_code
 from .taps import SegmentTaps
-
-
-@dataclass
-class Tiles:
-    """The tiles of a list of tensors."""
-
-    size: int  # elements in a tile
-    numel: np.ndarray  # int64[tensors], elements of each tensor
-    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
-    tile_tensor: np.ndarray  # int32[tiles], the tensor each tile belongs to
-
-    @property
-    def count(self) -> int:
-        """How many tiles there are."""
-        return len(self.tile_tensor)
-
-
-def cut_tiles(numels: Sequence[int], size: int) -> Tiles:
-    """Cut tensors of these lengths into tiles; an empty tensor has none.
-
-    Example:
-        >>> cut = cut_tiles([5, 0, 4], size=4)
-        >>> cut.first_tile.tolist(), cut.tile_tensor.tolist()
-        ([0, 2, 2], [0, 0, 2])
-    """
-    numel = np.asarray(numels, dtype=np.int64)
-    counts = -(-numel // size)
-    ends = np.cumsum(counts)
-    first = np.concatenate([[0], ends[:-1]]) if len(ends) else np.zeros(0, dtype=np.int64)
-    owner = np.repeat(np.arange(len(numel), dtype=np.int32), counts)
-    return Tiles(size, numel, first.astype(np.int64), owner)
 
 
 def _dense_order(tensor: torch.Tensor) -> list[int] | None:
@@ -169,7 +138,7 @@ def cut_view(extents: Sequence[Block], choose: Callable[[int, int, int], Block])
         ([0, 0, 0, 0, 1], [[0, 0], [6, 10]], (8, 12))
     """
     sizes = np.asarray(extents, dtype=np.int64).reshape(-1, 3)
-    blocks = np.asarray([choose(*each) for each in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
+    blocks = np.asarray([choose(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
     grid = -(-sizes // blocks)
     counts = grid.prod(axis=1)
     order = np.lexsort(blocks.T[::-1])
@@ -208,7 +177,7 @@ class SliceTables:
     ) -> None:
         self.views = [cut_view([view.extents(shape) for shape in shapes], choose) for view in slices.views]
         counts = [[_slice_count(shape, over) for shape in shapes] for over in slices.kinds]
-        self.starts = np.asarray([_starts(np.asarray(each, dtype=np.int64)) for each in counts], dtype=np.int64)
+        self.starts = np.asarray([_starts(np.asarray(of_kind, dtype=np.int64)) for of_kind in counts], dtype=np.int64)
         """int64[kinds, tensors + 1], where each tensor's slices begin in an array of all slices of a kind."""
         self.spans = np.asarray([[_span(shape, *pair) for shape in shapes] for pair in slices.spans], dtype=np.int64)
         """int64[pairs, tensors, 2], elements from one coarse slice to the next, and their distance inside one."""
@@ -539,11 +508,11 @@ class Segment:
     def adopt_scalars(self) -> None:
         """Take the entries' step counts and scalar states into the flat arrays and give back views of them."""
         for name, array in {"step": self.step, **self.scalar_states}.items():
-            known = {index: entry.scalars[name] for index, entry in enumerate(self.entries) if name in entry.scalars}
-            for device in {value.device for value in known.values()}:
+            given = {index: entry.scalars[name] for index, entry in enumerate(self.entries) if name in entry.scalars}
+            for device in {value.device for value in given.values()}:
                 # One copy for all of them: an assignment for each would be a launch for each.
-                indices = [index for index, value in known.items() if value.device == device]
-                values = torch.stack([known[index] for index in indices]).to(array.device, array.dtype)
+                indices = [index for index, value in given.items() if value.device == device]
+                values = torch.stack([given[index] for index in indices]).to(array.device, array.dtype)
                 if len(indices) == len(self.entries):
                     array.copy_(values)
                 else:
@@ -566,8 +535,8 @@ class Segment:
 
     def read_addresses(self) -> None:
         """Take the arrays' addresses as they are now."""
-        found = [[_address(entry, name) for entry in self.entries] for name in self.array_names]
-        self.addresses[: len(found)] = found
+        addresses = [[_address(entry, name) for entry in self.entries] for name in self.array_names]
+        self.addresses[: len(addresses)] = addresses
 
     def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Describe the tensors that must be walked by coordinates."""
@@ -595,13 +564,13 @@ class Segment:
 
     def device_hypers(self) -> list[tuple[int, int, torch.Tensor]]:
         """Row, column and tensor of each hyperparameter that lives on a device."""
-        found = []
+        tensors = []
         for row, index in enumerate(self.group_indices):
             for column, name in enumerate(self.spec.hypers):
                 value = group_value(self.groups[index], name)
                 if isinstance(value, torch.Tensor) and value.is_cuda:
-                    found.append((row, column, value))
-        return found
+                    tensors.append((row, column, value))
+        return tensors
 
 
 def _require_no_exchange(entries: Sequence[Entry], spec: KernelSpec) -> None:
@@ -644,7 +613,7 @@ def _is_counted(entry: Entry) -> bool:
 
 def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:
     """Sizes of a tensor, counted from the last as 1; 1 where it has fewer dimensions; 0 for all elements."""
-    return [(tensor.shape[-each] if each <= tensor.dim() else 1) if each else tensor.numel() for each in from_end]
+    return [(tensor.shape[-dim] if dim <= tensor.dim() else 1) if dim else tensor.numel() for dim in from_end]
 
 
 def _columns(entry: Entry) -> int:

@@ -15,10 +15,10 @@ from ...compat import is_capturing
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.gradients import copy_to
 from ...runtime.limits import StepInputs, StepLimit
-from ...runtime.segment import Entry, Segment, TileRange, Tiles, cut_tiles
+from ...runtime.segment import Entry, Segment, TileRange
 from ...runtime.taps import chunks_of
 from ...tuning import tile_shape
-from ..spec import KernelSpec
+from ..spec import KernelSpec, Tiles, cut_tiles
 from ..taps import taps_of
 from . import source as triton_backend
 from .launch import EXACT, Launch, Launcher, build_together, load_module, prepare

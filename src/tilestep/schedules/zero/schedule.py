@@ -153,7 +153,7 @@ class ShardedSchedule(Schedule):
         # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
         known = not captures and self._ready is self._stepped
         self._stepped = None
-        inner.update(known=known)
+        inner.update(unmoved=known)
         ready = self._stepped = self._ready
         if ready is not None and ready is not self._begun:
             self._begun = ready
