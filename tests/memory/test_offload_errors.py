@@ -191,7 +191,7 @@ def test_memory_is_given_back() -> None:
     assert owner.host_bytes >= 2 * 2 * 4000
     for param in params:
         optimizer.state[param] = {}
-    optimizer._build()
+    optimizer._make_plan(ahead=False)
     assert 2 * 2 * 4000 <= owner.host_bytes < 4 * 2 * 4000 + 8192 * 2
     buffers = optimizer.state[params[0]]
     del optimizer, owner

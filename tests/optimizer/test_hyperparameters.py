@@ -16,13 +16,14 @@ from tilestep.optimizer import Optimizer
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Optimizer]:
     """Every optimizer whose tables are built, in order."""
     built: list[Optimizer] = []
-    build = Optimizer._build
+    make = Optimizer._make_plan
 
-    def counted(self: Optimizer) -> Any:
-        built.append(self)
-        return build(self)
+    def counted(self: Optimizer, *, ahead: bool) -> Any:
+        if self.plan is not None:
+            built.append(self)
+        return make(self, ahead=ahead)
 
-    monkeypatch.setattr(Optimizer, "_build", counted)
+    monkeypatch.setattr(Optimizer, "_make_plan", counted)
     return built
 
 

@@ -106,7 +106,7 @@ def test_what_no_kernel_reads_builds_nothing(monkeypatch: pytest.MonkeyPatch) ->
     params = make_params()
     optimizer = tilestep.Optimizer(params, tilestep.ema(tilestep.registry["AdamW"]))
     train([(optimizer, params)], range(2))
-    monkeypatch.setattr(Optimizer, "_build", lambda self: pytest.fail("nothing was replaced"))
+    monkeypatch.setattr(Optimizer, "_make_plan", lambda self, **_: pytest.fail("nothing was replaced"))
     state = optimizer.state[params[0]]
     state["note"] = "mine"
     state["exp_avg"] = state["exp_avg"]

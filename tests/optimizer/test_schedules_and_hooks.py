@@ -75,7 +75,7 @@ def test_a_schedule_moves_both_optimizers_alike(
     ours = getattr(tilestep, rule)(groups(mine), **options)
     torchs = getattr(torch.optim, rule)(groups(theirs), **options)
     schedules = [SCHEDULERS[kind](ours), SCHEDULERS[kind](torchs)]
-    monkeypatch.setattr(type(ours), "_build", lambda self: pytest.fail("a schedule must build nothing"))
+    monkeypatch.setattr(type(ours), "_make_plan", lambda self, **_: pytest.fail("a schedule must build nothing"))
     compiled = tilestep.compile_count()
     rates = set()
     for step in range(STEPS):

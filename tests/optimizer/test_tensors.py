@@ -126,7 +126,7 @@ def test_toggling_requires_grad_builds_nothing(monkeypatch: pytest.MonkeyPatch) 
     params = make_params()
     optimizer = tilestep.AdamW(params)
     train([(optimizer, params)], range(1))
-    monkeypatch.setattr(type(optimizer), "_build", lambda self: pytest.fail("built again"))
+    monkeypatch.setattr(type(optimizer), "_make_plan", lambda self, **_: pytest.fail("built again"))
     for step, trains in enumerate([False, True, False]):
         for param in params:
             param.requires_grad_(trains)

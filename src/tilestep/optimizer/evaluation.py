@@ -36,7 +36,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
     if plan is not None and not optimizer.is_evaluating:
         plan.sync_masters()
         plan.record_versions()
-    with nullcontext() if plan is None else plan.own_writes():
+    with nullcontext() if plan is None else plan.masters.own_writes():
         _swap_in_averages(optimizer)
 
 
@@ -75,7 +75,7 @@ def _values(own: Mapping[str, torch.Tensor], name: str, part: torch.Tensor) -> t
 def swap_out_averages(optimizer: Optimizer) -> None:
     """Put the training weights back, bit for bit."""
     plan = optimizer.plan
-    with nullcontext() if plan is None else plan.own_writes():
+    with nullcontext() if plan is None else plan.masters.own_writes():
         for param, state in param_states(optimizer):
             if TRAINING in state:
                 copy_into(param, state.pop(TRAINING))

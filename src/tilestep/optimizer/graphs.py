@@ -116,7 +116,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     try:
         plan.prepare()
     except Stale:
-        plan = optimizer.make_plan()
+        plan = optimizer.rebuild(ahead=True)
         plan.prepare()
     plan.sync_masters()
     plan.record_versions()
@@ -150,7 +150,9 @@ def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
     require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
     engine, gradients = plan.engines[0], plan.gradients()
     seen = engine.check_capture(gradients[0])
-    require(plan.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}")
+    require(
+        plan.masters.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}"
+    )
     with engine.into_graph(seen):
         optimizer.control.update_control(optimizer, plan)
         if taps is not None:
@@ -171,13 +173,13 @@ def push(optimizer: Optimizer) -> None:
     require_current(optimizer.graphs)
     plan = optimizer.plan
     if plan is None or not plan.fit(optimizer):
-        plan = optimizer.make_plan()
+        plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)
     try:
         for engine in plan.engines:
             engine.push()
     except Stale:
-        plan = optimizer.make_plan()
+        plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)
     plan.begin_states(optimizer, all_of_them=True)
     plan.sync_masters()

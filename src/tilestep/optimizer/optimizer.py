@@ -318,31 +318,20 @@ class Optimizer(torch.optim.Optimizer):
             raise AttributeError("applied_groups: an optimizer that is overlapped has them, see tilestep.overlap")
         return self.schedule.applied_groups
 
-    def make_plan(self) -> StepPlan:
-        """Make the plan that steps are going to need, and all states that are missing."""
-        return self.rebuild(ahead=True)
-
-    def _build(self) -> StepPlan:
-        """Replace the plan by another."""
-        return self._make_plan(ahead=False)
-
     def _make_plan(self, *, ahead: bool) -> StepPlan:
         """Make a plan, and the state that is missing, for the parameters as they are now; see `build_plan`."""
         with self.schedule.making_plan():
-            return self._made_plan(ahead=ahead)
-
-    def _made_plan(self, *, ahead: bool) -> StepPlan:
-        self.drop_plan()
-        self.control.flat_part = flat_part(self)
-        with keeping_to(self.workspace_limit):
-            self._plan = build_plan(self, ahead=ahead)
-        self.placement.take_part(self._plan)
-        self._plan.masters.carry(self._masters)
-        if self.taps is not None:
-            self.taps.attach(self._plan, self, spec_of)
-        self._masters = self._plan.masters
-        self.control.carry_to(self._plan.engines)
-        return self._plan
+            self.drop_plan()
+            self.control.flat_part = flat_part(self)
+            with keeping_to(self.workspace_limit):
+                self._plan = plan = build_plan(self, ahead=ahead)
+            self.placement.take_part(plan)
+            plan.masters.carry(self._masters)
+            if self.taps is not None:
+                self.taps.attach(plan, self, spec_of)
+            self._masters = plan.masters
+            self.control.carry_to(plan.engines)
+            return plan
 
     @property
     def plan(self) -> StepPlan | None:
@@ -366,8 +355,9 @@ class Optimizer(torch.optim.Optimizer):
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:
+        """Replace the plan; `ahead` makes all states that are missing too."""
         with unchanged_on_error(self), keeping_squares(self):
-            return self._make_plan(ahead=ahead) if ahead or self._plan is None else self._build()
+            return self._make_plan(ahead=ahead)
 
     def _rebuild_prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
         """As `rebuild`, with gradients; without state that a step would have made if it fails."""
@@ -543,7 +533,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _current_plan(self) -> StepPlan:
         updating = self.schedule.updating(self)
-        return updating._plan or updating.rebuild(ahead=True)  # type: ignore[no-any-return]
+        return updating.plan or updating.rebuild(ahead=True)  # type: ignore[no-any-return]
 
     def _current(self) -> list[DeviceEngine]:
         return self._current_plan().engines

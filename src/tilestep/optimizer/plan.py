@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -369,14 +368,10 @@ class StepPlan:
         for scan in self.scans.values():
             scan.release()
 
-    def same_versions(self) -> bool:
-        """Whether no other code has written to a parameter of `masters` since the last step."""
-        return self.masters.same_versions()
-
     def sync_masters(self) -> None:
         """Take over what other code has written to parameters since the last step, where kernels do not see it."""
         self.home.sync_masters()
-        if not self.same_versions():
+        if not self.masters.same_versions():
             self.home.wait()
             self.masters.follow()
 
@@ -384,10 +379,6 @@ class StepPlan:
         """Remember that the parameters are now as the step left them."""
         self.home.note_parameters()
         self.masters.record_versions()
-
-    def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> AbstractContextManager[None]:
-        """A block that writes parameters with their masters."""
-        return self.masters.own_writes(params)
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -31,9 +31,6 @@ class Optimizer(Protocol):
     def plan(self) -> Any:
         """The plan of its steps, if there is one."""
 
-    def make_plan(self) -> Any:
-        """Make a plan."""
-
     @property
     def agreement(self) -> ReductionGroup | None:
         """What ranks decide together, if there are several."""

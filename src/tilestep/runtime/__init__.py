@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backends.registry import load_ahead, segment_class
-from .engine import DeviceEngine, build_ahead, pass_calls, run_marked, run_passes
+from .engine import DeviceEngine, build_ahead, pass_calls, run_marked
 from .gradients import Stale, grad_dtype
 from .kernel_cache import graph_for, kernel_spec
 from .limits import StepInputs
@@ -26,6 +26,5 @@ __all__ = [
     "load_ahead",
     "pass_calls",
     "run_marked",
-    "run_passes",
     "segment_class",
 ]

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from ..placement import SharedSums
 
 
-def run_passes(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums] = ()) -> None:
-    """Run scalar pass k, what it reduces over all tensors, tile pass k and matrix pass k, for every k and segment."""
-    run_marked(pass_calls(engines, shared), engines)
-
-
 def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEngine]) -> None:
     """Make the calls of `pass_calls` under the name that profilers show, and without autocast."""
     on_host = all(is_host(engine.device) for engine in engines)
@@ -41,7 +36,7 @@ def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEn
 
 
 def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) -> list[Callable[[], object]]:
-    """What `run_passes` calls, one after the other; it is the same at every step."""
+    """Scalar pass k, what it reduces over all tensors, tile pass k and matrix pass k, for every k and segment."""
     segments = [segment for engine in engines for segment in engine.segments]
     calls: list[Callable[[], object]] = []
     for index in range(max((len(segment.spec.program.scalars) for segment in segments), default=0)):

@@ -6,7 +6,6 @@ import threading
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ _lock = threading.RLock()
 _graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
 """By rule and what it is specialized on. Rules and functions are held weakly: they may hold a whole model."""
 
-_specs: weakref.WeakValueDictionary[Signature, KernelSpec] = weakref.WeakValueDictionary()
-"""Each is held by its graph."""
+_specs: weakref.WeakValueDictionary[Any, KernelSpec] = weakref.WeakValueDictionary()
+"""By graph, storages, compute type and kind of device: what one launch can hold. Each is held by its graph."""
 
 
 def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -52,17 +51,6 @@ def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...
         is_number, is_flag = type(value) in (float, int), type(value) in PYTHON_TYPES
         kinds.append((key, NUMBER if is_number else value if is_flag else kind(value)))
     return tuple(sorted(kinds))
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What one launch can hold: one graph, one storage per buffer, one compute type, one kind of device."""
-
-    graph_key: int  # identity of the graph
-    storages: tuple[tuple[str, Storage], ...]  # buffer name and storage, in buffer order
-    compute: torch.dtype  # float32 or float64
-    device_type: str  # "cpu" or "cuda"
-    taps: Taps
 
 
 def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None) -> Graph:
@@ -137,7 +125,7 @@ def kernel_spec(
     taps: Taps = Taps(),  # noqa: B008
 ) -> KernelSpec:
     """The one spec of this graph with these storages on this kind of device."""
-    signature = Signature(id(graph), tuple(storages.items()), compute, device_type, taps)
+    signature = (id(graph), tuple(storages.items()), compute, device_type, taps)
     with _lock:
         spec = _specs.get(signature)
         if spec is None:

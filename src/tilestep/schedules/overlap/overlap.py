@@ -100,7 +100,7 @@ def overlap(
     try:
         with unchanged_on_error(optimizer):
             optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)
-            optimizer.make_plan()
+            optimizer.rebuild(ahead=True)
     except BaseException:
         schedule.tracker.rounds.hooks.remove()
         raise

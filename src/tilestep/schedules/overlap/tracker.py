@@ -352,7 +352,7 @@ class BackwardTracker:
             plan = optimizer.rebuild()
             places = plan.places.get(group.index, ())
             gradients = plan.refresh_places(places, *find)
-        with plan.own_writes(group.params) if plan.has_masters else _NOTHING:
+        with plan.masters.own_writes(group.params) if plan.has_masters else _NOTHING:
             is_marked, measures = not step_is_ordinary(), optimizer.taps is not None
             plan.update(gradients, places, counts_versions=True, marked=is_marked, measures=measures)
 
