@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected is not looked through again whenever a test collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import os
 import tempfile
 import time
@@ -169,6 +170,7 @@ def _run(
     folder: str,
     environment: Mapping[str, str],
 ) -> None:
+    gc.freeze()  # what the server has imported is not looked through again, which would copy its pages
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
