@@ -381,10 +381,10 @@ class OverlapSchedule(Schedule):
         tables.record_versions()
 
     def _take_gradients(self, group: Group) -> list[torch.Tensor]:
-        taken = [param.grad for param in group.params if param.grad is not None]
+        gradients = [param.grad for param in group.params]
         for param in group.params:
             param.grad = None
-        return taken
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _work(
         self,
