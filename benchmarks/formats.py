@@ -3,9 +3,11 @@
     python benchmarks/formats.py [--elements 1190000000] [--only int8] [--peers] [--memory]
 
 On a GPU 219 bfloat16 tensors of 1.19 B elements and 2,000 tensors of 131 M elements; on a CPU a hundredth of it. One
-process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`. `--peers` adds the 8-bit
-optimizers of other libraries that can be imported, after `torch.nn.utils.clip_grad_norm_`; `--memory` measures the peak
-of a step and of a backward pass that takes it, in place of times.
+process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`. On a CPU also the loop
+written by hand for the format (plain_loops.py), from the same state and checked against it, with quartiles of the
+ratios of times that follow each other. `--peers` adds the 8-bit optimizers of other libraries that can be imported,
+after `torch.nn.utils.clip_grad_norm_`; `--memory` measures the peak of a step and of a backward pass that takes it, in
+place of times.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_loops import disagreement, plain_step
 
 import tilestep
 from tilestep import native
@@ -78,8 +81,8 @@ def timed(run: Callable[[], Any], device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def made(name: str, sizes: list[tuple[int, int]], device: str) -> tuple[Callable[[], Any], Any, int]:
-    """Clip and step of an optimizer that has stepped, its state, and the bytes that a step has to move."""
+def made(name: str, sizes: list[tuple[int, int]], device: str) -> tuple[Callable[[], Any], Any, int, Any, list[Any]]:
+    """Clip and step, bytes of the state and bytes that a step has to move; the optimizer and its parameters."""
     params = [torch.nn.Parameter(torch.randn(size, device=device, dtype=torch.bfloat16)) for size in sizes]
     for param in params:
         param.grad = torch.randn_like(param)
@@ -98,7 +101,7 @@ def made(name: str, sizes: list[tuple[int, int]], device: str) -> tuple[Callable
     run()
     state = sum(size_of(value) for of_param in optimizer.state.values() for value in of_param.values())
     # Gradients are read twice, once for the norm.
-    return run, state, sum(4 * param.nbytes for param in params) + 2 * state
+    return run, state, sum(4 * param.nbytes for param in params) + 2 * state, optimizer, params
 
 
 def size_of(value: Any) -> int:
@@ -112,12 +115,16 @@ def size_of(value: Any) -> int:
 
 def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -> dict[str, Any]:
     """Time of a step and of a copy of as many bytes, by turns."""
-    run, state, moved = made(name, sizes, device)
+    run, state, moved, optimizer, params = made(name, sizes, device)
     half = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     other = torch.empty_like(half)
-    steps, copies = [], []
+    steps, copies, plain, apart = [], [], [], 0.0
+    by_hand, kept = plain_step(name, params, optimizer, 1.0) if device == "cpu" and name in CHOICES else (None, [])
     for _ in range(rounds):
         steps.append(timed(run, device))
+        if by_hand is not None:
+            plain.append(timed(by_hand, device))
+            apart = apart if len(plain) > 1 else disagreement(kept, params, optimizer)
         copies.append(timed(lambda: other.copy_(half), device))
     waits = [waited(run, device) for _ in range(rounds)]
     elements = sum(rows * columns for rows, columns in sizes)
@@ -129,6 +136,24 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
         "with the host's time, ms": round(statistics.median(waits), 3),
         "copy of as many bytes, ms": round(statistics.median(copies[2:]), 3),
         "state, bytes an element": round(state / elements, 3),
+        **({} if by_hand is None else _beside(steps[2:], plain[2:], copies[2:], apart)),
+    }
+
+
+def _beside(steps: list[float], plain: list[float], copies: list[float], apart: float) -> dict[str, Any]:
+    """Times beside those of the loop written by hand: ratios of those that follow each other, by quartiles."""
+
+    def quartiles(times: list[float], others: list[float]) -> list[float]:
+        ratios = [time / other for time, other in zip(times, others)]
+        return [round(cut, 3) for cut in statistics.quantiles(ratios, n=4)]
+
+    return {
+        "plain loop, ms": round(statistics.median(plain), 3),
+        "over the plain loop, quartiles": quartiles(steps, plain),
+        "over the copy, quartiles": quartiles(steps, copies),
+        "plain loop over the copy, quartiles": quartiles(plain, copies),
+        "fastest, plain loop's and copy's, ms": [round(min(times), 3) for times in (steps, plain, copies)],
+        "share of entries that are one off the plain loop's": round(apart, 9),
     }
 
 
@@ -167,11 +192,13 @@ def main() -> None:
     parser.add_argument(
         "--shape", type=int, nargs=3, help="elements, warps and tiles of a program, in place of the default"
     )
+    parser.add_argument("--threads", type=int, help="of a CPU, in place of torch's default")
     parser.add_argument("--out", default="", help="folder for formats.json")
     parser.add_argument("--peers", action="store_true", help="other libraries' optimizers too, of 219 tensors")
     parser.add_argument("--memory", action="store_true", help="peaks of memory in place of times")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(given.threads or torch.get_num_threads())
     native.wait()
     elements = given.elements or (1_190_000_000 if device == "cuda" else 11_900_000)
     if given.memory:

@@ -9,11 +9,12 @@ from ...storage import BLOCK, Array, codec_of, dtype_name
 from ..emit import Writer
 from ..spec import KernelSpec, describe
 from ..taps import FAR, NEAR, SPLIT, PassTaps, taps_of
-from .support import PRELUDE, SLICES_PRELUDE
+from .support import BLOCKS_PRELUDE, PRELUDE, SLICES_PRELUDE
 from .text import (
     C_TYPES,
     COMBINERS,
     TILES_OF_TENSORS,
+    BlockBody,
     CppNames,
     TileBody,
     accumulate,
@@ -26,6 +27,7 @@ from .text import (
     random_functions,
     scalar_type,
     scalars_of,
+    touches_blocks,
     unscale_loop,
     writer_of,
 )
@@ -421,7 +423,9 @@ class _SlicePass:
             lines.append(f"        {self.scalar} chunk_{slot} = {neutral(reduction)};")
         for slot, reduction in self.row_parts:
             lines.append(f"        {self.scalar} row_{slot} = {neutral(reduction)};")
-        if self.tile.over is None:
+        if touches_blocks(self.spec, self.tile):
+            lines += self._block_loop()
+        elif self.tile.over is None:
             lines += ["        if (plain) {", *self._element_loop(False), "        } else {", *self._element_loop(True)]
             lines.append("        }")
         else:
@@ -436,30 +440,42 @@ class _SlicePass:
     def _element_loop(self, strided: bool) -> list[str]:
         inner = writer_of(self.scalar, "            ", self.scalars.names.within())
         inner.expressions.update(self.scalars.expressions)
-        body = TileBody(self.spec, self.tile, inner, strided, inner_indent := "            ")
-        body.emit()
-        for slot, value in self.tile.kept:
-            inner.lines.append(f"{inner_indent}slot_{slot}[i] = {inner[value]};")
-        self._accumulate(inner, inner_indent)
-        reduced = [(f"chunk_{slot}", value) for slot, value in self.tile.reductions]
-        reduced += [(f"row_{slot}", value) for slot, value in self.row_parts]
-        clause = "".join(f" reduction({COMBINERS[value.operation]} : {name})" for name, value in reduced)
-        lines = _blocks_of_a_row() if body.touches_blocks else []
-        begin, clauses = body.begin_blocks("          ")
-        lines += begin
-        lines += [] if strided else [f"#pragma omp simd{clause}{clauses}"]
-        if body.touches_blocks:
-            lines += ["          for (int64_t j = 0; j < count; ++j) {", "            const int64_t i = first + j;"]
-        else:
-            lines.append("          for (int64_t i = chunk; i < chunk_end; ++i) {")
+        TileBody(self.spec, self.tile, inner, strided, "            ").emit()
+        self._accumulate(inner, "            ")
+        lines = [] if strided else [f"#pragma omp simd{self._clause}"]
+        lines.append("          for (int64_t i = chunk; i < chunk_end; ++i) {")
         if strided:
             arrays = 1 + len(self.spec.arrays)
             lines += [f"            int64_t at[{arrays}];", f"            locate(layout, i, {arrays}, at);"]
-        lines += [*inner.lines, "          }", *body.keep_blocks("          ", strided)]
-        lines += ["          }"] if body.touches_blocks else []
+        lines += [*inner.lines, "          }"]
         return lines + (unscale_loop(self.spec, strided) if self.unscales else [])
 
+    @property
+    def _clause(self) -> str:
+        reduced = [(f"chunk_{slot}", value) for slot, value in self.tile.reductions]
+        reduced += [(f"row_{slot}", value) for slot, value in self.row_parts]
+        return "".join(f" reduction({COMBINERS[value.operation]} : {name})" for name, value in reduced)
+
+    def _block_loop(self) -> list[str]:
+        """The loop over the blocks of a tile's part of a row; only a row's last one may be short."""
+        inner = writer_of(self.scalar, "  ", self.scalars.names.within())
+        inner.expressions.update(self.scalars.expressions)
+        body = BlockBody(self.spec, self.tile, inner, self.unscales, self._clause, self._accumulate)
+        head = [
+            f"const int64_t block = line * ((cut.columns + {BLOCK - 1}) / {BLOCK}) + column / {BLOCK};",
+            "const int64_t first = base + column;",
+            f"const int64_t count = cut.column_end - column < {BLOCK} ? cut.column_end - column : {BLOCK};",
+            "const int64_t pair = line * ((cut.columns + 1) / 2) + column / 2, pairs = (count + 1) / 2;",
+        ]
+        return [
+            f"        for (int64_t column = cut.column_begin; column < cut.column_end; column += {BLOCK}) {{",
+            *(line if line[0] == "#" else f"          {line}" for line in (*head, *body.lines())),
+            "        }",
+        ]
+
     def _accumulate(self, inner: Writer, indent: str) -> None:
+        for slot, value in self.tile.kept:
+            inner.lines.append(f"{indent}slot_{slot}[i] = {inner[value]};")
         for slot, reduction in self.row_parts:
             inner.lines.append(indent + accumulate(reduction, f"row_{slot}", inner[reduction.args[0]]))
         for slot, reduction in self.column_parts:
@@ -523,17 +539,20 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     for slot, reduction in tile.reductions:
         lines.append(f"    double part_{slot} = {neutral(reduction)};")
     lines += taps.tile_lines() if taps is not None else []
-    branch = "if"
-    if taps is not None and taps.stats:
-        for strided in (False, True):
-            lines.append(f"    {branch} (skips && launch->layout_index[t] {'>= 0' if strided else '< 0'}) {{")
-            lines += _skipped_loop(spec, scalars, taps, strided)
-            branch = "} else if"
-    lines.append(f"    {branch} (launch->layout_index[t] < 0) {{")
-    lines += _element_loop(spec, tile, scalars, taps, strided=False, unscales=unscales)
-    lines += ["    } else {", _layout_line(spec)]
-    lines += _element_loop(spec, tile, scalars, taps, strided=True, unscales=unscales)
-    lines.append("    }")
+    if spec.has_blocks:
+        lines += _block_loop(spec, tile, scalars, unscales)
+    else:
+        branch = "if"
+        if taps is not None and taps.stats:
+            for strided in (False, True):
+                lines.append(f"    {branch} (skips && launch->layout_index[t] {'>= 0' if strided else '< 0'}) {{")
+                lines += _skipped_loop(spec, scalars, taps, strided)
+                branch = "} else if"
+        lines.append(f"    {branch} (launch->layout_index[t] < 0) {{")
+        lines += _element_loop(spec, tile, scalars, taps, strided=False, unscales=unscales)
+        lines += ["    } else {", _layout_line(spec)]
+        lines += _element_loop(spec, tile, scalars, taps, strided=True, unscales=unscales)
+        lines.append("    }")
     lines += taps.partials() if taps is not None else []
     for slot, _ in tile.reductions:
         lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
@@ -542,7 +561,11 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
 
 
 def _layout_line(spec: KernelSpec) -> str:
-    return f"      const int64_t* layout = launch->layouts + launch->layout_index[t] * {layout_width(spec)};"
+    return f"      const int64_t* layout = {_layout_of(spec)};"
+
+
+def _layout_of(spec: KernelSpec) -> str:
+    return f"launch->layouts + launch->layout_index[t] * {layout_width(spec)}"
 
 
 def _located(spec: KernelSpec) -> list[str]:
@@ -588,19 +611,16 @@ def _element_loop(
     clause = "".join(
         f" reduction({COMBINERS[reduction.operation]} : chunk_{slot})" for slot, reduction in tile.reductions
     )
-    lines = _blocks() if spec.has_blocks else _chunks()
+    lines = [
+        f"      for (int64_t chunk = begin; chunk < end; chunk += {_CHUNK}) {{",
+        f"        const int64_t chunk_end = chunk + {_CHUNK} < end ? chunk + {_CHUNK} : end;",
+    ]
     for slot, reduction in tile.reductions:
         lines.append(f"        {scalar} chunk_{slot} = {neutral(reduction)};")
-    begin, clauses = body.begin_blocks("        ")
-    lines += begin
-    clause += clauses
     lines += taps.chunk_lines(scalar) if taps is not None else []
     if not strided:
         lines.append(f"#pragma omp simd{clause}{taps.clause if taps is not None else ''}")
-    if spec.has_blocks:
-        lines += ["        for (int64_t j = 0; j < count; ++j) {", "          const int64_t i = first + j;"]
-    else:
-        lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
+    lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
     lines += _located(spec) if strided else []
     lines += inner.lines
     lines.append("        }")
@@ -610,40 +630,32 @@ def _element_loop(
         lines += taps.after_chunk(strided=strided)
     if unscales:
         lines += unscale_loop(spec, strided)
-    lines += body.keep_blocks("        ", strided)
     lines.append("      }")
     return lines
 
 
-def _chunks() -> list[str]:
-    """The head of the loop over the chunks of a tile."""
-    return [
-        f"      for (int64_t chunk = begin; chunk < end; chunk += {_CHUNK}) {{",
-        f"        const int64_t chunk_end = chunk + {_CHUNK} < end ? chunk + {_CHUNK} : end;",
+def _block_loop(spec: KernelSpec, tile: TilePass, scalars: Writer, unscales: bool) -> list[str]:
+    """The loop over the blocks of a tile: tiles count as if none were short."""
+    inner = writer_of(scalar_type(spec), "  ", scalars.names.within())
+    inner.expressions.update(scalars.expressions)
+    clause = "".join(f" reduction({COMBINERS[value.operation]} : chunk_{slot})" for slot, value in tile.reductions)
+    body = BlockBody(spec, tile, inner, unscales, clause)
+    head = [
+        "const int64_t line = block / per_row;",
+        f"const int64_t column = (block - line * per_row) * {BLOCK};",
+        "const int64_t first = line * columns + column;",
+        f"const int64_t count = columns - column < {BLOCK} ? columns - column : {BLOCK};",
     ]
-
-
-def _blocks() -> list[str]:
-    """The head of the loop over the blocks of a tile, each of which is a chunk: tiles count as if none were short."""
+    if any(array.elements == 2 for array in body.arrays):
+        head += ["const int64_t pair = line * ((columns + 1) / 2) + column / 2, pairs = (count + 1) / 2;"]
+    sums = [f"{scalar_type(spec)} chunk_{slot} = {neutral(value)};" for slot, value in tile.reductions]
+    totals = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
     return [
-        f"      for (int64_t block = begin / {BLOCK}; block * {BLOCK} < end; ++block) {{",
-        "        const int64_t line = block / per_row;",
-        f"        const int64_t column = (block - line * per_row) * {BLOCK};",
-        "        const int64_t first = line * columns + column;",
-        f"        const int64_t count = columns - column < {BLOCK} ? columns - column : {BLOCK};",
-        "        const int64_t chunk = first, chunk_end = first + count;",
-        "        const int64_t pair = line * ((columns + 1) / 2) + column / 2;",
-    ]
-
-
-def _blocks_of_a_row() -> list[str]:
-    """The head of the loop over the blocks of a tile's part of a row; only a row's last one may be short."""
-    return [
-        f"          for (int64_t column = cut.column_begin; column < cut.column_end; column += {BLOCK}) {{",
-        f"          const int64_t block = line * ((cut.columns + {BLOCK - 1}) / {BLOCK}) + column / {BLOCK};",
-        "          const int64_t first = base + column;",
-        f"          const int64_t count = cut.column_end - column < {BLOCK} ? cut.column_end - column : {BLOCK};",
-        "          const int64_t pair = line * ((cut.columns + 1) / 2) + column / 2;",
+        "    const bool is_strided = launch->layout_index[t] >= 0;",
+        f"    const int64_t* layout = is_strided ? {_layout_of(spec)} : nullptr;",
+        f"    for (int64_t block = begin / {BLOCK}; block * {BLOCK} < end; ++block) {{",
+        *(line if line[0] == "#" else f"      {line}" for line in (*head, *sums, *body.lines(), *totals)),
+        "    }",
     ]
 
 
@@ -664,6 +676,7 @@ def _finish(spec: KernelSpec, tile: TilePass) -> list[str]:
 def source(spec: KernelSpec) -> str:
     """The whole translation unit of a spec."""
     parts = [spec.header("//", "C++"), PRELUDE.strip(), GRADIENT_SCALE.strip()]
+    parts += [BLOCKS_PRELUDE.strip()] if spec.has_blocks else []
     parts += format_functions(spec.storages.values())
     parts += random_functions(spec.draws.values()) if spec.draws else []
     if spec.program.slices.views:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+from ...storage import BLOCK
 from ..spec import MAX_DIMS
 
 
@@ -292,6 +293,106 @@ inline int64_t offset_of(const int64_t* layout, int64_t index, int64_t array) {{
     index /= sizes[dim];
   }}
   return offset;
+}}
+
+}}  // namespace
+"""
+
+
+BLOCKS_PRELUDE = f"""
+namespace {{
+
+// Calls `each` with 0 to `count` and where these elements of a strided tensor, from `first` on, lie in an array.
+template <class Each>
+inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t array, const Each& each) {{
+  const int64_t dims = layout[0];
+  const int64_t *sizes = layout + 1, *strides = sizes + MAX_DIMS * (1 + array);
+  int64_t coordinates[MAX_DIMS], offset = 0;
+  for (int64_t dim = dims - 1; dim >= 0; --dim) {{
+    coordinates[dim] = first % sizes[dim];
+    first /= sizes[dim];
+    offset += coordinates[dim] * strides[dim];
+  }}
+  for (int64_t j = 0; j < count; ++j) {{
+    each(j, offset);
+    for (int64_t dim = dims - 1; dim >= 0; --dim) {{
+      offset += strides[dim];
+      if (++coordinates[dim] < sizes[dim]) break;
+      offset -= coordinates[dim] * strides[dim];
+      coordinates[dim] = 0;
+    }}
+  }}
+}}
+
+// Elements of a block one after the other: where they are, or in `spare` if they are fewer than it has, or have gaps.
+template <class T, class Spare, int64_t size>
+__attribute__((noinline)) T* copied(T* array, Spare (&spare)[size], const int64_t* layout, int64_t first,
+                                    int64_t count, int64_t position) {{
+  if (layout)
+    walk(layout, first, count, position, [&](int64_t j, int64_t offset) {{ spare[j] = array[offset]; }});
+  else
+    std::memcpy(spare, array + first, count * sizeof(T));
+  std::memset(spare + count, 0, (size - count) * sizeof(T));
+  return spare;
+}}
+template <class T, class Spare, int64_t size>
+inline T* run_of(T* array, Spare (&spare)[size], const int64_t* layout, int64_t first, int64_t count,
+                 int64_t position) {{
+  return !layout && count == size ? array + first : copied(array, spare, layout, first, count, position);
+}}
+
+// Takes back to an array what was changed in `spare`.
+template <class T>
+__attribute__((noinline)) void put_back(T* array, const T* spare, const int64_t* layout, int64_t first, int64_t count,
+                                        int64_t position) {{
+  if (layout)
+    walk(layout, first, count, position, [&](int64_t j, int64_t offset) {{ array[offset] = spare[j]; }});
+  else
+    std::memcpy(array + first, spare, count * sizeof(T));
+}}
+
+// The largest measure of a short block's numbers; what is behind them becomes 0.
+template <class Measure> inline uint32_t largest_of(float (&numbers)[{BLOCK}], int64_t count, Measure measure) {{
+  uint32_t largest = 0;
+  for (int64_t j = 0; j < count; ++j) {{
+    const uint32_t size = measure(numbers[j]);
+    largest = size > largest ? size : largest;
+  }}
+  std::memset(numbers + count, 0, ({BLOCK} - count) * sizeof(float));
+  return largest;
+}}
+
+// Two numbers of four bits in each byte, the first one in its lower half.
+template <class T> inline void unpack(uint8_t (&codes)[{BLOCK}], const T* bytes) {{
+#pragma omp simd
+  for (int64_t j = 0; j < {BLOCK // 2}; ++j) {{
+    codes[2 * j] = bytes[j] & 15;
+    codes[2 * j + 1] = static_cast<uint8_t>(bytes[j]) >> 4;
+  }}
+}}
+template <class T> inline void pack(T* bytes, const uint8_t (&codes)[{BLOCK}]) {{
+#pragma omp simd
+  for (int64_t j = 0; j < {BLOCK // 2}; ++j) bytes[j] = static_cast<uint8_t>(codes[2 * j] | codes[2 * j + 1] << 4);
+}}
+
+// The indices in the whole tensor of a block's elements, in halves.
+inline void indices_of(int32_t (&low)[{BLOCK}], int32_t (&high)[{BLOCK}], int64_t origin, const int64_t* layout,
+                       int64_t first, int64_t count, int64_t array) {{
+  if (layout) {{
+    walk(layout, first, count, array, [&](int64_t j, int64_t offset) {{
+      low[j] = static_cast<int32_t>(origin + offset);
+      high[j] = static_cast<int32_t>((origin + offset) >> 32);
+    }});
+    for (int64_t j = count; j < {BLOCK}; ++j) low[j] = high[j] = 0;
+    return;
+  }}
+  const uint32_t start = static_cast<uint32_t>(origin + first);
+  const int32_t above = static_cast<int32_t>((origin + first) >> 32);
+#pragma omp simd
+  for (uint32_t j = 0; j < {BLOCK}; ++j) {{
+    low[j] = static_cast<int32_t>(start + j);
+    high[j] = above + (start + j < start);
+  }}
 }}
 
 }}  // namespace

@@ -28,7 +28,7 @@ math_errhandling
 launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk chunk_end i at first stop
 unscale inverse_scale skip same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
-block count pair columns per_row j is_odd
+block count pair pairs columns per_row j low high walk run_of copied put_back largest_of unpack pack indices_of
 offset_of random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
 """
 
@@ -132,7 +132,7 @@ SPELLING = {
     "bit_and": "({0} & {1})",
     "bit_or": "({0} | {1})",
     "bit_xor": "({0} ^ {1})",
-    "nibble": "((int32_t({0}) >> (is_odd * 4)) & 15)",
+    "nibble": "int32_t({0})",
     "quotient": "({0} / {1})",
     "root": "std::sqrt({0})",
     "of_bits to float8_e4m3fn": "static_cast<uint8_t>({0})",
@@ -178,117 +178,201 @@ class TileBody:
         self.spec, self.tile, self.writer, self.indent, self.is_strided = spec, tile, writer, indent, strided
         order = [spec.grad, *spec.arrays]
         self.index = {array.name: f"at[{position}]" if strided else "i" for position, array in enumerate(order)}
-        self.index.update({array.name: "pair + j / 2" for array in order if array.elements == 2})
 
     def element(self, array: Array) -> str:
         """The expression of an array's element."""
-        if array.elements == BLOCK:
-            return f"{array.name}_entry"
         return f"{array.name}_array[{self.index[array.name]}]"
 
     def load(self, name: str) -> str:
         """The expression of a buffer's value."""
         storage = self.spec.storages[name]
-        codec = codec_of(storage)
-        function = "read" if codec.is_element else f"join_{storage.title}"
-        is_odd = ["j & 1"] if codec.is_packed else []
-        return f"{function}({', '.join([*map(self.element, read_arrays(storage, name)), *is_odd])})"
+        function = "read" if codec_of(storage).is_element else f"join_{storage.title}"
+        return f"{function}({', '.join(map(self.element, read_arrays(storage, name)))})"
 
-    def store(self, name: str, value: str) -> None:
-        """Write the statement that keeps a buffer's new value; in blocks, that gets it ready."""
+    def store(self, name: str, value: str) -> str:
+        """The statement that keeps a buffer's new value."""
         storage = self.spec.storages[name]
-        if codec_of(storage).has_blocks:
-            self.writer.lines += [
-                f"{self.indent}{name}_of_block[j] = {value};",
-                f"{self.indent}const uint32_t {name}_size = measure_{storage.title}({name}_of_block[j]);",
-                f"{self.indent}{name}_largest = {name}_size > {name}_largest ? {name}_size : {name}_largest;",
-            ]
-            return
         function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
         elements = ", ".join(map(self.element, storage.arrays(name)))
-        self.writer.lines.append(f"{self.indent}{function}({elements}, {value}{self.random(name, 'i')});")
-
-    def random(self, name: str, place: str) -> str:
-        """A further argument: the random bits by which a buffer's element at this place of the tensor is rounded."""
-        if name not in self.spec.draws:
-            return ""
-        index = f"offset_of(layout, {place}, {1 + len(self.spec.arrays)})" if self.is_strided else place
-        return f", random_{self.spec.draws[name]}(key_0, key_1, origin + {index})"
-
-    @property
-    def touches_blocks(self) -> bool:
-        """Whether this pass reads or stores something in blocks."""
-        return any(codec_of(self.spec.storages[name]).has_blocks for name in (*self.tile.reads(), *self.tile.stores))
-
-    def begin_blocks(self, indent: str) -> tuple[list[str], str]:
-        """The statements before the elements of a block, and the reductions of its loop, for OpenMP.
-
-        What is read of a block gets variables: a store of bytes could change it in memory, as compilers see it.
-        """
-        read = {name for name in self.tile.reads() if codec_of(self.spec.storages[name]).has_blocks}
-        arrays = [a for name in read for a in read_arrays(self.spec.storages[name], name) if a.elements == BLOCK]
-        lines = [
-            f"{indent}const {C_TYPES[dtype_name(array.dtype)]} {array.name}_entry = {array.name}_array[block];"
-            for array in sorted(arrays, key=lambda array: array.name)
-        ]
-        stored = self.kept_in_blocks()
-        for name in stored:
-            lines += [f"{indent}float {name}_of_block[{BLOCK}];", f"{indent}uint32_t {name}_largest = 0;"]
-        return lines, "".join(f" reduction(max : {name}_largest)" for name in stored)
-
-    def kept_in_blocks(self) -> list[str]:
-        """Names of the buffers that this pass stores in blocks."""
-        return [name for name in self.tile.stores if codec_of(self.spec.storages[name]).has_blocks]
-
-    def keep_blocks(self, indent: str, strided: bool) -> list[str]:
-        """The statements after the elements of a block: its scales, and the elements over them."""
-        lines = []
-        for name in self.kept_in_blocks():
-            storage = self.spec.storages[name]
-            arrays = storage.arrays(name)
-            scales = [array for array in arrays if array.elements == BLOCK]
-            of_block = ", ".join(f"{array.name}_kept" for array in scales)
-            (array,) = [array for array in arrays if array.elements != BLOCK]
-            for scale in scales:
-                lines.append(f"{indent}{C_TYPES[dtype_name(scale.dtype)]} {scale.name}_kept;")
-            lines.append(f"{indent}keep_{storage.title}({of_block}, {name}_largest);")
-            lines += [f"{indent}{scale.name}_array[block] = {scale.name}_kept;" for scale in scales]
-            if array.elements == 2:
-                lines += [
-                    f"{indent}if (count & 1) {name}_of_block[count] = 0;",
-                    f"{indent}for (int64_t j = 0; j < count; j += 2)",
-                    f"{indent}  {self.element(array)} = static_cast<uint8_t>("
-                    f"split_{storage.title}({of_block}, {name}_of_block[j]{self.random(name, 'first + j')}) | "
-                    f"split_{storage.title}({of_block}, {name}_of_block[j + 1]{self.random(name, 'first + j + 1')})"
-                    " << 4);",
-                ]
-                continue
-            lines += [] if strided else ["#pragma omp simd"]
-            lines.append(f"{indent}for (int64_t j = 0; j < count; ++j) {{")
-            if strided:
-                lines += [f"{indent}  int64_t at[{1 + len(self.spec.arrays)}];"]
-                lines += [f"{indent}  locate(layout, first + j, {1 + len(self.spec.arrays)}, at);"]
-            else:
-                lines.append(f"{indent}  const int64_t i = first + j;")
-            code = f"split_{storage.title}({of_block}, {name}_of_block[j]{self.random(name, 'first + j')})"
-            lines.append(f"{indent}  {self.element(array)} = {code};")
-            lines.append(f"{indent}}}")
-        return lines
+        random = ""
+        if name in self.spec.draws:
+            place = f"offset_of(layout, i, {1 + len(self.spec.arrays)})" if self.is_strided else "i"
+            index = f"origin + {place}"
+            random = f", random_{self.spec.draws[name]}(key_0, key_1, int32_t({index}), int32_t(({index}) >> 32))"
+        return f"{function}({elements}, {value}{random});"
 
     def emit(self) -> None:
-        for value in self.tile.values():
-            buffer = self.tile.loads.get(id(value))
-            if buffer is None and value.operation == "load" and not self.tile.leaves(value):
-                buffer = value.attribute
-            if buffer is not None:
-                self.writer.name(value, self.load(buffer), buffer)
-        self.writer.write(self.tile.values())
+        write_math(self.tile, self.writer, self.load, self.indent)
         for slot, reduction in self.tile.reductions:
             self.writer.lines.append(
                 self.indent + accumulate(reduction, f"chunk_{slot}", self.writer[reduction.args[0]])
             )
         for name, value in self.tile.stores.items():
-            self.store(name, self.writer[value])
+            self.writer.lines.append(self.indent + self.store(name, self.writer[value]))
+
+
+def touches_blocks(spec: KernelSpec, tile: TilePass) -> bool:
+    """Whether a pass reads or stores something in blocks."""
+    return any(codec_of(spec.storages[name]).has_blocks for name in (*tile.reads(), *tile.stores))
+
+
+def write_math(tile: TilePass, writer: Writer, load: Callable[[str], str], indent: str) -> None:
+    """Write what a pass computes of one element, from the expressions of what it reads."""
+    for value in tile.values():
+        buffer = tile.loads.get(id(value))
+        if buffer is None and value.operation == "load" and not tile.leaves(value):
+            buffer = value.attribute
+        if buffer is not None:
+            writer.name(value, load(buffer), buffer)
+    writer.write(tile.values())
+
+
+class BlockBody:
+    """Writes what a pass does with one block, in loops of exactly 128 over numbers of one width.
+
+    A loop over codes of a byte and numbers of four computes as many numbers at once as a vector has bytes, and runs out
+    of registers: so each buffer is made numbers in a loop of its own, and made codes in another. Blocks that are short
+    or lie with gaps are copied, so that one loop does for all of them.
+
+    writer: has spelled what a pass takes from others. clause: its loop's reductions, for OpenMP. rest: writes what else
+    it does with an element `i`; then the loop ends with a short block.
+    """
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        tile: TilePass,
+        writer: Writer,
+        unscales: bool,
+        clause: str,
+        rest: Callable[[Writer, str], None] | None = None,
+    ) -> None:
+        self.spec, self.tile, self.writer, self.unscales, self.clause = spec, tile, writer, unscales, clause
+        self.rest = rest
+        self.storages = {name: spec.storages[name] for name in dict.fromkeys([*tile.reads(), *tile.stores])}
+        if unscales:
+            self.storages.setdefault("grad", spec.storages["grad"])
+        self.arrays = [array for name, storage in self.storages.items() for array in storage.arrays(name)]
+        self.kept = [name for name in tile.stores if codec_of(self.storages[name]).has_blocks]
+        self.written = [a for name in tile.stores for a in self.storages[name].arrays(name) if a.elements < BLOCK]
+
+    def lines(self) -> list[str]:
+        """All statements of a block."""
+        lines = [line for array in self.arrays for line in self._begin(array)]
+        lines += [f"float {name}_values[{BLOCK}];" for name in self.storages if not self._is_direct(name)]
+        lines += self._indices()
+        lines += [line for name in self.tile.reads() if not self._is_direct(name) for line in self._join(name)]
+        lines += self._math()
+        apart = [name for name in self.tile.stores if not self._is_direct(name) and name not in self.kept]
+        lines += [line for name in apart for line in self._split(name)]
+        if self.unscales:
+            unscaled = _each("write(grad_run[j], read(grad_run[j]) * inverse_scale);")
+            back = [f"  {self._back(self.spec.grad)}"]
+            lines += ["if (unscale) {", *(line if line[0] == "#" else f"  {line}" for line in unscaled), *back, "}"]
+        lines += [line for name in self.kept for line in self._keep(name)]
+        return [*lines, *map(self._back, self.written)]
+
+    def _is_direct(self, name: str) -> bool:
+        """Whether a buffer's elements are the numbers that are computed with."""
+        storage = self.spec.storages[name]
+        return codec_of(storage).is_plain and storage.arrays(name)[0].dtype is self.spec.compute
+
+    def _at(self, array: Array) -> str:
+        """Where an array's part of the block is: the arguments of `run_of` and `put_back` behind the arrays."""
+        position = [self.spec.grad, *self.spec.arrays].index(array)
+        return "nullptr, pair, pairs, 0" if array.elements == 2 else f"layout, first, count, {position}"
+
+    def _begin(self, array: Array) -> list[str]:
+        kind, name = C_TYPES[dtype_name(array.dtype)], array.name
+        if array.elements == BLOCK:
+            is_read = any(array in read_arrays(self.storages[read], read) for read in self.tile.reads())
+            return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
+        run = f"auto* {name}_run = run_of({name}_array, {name}_spare, {self._at(array)});"
+        return [f"{kind} {name}_spare[{BLOCK // array.elements}];", run]
+
+    def _back(self, array: Array) -> str:
+        name = array.name
+        return f"if ({name}_run == {name}_spare) put_back({name}_array, {name}_spare, {self._at(array)});"
+
+    def _indices(self) -> list[str]:
+        if not self.spec.draws_in(self.tile):
+            return []
+        indices = f"indices_of(low, high, origin, layout, first, count, {1 + len(self.spec.arrays)});"
+        return [f"int32_t low[{BLOCK}], high[{BLOCK}];", indices]
+
+    def _random(self, name: str) -> str:
+        return f", random_{self.spec.draws[name]}(key_0, key_1, low[j], high[j])" if name in self.spec.draws else ""
+
+    def _join(self, name: str) -> list[str]:
+        storage, elements, lines = self.storages[name], [], []
+        for array in read_arrays(storage, name):
+            if array.elements == 2:
+                lines += [f"uint8_t {array.name}_codes[{BLOCK}];", f"unpack({array.name}_codes, {array.name}_run);"]
+            element = {BLOCK: "entry", 2: "codes[j]"}.get(array.elements, "run[j]")
+            elements.append(f"{array.name}_{element}")
+        function = "read" if codec_of(storage).is_element else f"join_{storage.title}"
+        return [*lines, *_each(f"{name}_values[j] = {function}({', '.join(elements)});")]
+
+    def _math(self) -> list[str]:
+        scalar, inner = scalar_type(self.spec), self.writer
+
+        def load(name: str) -> str:
+            return f"read({name}_run[j])" if self._is_direct(name) else f"{name}_values[j]"
+
+        write_math(self.tile, inner, load, "  ")
+        for slot, reduction in self.tile.reductions:
+            term = inner[reduction.args[0]]
+            if self.rest is None:
+                term = f"select(j < count, {scalar}({term}), {scalar}({neutral(reduction)}))"
+            inner.lines.append("  " + accumulate(reduction, f"chunk_{slot}", term))
+        for name, value in self.tile.stores.items():
+            number = inner[value]
+            direct = self._is_direct(name)
+            inner.lines.append(f"  write({name}_run[j], {number});" if direct else f"  {name}_values[j] = {number};")
+            if name in self.kept:
+                inner.lines += [
+                    f"  const uint32_t {name}_size = measure_{self.storages[name].title}({name}_values[j]);",
+                    f"  {name}_largest = {name}_size > {name}_largest ? {name}_size : {name}_largest;",
+                ]
+        head = [f"{_EACH} {{"]
+        if self.rest is not None:
+            self.rest(inner, "  ")
+            head = ["for (int64_t j = 0; j < count; ++j) {", "  const int64_t i = first + j;"]
+        largest = "".join(f" reduction(max : {name}_largest)" for name in self.kept)
+        sizes = [f"uint32_t {name}_largest = 0;" for name in self.kept]
+        return [*sizes, f"#pragma omp simd{self.clause}{largest}", *head, *inner.lines, "}"]
+
+    def _split(self, name: str) -> list[str]:
+        storage = self.storages[name]
+        function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
+        elements = ", ".join(f"{array.name}_run[j]" for array in storage.arrays(name))
+        return _each(f"{function}({elements}, {name}_values[j]{self._random(name)});")
+
+    def _keep(self, name: str) -> list[str]:
+        """The scales of a block, and its elements over them."""
+        storage = self.storages[name]
+        arrays = storage.arrays(name)
+        scales = [array for array in arrays if array.elements == BLOCK]
+        of_block = ", ".join(f"{array.name}_kept" for array in scales)
+        (codes,) = [array for array in arrays if array.elements != BLOCK]
+        target = f"{codes.name}_{'kept' if codes.elements == 2 else 'run'}"
+        return [
+            *(f"{C_TYPES[dtype_name(scale.dtype)]} {scale.name}_kept;" for scale in scales),
+            f"if (count < {BLOCK}) {name}_largest = largest_of({name}_values, count, measure_{storage.title});",
+            f"keep_{storage.title}({of_block}, {name}_largest);",
+            *(f"{scale.name}_array[block] = {scale.name}_kept;" for scale in scales),
+            *([f"uint8_t {target}[{BLOCK}];"] if codes.elements == 2 else []),
+            *_each(f"{target}[j] = split_{storage.title}({of_block}, {name}_values[j]{self._random(name)});"),
+            *([f"pack({codes.name}_run, {target});"] if codes.elements == 2 else []),
+        ]
+
+
+_EACH = f"for (int64_t j = 0; j < {BLOCK}; ++j)"
+
+
+def _each(statement: str) -> list[str]:
+    """A statement for each element of a block."""
+    return ["#pragma omp simd", f"{_EACH} {statement}"]
 
 
 def accumulate(reduction: Value, total: str, expression: str) -> str:
@@ -337,7 +421,11 @@ def unscale_loop(spec: KernelSpec, strided: bool) -> list[str]:
 
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     """A writer that has read what a tile pass takes from the scalar passes, each in a variable of its own."""
-    suffixes = ("array", "of_block", "largest", "size", "entry", "kept") if spec.has_blocks else ("array",)
+    suffixes = (
+        ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
+        if spec.has_blocks
+        else ("array",)
+    )
     names = CppNames(f"{array.name}_{suffix}" for array in [spec.grad, *spec.arrays] for suffix in suffixes)
     scalars = writer_of(scalar_type(spec), "    ", names)
     for value in tile.values():
@@ -406,7 +494,7 @@ def _functions(title: str, codec: Codec) -> list[str]:
 
 def _written(roots: Iterable[Value], bound: Sequence[tuple[Value, str]] = ()) -> Writer:
     """A writer that has written a format's graph in statements; some of its values are there already."""
-    writer = writer_of("float", "  ", CppNames(["number", "is_odd", "largest", "stored_scale"]))
+    writer = writer_of("float", "  ", CppNames(["number", "largest", "stored_scale"]))
     for value, name in bound:
         writer.bind(value, name)
     values = _needed(roots, {id(value) for value, _ in bound})
@@ -437,8 +525,6 @@ def _format_constant(array: Array) -> str:
 def _join(title: str, codec: Codec) -> str:
     writer = _written([codec.loaded])
     parameters = [_format_constant(codec.arrays[place]) for place in codec.reads]
-    if codec.is_packed:
-        parameters.append("int64_t is_odd")
     body = [*writer.lines, f"  return {writer[codec.loaded]};"]
     return "\n".join([f"inline float join_{title}({', '.join(parameters)}) {{", *body, "}"])
 
@@ -461,14 +547,13 @@ def random_functions(slots: Iterable[int]) -> list[str]:
     heads = {
         f"stream_key_{place}(int32_t low, int32_t high, int32_t count)": key for place, key in enumerate(keys_graph())
     }
-    heads.update({f"random_{slot}(int32_t key_0, int32_t key_1, int64_t index)": bits_graph(slot) for slot in slots})
+    heads.update(
+        {f"random_{slot}(int32_t key_0, int32_t key_1, int32_t low, int32_t high)": bits_graph(slot) for slot in slots}
+    )
     functions = []
     for head, root in heads.items():
         writer = _written([root])
-        halves = ["  const int32_t low = int32_t(index), high = int32_t(index >> 32);"] if "index" in head else []
-        functions.append(
-            "\n".join([f"inline int32_t {head} {{", *halves, *writer.lines, f"  return {writer[root]};", "}"])
-        )
+        functions.append("\n".join([f"inline int32_t {head} {{", *writer.lines, f"  return {writer[root]};", "}"]))
     return functions
 
 
@@ -481,17 +566,18 @@ def _assignment(array: Array, element: str) -> str:
 def _split_blocks(title: str, codec: Codec, largest: Value) -> list[str]:
     (measured,) = largest.args
     measure = _written([measured])
-    functions = [
-        "\n".join(
-            [f"inline int32_t measure_{title}(float number) {{", *measure.lines, f"  return {measure[measured]};", "}"]
-        )
-    ]
     stored = list(zip(codec.arrays, codec.stored))
     of_block = [(array, value) for array, value in stored if array.elements == BLOCK]
     keep = _written([value for _, value in of_block], [(largest, "largest")])
     parameters = ", ".join(f"{C_TYPES[dtype_name(array.dtype)]}& {array.name}" for array, _ in of_block)
     lines = [*keep.lines, *(_assignment(array, keep[value]) for array, value in of_block)]
-    functions.append("\n".join([f"inline void keep_{title}({parameters}, int32_t largest) {{", *lines, "}"]))
+    functions = [
+        "\n".join([f"inline {head} {{", *body, "}"])
+        for head, body in (
+            (f"uint32_t measure_{title}(float number)", [*measure.lines, f"  return {measure[measured]};"]),
+            (f"void keep_{title}({parameters}, int32_t largest)", lines),
+        )
+    ]
     (value,) = [value for array, value in stored if array.elements != BLOCK]
     value = value.args[0] if value.operation == "pack" else value
     split = _written([value], [(value, array.name) for array, value in of_block])
