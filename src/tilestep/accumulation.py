@@ -260,7 +260,8 @@ class GradientRounds:
         for number, (params, awaited) in enumerate(zip(self._buckets, self.awaited)):
             for place, param in enumerate(params):
                 self._place_of[id(param)] = number, place
-                if id(param) not in self.elsewhere and (param.is_floating_point() or param.is_complex()):
+                may_train = (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+                if may_train and id(param) not in self.elsewhere:
                     self.hooks.add(param, partial(awaited.hook, place))
 
     def count_faster(self) -> None:

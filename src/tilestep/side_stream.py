@@ -185,7 +185,8 @@ class SideStream:
 
     def join_all(self) -> None:
         """Let every stream that this was used from wait for all work so far: before memory is given back to them."""
-        if self.stream is not None:
+        # A graph that is captured now knows nothing of this work, and none of its memory is given back inside.
+        if self.stream is not None and not is_capturing():
             for stream in self._streams.values():
                 stream.wait_stream(self.stream)
 

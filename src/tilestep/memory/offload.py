@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -85,19 +85,20 @@ def offload(
         raise ValueError("Invalid state: False; there would be nothing to offload")
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
-    made = _made(optimizer)
+    made = resolve_optimizer("offload", optimizer)
+    _refuse("offload", made)
     if gradients:
         _refuse("offload of gradients", made)
         _refuse_wrappers(made)
     device = _device_of(made)
     where, reason = _choose(made, device, where, gradients)
-    return move_state(made, _home(where, device, int(chunk_mb * _MIB), buffers, gradients), where, reason)
-
-
-def _made(optimizer: Any) -> Optimizer:
-    optimizer = resolve_optimizer("offload", optimizer)
-    _refuse("offload", optimizer)
-    return optimizer
+    size = int(chunk_mb * _MIB)
+    memory: OffloadedState = InPlace()
+    if where != "here":
+        memory = (
+            StreamedState(device, size, buffers, gradients) if where == "gpu" else HostState(device, size, gradients)
+        )
+    return move_state(made, memory, where, reason)
 
 
 def _refuse(added: str, optimizer: Optimizer) -> None:
@@ -153,14 +154,6 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: b
     return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
 
 
-def _home(where: str, device: torch.device, chunk: int, buffers: int, gradients: bool) -> OffloadedState:
-    if where == "here":
-        return InPlace()
-    if where == "gpu":
-        return StreamedState(device, chunk, buffers, gradients)
-    return HostState(device, chunk, gradients)
-
-
 @torch.no_grad()
 def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason: str) -> OffloadedOptimizer:
     """Give an optimizer's state another memory."""
@@ -168,18 +161,13 @@ def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason:
     with unchanged_on_error(owner):
         owner.take_memory(memory)
         memory.attach_to(owner, where, reason)
-    names = _attached(memory, where)
+    names: tuple[str, ...] = ("offload in place",)
+    if where != "here":
+        options = {"offload to the CPU": where == "cpu", "offload of gradients": memory.keeps_gradients}
+        names = ("offload", *(name for name, is_chosen in options.items() if is_chosen))
     for each in {id(each): each for each in (owner, optimizer)}.values():
         each.memory = memory
         offers = {"offload_report": memory.offload_report}
         each.attach(names, offers=offers if hasattr(each, "wait") else {**offers, "wait": memory.wait})
     optimizer.schedule.states_replaced(optimizer)
     return cast(OffloadedOptimizer, optimizer)
-
-
-def _attached(memory: OffloadedState, where: str) -> tuple[str, ...]:
-    """What `combinations` calls it."""
-    if where == "here":
-        return ("offload in place",)
-    to_host = ("offload to the CPU",) if where == "cpu" else ()
-    return ("offload", *to_host, *(("offload of gradients",) if memory.keeps_gradients else ()))
