@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilestep
 from tilestep.errors import StateError
+from tilestep.rules import registry
+from tilestep.rules.compose import centralize
 
 FORMATS = ["int8", "float8_e4m3", "int4", "scaled_float16"]
 
@@ -182,6 +184,21 @@ def fsdp_shards() -> None:
         compare(fresh, wanted)
 
 
+def rules_over_rows() -> None:
+    """The means of rows that are whole on one rank, by `shard` and by FSDP2."""
+    rule = centralize(registry["AdamW"])
+    for format in ("int8", "int4"):
+        wanted = model()
+        train(wanted, tilestep.Optimizer(wanted.named_parameters(), rule, lr=1e-2, state_dtype=format), range(3))
+        for is_sharded in (False, True):
+            net = model()
+            for layer in () if is_sharded else net:
+                fully_shard(layer)
+            optimizer = tilestep.Optimizer(net.named_parameters(), rule, lr=1e-2, state_dtype=format)
+            train(net, tilestep.shard(optimizer, net) if is_sharded else optimizer, range(3))
+            compare(net, wanted)
+
+
 def cut_blocks_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for columns, fits in ((300, False), (512, True)):
@@ -250,6 +267,7 @@ CHECKS = [
     formats_by_group,
     parameters_without_names,
     fsdp_shards,
+    rules_over_rows,
     cut_blocks_are_refused,
     checkpoints_of_other_libraries,
 ]

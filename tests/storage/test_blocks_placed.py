@@ -15,15 +15,19 @@ import tilestep
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
+from tilestep.rules.compose import centralize
 
 SHAPES = [(64, 300), (150, 256), (48, 8, 4, 4), (5000,), (7,)]
 
 
-def run(format: Any, *, home: Any = None, steps: int = 4, **options: Any) -> tuple[Any, list[nn.Parameter]]:
+def run(
+    format: Any, *, home: Any = None, steps: int = 4, rule: Any = "AdamW", **options: Any
+) -> tuple[Any, list[nn.Parameter]]:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     params[2] = nn.Parameter(params[2].detach().to(memory_format=torch.channels_last))
-    made = tilestep.AdamW([(f"p{place}", p) for place, p in enumerate(params)], state_dtype=format, **options)
+    named = [(f"p{place}", p) for place, p in enumerate(params)]
+    made = tilestep.Optimizer(named, rule, state_dtype=format, **options)
     optimizer = made if home is None else move_state(made, home, "gpu", "for a test")
     for _ in range(steps):
         for param in params:
@@ -50,6 +54,16 @@ def test_on_the_host(format: str) -> None:
                 assert home.memory.holds(state[name])
                 moved += state[name].nbytes
         assert format != "int4" or moved < 1.2 * sum(param.numel() for param in params[:4])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rules_over_rows_on_the_host(format: str) -> None:
+    rule = centralize(tilestep.registry["AdamW"])
+    _, wanted = run(format, rule=rule)
+    for home in (StreamedState(torch.device("cpu"), 20_000, 2), HostState(torch.device("cpu"), 1)):
+        optimizer, params = run(format, home=home, rule=rule)
+        assert all(map(torch.equal, params, wanted))
+        assert any(key.startswith("exp_avg_scales") for key in optimizer.state[params[0]])
 
 
 def test_a_skipped_step_leaves_every_bit() -> None:

@@ -285,7 +285,9 @@ def scaled_states(rule: Rule) -> Rule:
         h <- s / c
     Elements of s below about 1e-12 of its largest are lost. Two bytes an element in place of four beside float32
     parameters and masters; the maximum costs a second pass, which computes the rule again from what is stored.
-    `state_dtype="scaled_float16"` keeps any rule's states so without one: with a scale for each block of 128.
+    `state_dtype="scaled_float16"` keeps any rule's states so without one: with a scale for each block of 128, so that
+    neither bits nor checkpoints are the same. A scale of the whole tensor needs a pass of its own: it is part of a
+    rule, and no format.
 
     Args:
         rule: the rule whose states to keep.
