@@ -16,7 +16,7 @@ from ...errors import RuleError
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
 from ...optimizer.parameters import iter_params
-from ...placement import Origin, Pieces, Ranks, ReductionGroup
+from ...placement import Origin, Pieces, Ranks
 from ...rules import rule
 from ...storage import BLOCK, entries_before, rows_of, shape_of_entries
 from ..schedule import Schedule
@@ -87,65 +87,13 @@ def _in_blocks(param: torch.Tensor) -> Division:
     return Division(None, unit, by_rows) if cut else Division(cost=param.numel())
 
 
-def make_inner(
-    outer: Optimizer,
-    groups: Sequence[Iterable[Any]],
-    ranks: Ranks,
-    deciders: ReductionGroup,
-    origins: Mapping[Any, Origin],
-    schedule: PieceSchedule,
-) -> Optimizer:
-    """An optimizer with the rules and hyperparameters of another one."""
-    params = [_mirrored(group, outer.rule_of(group), named) for group, named in zip(outer.param_groups, groups)]
-    if not any(piece.requires_grad for group in params for _, piece in group["params"]):
-        device = next(param.device for group in outer.param_groups for param in group["params"])
-        nothing = torch.zeros(0, device=device, requires_grad=True)
-        nothing.grad = torch.zeros(0, device=device)
-        params.append({"params": [(ANCHOR, nothing)], "rule": unchanged, ANCHOR: True, "master_weights": False})
-    rule = outer.rule_of({})
-    given = {key: outer.defaults[key] for key in rule.hyperparameters}
-    inner = Optimizer.composed(
-        params,
-        rule,
-        placement=Pieces(weakref.ref(outer), ranks.reductions, deciders, origins, has_own_names=not is_named(outer)),
-        schedule=schedule,
-        taps=outer.taps,
-        max_grad_norm=outer.defaults.get("max_grad_norm"),
-        master_weights=outer.defaults.get("master_weights", False),
-        skip_nonfinite=outer.control.policy.nonfinite,
-        skip_above=outer.control.policy.above,
-        track_grad_norm=outer.control.policy.tracks_norm,
-        **given,
-    )
-    inner.control.joint = outer.control.joint
-    inner.control.history, inner.workspace_limit = outer.control.history, outer.workspace_limit
-    return inner
+STRUCTURE = ("params", "param_names", "rule")
+"""Keys of a param group that are not hyperparameters."""
 
 
-def is_named(optimizer: Optimizer) -> bool:
-    """Whether the user has named the parameters; torch has names in all groups or in none."""
-    return any(group.get("param_names") for group in optimizer.param_groups)
-
-
-def add_pieces(
-    inner: Optimizer, group: Mapping[str, Any], rule: Any, named: Iterable[Any], origins: Mapping[Any, Origin]
-) -> None:
-    """Take in what this rank has of a further param group."""
-    placement = inner.placement
-    assert isinstance(placement, Pieces)
-    placement.add(origins)
-    inner.add_param_group(_mirrored(group, rule, named))
-    if ANCHOR in inner.param_groups[-2]:
-        inner.param_groups.insert(-1, inner.param_groups.pop())
-
-
-def _mirrored(group: Mapping[str, Any], rule: Any, named: Iterable[Any]) -> dict[str, Any]:
-    """A param group of pieces like one of whole parameters."""
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    listed = list(named)
-    # torch wants names in every group or in none, and finds none in an empty one.
-    names: dict[str, Any] = {} if listed else {"param_names": []}
-    return {**own, **names, "rule": rule, "params": listed}
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a param group says of its parameters."""
+    return {key: value for key, value in group.items() if key not in STRUCTURE}
 
 
 @dataclass
@@ -231,10 +179,45 @@ class Sharding:
         self.device = self.buckets[0].flat.device
         self._align(self.buckets)
         self._align_others()
-        origins = self._cut(self.members)
-        pieces = [self._named_pieces(group["params"]) for group in optimizer.param_groups]
         self.schedule = PieceSchedule()
-        self.inner = make_inner(optimizer, pieces, ranks, self.deciders, origins, self.schedule)
+        # torch has names in all groups or in none.
+        is_named = any(group.get("param_names") for group in optimizer.param_groups)
+        owner, origins = weakref.ref(optimizer), self._cut(self.members)
+        self.placement = Pieces(owner, ranks.reductions, self.deciders, origins, has_own_names=not is_named)
+        self.inner = self._make_inner(optimizer)
+
+    def _make_inner(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer of this rank's pieces, with the rules and hyperparameters of the one that is sharded."""
+        groups = [self._group_of_pieces(group, optimizer.rule_of(group)) for group in optimizer.param_groups]
+        if not any(piece.requires_grad for group in groups for _, piece in group["params"]):
+            anchor = torch.zeros(0, device=self.device, requires_grad=True)
+            anchor.grad = torch.zeros(0, device=self.device)
+            groups.append({"params": [(ANCHOR, anchor)], "rule": unchanged, ANCHOR: True, "master_weights": False})
+        rule, defaults, control = optimizer.rule_of({}), optimizer.defaults, optimizer.control
+        inner = Optimizer.composed(
+            groups,
+            rule,
+            placement=self.placement,
+            schedule=self.schedule,
+            taps=optimizer.taps,
+            max_grad_norm=defaults.get("max_grad_norm"),
+            master_weights=defaults.get("master_weights", False),
+            skip_nonfinite=control.policy.nonfinite,
+            skip_above=control.policy.above,
+            track_grad_norm=control.policy.tracks_norm,
+            **{key: defaults[key] for key in rule.hyperparameters},
+        )
+        inner.control.joint, inner.control.history = control.joint, control.history
+        inner.workspace_limit = optimizer.workspace_limit
+        return inner
+
+    def _group_of_pieces(self, group: Mapping[str, Any], rule: Any) -> dict[str, Any]:
+        """A param group of this rank's pieces like one of whole parameters."""
+        members = [self.member_of[param] for param in group["params"]]
+        pieces = [(member.name, member.piece) for member in members if member.piece is not None]
+        # torch wants names in every group or in none, and finds none in an empty one.
+        names: dict[str, Any] = {} if pieces else {"param_names": []}
+        return {**hyperparameters(group), **names, "rule": rule, "params": pieces}
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[tuple[int, ...]]:
         """Bring the parameters that are not there yet into buckets."""
@@ -258,8 +241,11 @@ class Sharding:
         buckets, members, group = len(self.buckets), len(self.members), optimizer.param_groups[-1]
         places = self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
-        origins = self._cut(self.members[members:])
-        add_pieces(self.inner, group, optimizer.rule_of(group), self._named_pieces(group["params"]), origins)
+        self.placement.add(self._cut(self.members[members:]))
+        groups = self.inner.param_groups
+        self.inner.add_param_group(self._group_of_pieces(group, optimizer.rule_of(group)))
+        if ANCHOR in groups[-2]:
+            groups.insert(-1, groups.pop())
         return self.buckets[buckets:], places
 
     @torch.no_grad()
@@ -298,10 +284,6 @@ class Sharding:
             cut = (None, ()) if member.is_whole else (start, order)
             origins[member.piece] = Origin(member.param, *cut)
         return origins
-
-    def _named_pieces(self, params: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        members = [self.member_of[param] for param in params]
-        return [(member.name, member.piece) for member in members if member.piece is not None]
 
     def note_stepped(self, has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
         """After a step: what trains has state when the first one begins, and all else when it has a gradient."""

@@ -31,7 +31,7 @@ from ...side_stream import SideStream
 from ..schedule import Schedule
 from .agree import HyperparameterDigest, attempt_together, validate_across_ranks
 from .checkpoint import full_state_dict, local_state, sharded_states
-from .core import ANCHOR, Sharding
+from .core import ANCHOR, STRUCTURE, Sharding, hyperparameters
 from .gradients import GradientSync
 from .parameters import ParameterSync
 
@@ -382,7 +382,7 @@ class ShardedSchedule(Schedule):
                 saved = read_by_value(member.name, saved, group, rule, param)
                 states[own[member.piece]] = local_state(member, rule, saved)
         merged = [
-            {**{key: old[key] for key in _STRUCTURE if key in old}, **_hyperparameters(new)}
+            {**{key: old[key] for key in STRUCTURE if key in old}, **hyperparameters(new)}
             for old, new in zip(given, groups)
         ]
         merged += [group for group in given if ANCHOR in group]
@@ -501,14 +501,6 @@ class ShardedSchedule(Schedule):
             push(updating)
 
 
-_STRUCTURE = ("params", "param_names", "rule")
-"""Keys of a param group that are not hyperparameters."""
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _STRUCTURE}
-
-
 def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
     """Give param groups the hyperparameters of others."""
     for theirs, own in zip(source, target):
@@ -516,7 +508,7 @@ def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]
             if key not in theirs:
                 own.pop(key, None)
         for key, value in theirs.items():
-            if key not in _STRUCTURE:
+            if key not in STRUCTURE:
                 own[key] = value
 
 
