@@ -275,6 +275,19 @@ def test_numbered_states_get_the_names_of_the_rule(rule: str, names: list[str]) 
     assert set(wide["state"][0]) == {"step", *names}
 
 
+def test_a_rule_of_ones_own_says_how_many_states_are_numbered() -> None:
+    @tilestep.rule(numbered=1)
+    def heavy_ball(param: Any, grad: Any, velocity: Any, *, lr: Any = 0.1) -> tuple[Any, ...]:
+        velocity = 0.9 * velocity + grad
+        return param - lr * velocity, velocity
+
+    weight = torch.nn.Parameter(torch.ones(80, 64))
+    optimizer: Any = tilestep.Optimizer([weight], heavy_ball)
+    given = torch.full((80, 64), 0.5)
+    optimizer.load_state_dict({"state": {0: numbered([given])}, "param_groups": [{"lr": 0.1, "params": [0]}]})
+    assert torch.equal(optimizer.state[weight]["velocity"], given)
+
+
 def test_two_averages_of_ademamix_lie_in_one_state() -> None:
     weight = torch.nn.Parameter(torch.ones(70, 90))
     fast, slow, square = (torch.randn(70, 90) for _ in range(3))
@@ -316,6 +329,8 @@ def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing() -> None:
     assert all(torch.equal(value, optimizer.state[weight][name]) for name, value in before.items())
     with pytest.raises(StateError, match="give one as `rule`"):
         tilestep.full_precision({"state": {0: {"state1": codes.float()}}, "param_groups": [{"params": [0]}]})
+    with pytest.raises(ValueError, match="no rule is called 'Adamw'; did you mean.*AdamW"):
+        tilestep.full_precision({"state": {}, "param_groups": [{"params": [0]}]}, "Adamw")
 
     class Opaque(Quantized):
         def dequantize(self) -> torch.Tensor:
