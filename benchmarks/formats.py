@@ -1,23 +1,28 @@
 """Clip and AdamW with states and masters in every format: time beside that of a copy of as many bytes.
 
-    python benchmarks/formats.py [--elements 1190000000] [--only int8] [--peers] [--memory]
+    python benchmarks/formats.py [--elements 1190000000] [--only int8] [--peers [SECONDS]] [--memory] [--out FOLDER]
 
 On a GPU 219 bfloat16 tensors of 1.19 B elements and 2,000 tensors of 131 M elements; on a CPU a hundredth of it. One
 process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`. On a CPU also the loop
 written by hand for the format (plain_loops.py), from the same state and checked against it, with quartiles of the
-ratios of times that follow each other. `--peers` adds the 8-bit optimizers of other libraries that can be imported,
-after `torch.nn.utils.clip_grad_norm_`; `--memory` measures the peak of a step and of a backward pass that takes it, in
-place of times.
+ratios of times that follow each other. `--peers` measures the optimizers of other libraries after
+`torch.nn.utils.clip_grad_norm_`, each in a process of its own that may take so many seconds: on 24 of the 219 tensors
+first, then on all where time is left. One that cannot be imported or run says why. `--memory` measures the peak of a
+step and of a backward pass that takes it, in place of times. With `--out`, formats.json is written there after every
+row.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib
-import importlib.util
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,18 +43,39 @@ CHOICES: dict[str, dict[str, Any]] = {
     "int8 states, int8 masters": {"state_dtype": "int8", "master_weights": "int8"},
     "float8_e4m3 states, int8 masters": {"state_dtype": "float8_e4m3", "master_weights": "int8"},
     "int4 states, int8 masters": {"state_dtype": "int4", "master_weights": "int8"},
+    "stochastic int8 states": {"state_dtype": "int8", "rounding": "stochastic"},
+    "stochastic int8 states, int8 masters": {
+        "state_dtype": "int8",
+        "master_weights": "int8",
+        "rounding": "stochastic",
+    },
+    "stochastic int4 states, int8 masters": {
+        "state_dtype": "int4",
+        "master_weights": "int8",
+        "rounding": "stochastic",
+    },
 }
 
 
 PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "flashoptim, 24-bit masters": ("flashoptim", "FlashAdamW", {}),
     "flashoptim, no masters": ("flashoptim", "FlashAdamW", {"master_weight_bits": None}),
+    "bitsandbytes 8-bit": ("bitsandbytes.optim", "AdamW8bit", {}),
     "torchao 8-bit": ("torchao.optim", "AdamW8bit", {}),
     "torchao 4-bit": ("torchao.optim", "AdamW4bit", {}),
     "torchao fp8": ("torchao.optim", "AdamWFp8", {}),
-    "bitsandbytes 8-bit": ("bitsandbytes.optim", "AdamW8bit", {}),
+    "heavyball, bf16+8 states": ("heavyball", "AdamW", {"ecc": "bf16+8", "betas": (0.9, 0.999)}),
+    "heavyball, bf16+8 states and weights": (
+        "heavyball",
+        "AdamW",
+        {"ecc": "bf16+8", "param_ecc": "bf16+8", "betas": (0.9, 0.999)},
+    ),
 }
-"""Module, class and arguments of other libraries' optimizers."""
+"""Module, class and arguments of other libraries' optimizers; FlashOptim's defaults are its flagship: 24-bit masters,
+states of 8 bits, one kernel a parameter."""
+
+TENSORS, PART = 219, 24
+"""Matrices of the large model, and of the part of it that a slow peer is measured on."""
 
 
 def shapes(elements: int, tensors: int) -> list[tuple[int, int]]:
@@ -105,7 +131,9 @@ def made(name: str, sizes: list[tuple[int, int]], device: str) -> tuple[Callable
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a tensor in a state, of what is in it where it is a subclass; 0 of a scalar."""
+    """Bytes of a tensor in a state, or of those that an object holds; 0 of a scalar."""
+    if not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):
+        return sum(map(size_of, vars(value).values()))
     if not isinstance(value, torch.Tensor) or not value.dim():
         return 0
     if not hasattr(value, "__tensor_flatten__"):
@@ -184,39 +212,87 @@ def measure_memory(elements: int, width: int = 2304) -> dict[str, Any]:
     return peaks
 
 
+def measure_peer(name: str, elements: int, device: str, rounds: int, seconds: float) -> None:
+    """Print a row of a part of the tensors, then of all where that can be expected to end in time."""
+    begin = time.monotonic()
+    sizes = shapes(elements, TENSORS)
+    print(json.dumps(measure(name, sizes[:PART], device, rounds)), flush=True)
+    taken = time.monotonic() - begin
+    # What is compiled for a list of tensors is compiled again for a longer one.
+    if taken * (1 + TENSORS / PART) < seconds:
+        print(json.dumps(measure(name, sizes, device, rounds)), flush=True)
+
+
+def peer_row(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """The last row that a process for a peer has printed, or why there is none."""
+    command = [sys.executable, __file__, "--peer", name, "--peers", str(given.peers), "--rounds", str(given.rounds)]
+    command += ["--elements", str(given.elements)] if given.elements else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=given.peers, check=False)
+        output, why = done.stdout, " ".join(done.stderr.split())[-300:]
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        why = f"not done after {given.peers:.0f} s"
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if not rows:
+        return {"format": name, "skipped": why or "no result"}
+    part = {} if rows[-1]["tensors"] == TENSORS else {"note": f"a part, {PART} of {TENSORS} tensors: all take too long"}
+    return {**rows[-1], **part}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int)
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument(
-        "--shape", type=int, nargs=3, help="elements, warps and tiles of a program, in place of the default"
+        "--shape", type=int, nargs="+", help="elements, warps, tiles and stages of a program, in place of the default"
     )
     parser.add_argument("--threads", type=int, help="of a CPU, in place of torch's default")
     parser.add_argument("--out", default="", help="folder for formats.json")
-    parser.add_argument("--peers", action="store_true", help="other libraries' optimizers too, of 219 tensors")
+    parser.add_argument(
+        "--peers", type=float, nargs="?", const=60.0, help="other libraries' optimizers, this many seconds for each"
+    )
+    parser.add_argument("--peer", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help="peaks of memory in place of times")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(given.threads or torch.get_num_threads())
-    native.wait()
     elements = given.elements or (1_190_000_000 if device == "cuda" else 11_900_000)
+    if given.peer:
+        measure_peer(given.peer, elements, device, given.rounds, given.peers)
+        return
+    native.wait()
     if given.memory:
         print(json.dumps(measure_memory(elements)), flush=True)
         return
-    found = []
-    every = [shapes(elements, 219), shapes(elements // 9, 2000 if device == "cuda" else 200)]
-    for sizes in every[:1] if given.shape or given.peers else every:
-        others = [name for name, (module, *_) in PEERS.items() if importlib.util.find_spec(module.split(".")[0])]
-        for name in [*CHOICES, *(others if given.peers and sizes is every[0] else [])]:
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "commit": os.environ.get("COMMIT", ""),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        "rows": [],
+    }
+
+    def add(row: dict[str, Any], key: str) -> None:
+        result.setdefault(key, []).append(row)
+        print(json.dumps(row), flush=True)
+        if given.out:
+            Path(given.out, "formats.json").write_text(json.dumps(result, indent=1) + "\n")
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+    if given.peers:
+        for name in PEERS:
+            if given.only in name:
+                add(peer_row(name, given), "peers, after torch.nn.utils.clip_grad_norm_")
+        return
+    many = shapes(elements // 9, 2000 if device == "cuda" else 200)
+    for sizes in (shapes(elements, TENSORS), *(() if given.shape else (many,))):
+        for name in CHOICES:
             if given.only in name:
                 with forced_shape(TileShape(*given.shape)) if given.shape else contextlib.nullcontext():
-                    found.append(measure(name, sizes, device, given.rounds))
-                print(json.dumps(found[-1]), flush=True)
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-    if given.out:
-        Path(given.out, "formats.json").write_text(json.dumps(found, indent=1) + "\n")
+                    add(measure(name, sizes, device, given.rounds), "rows")
 
 
 if __name__ == "__main__":

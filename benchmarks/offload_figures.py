@@ -162,11 +162,11 @@ class NoStep:
             param.grad = None
 
 
-def optimizers(device: torch.device) -> dict[str, Callable[[Any], Any]]:
+def optimizers(device: torch.device, state_dtype: str | None) -> dict[str, Callable[[Any], Any]]:
     """Ways to make an optimizer for a model."""
 
     def ours(model: Any) -> Any:
-        return tilestep.AdamW(model.parameters(), lr=LEARNING_RATE)
+        return tilestep.AdamW(model.parameters(), lr=LEARNING_RATE, state_dtype=state_dtype)
 
     def moved(where: str) -> Callable[[Any], Any]:
         return lambda model: offloaded(lambda: ours(model), device, where)
@@ -216,13 +216,16 @@ def backward_ms(model: Any, text: torch.Tensor) -> float:
     return spread(taken[1:]).median
 
 
-def iteration_group(device: torch.device, rounds: int, batch: int, quick: bool, until: float) -> Group:
+def iteration_group(
+    device: torch.device, rounds: int, batch: int, quick: bool, until: float, state_dtype: str | None, ways: list[str]
+) -> Group:
     """A training's iteration, and the memory that each way needs on the device."""
     shape = TINY if quick else Shape()
     text = torch.randint(shape.vocabulary, (batch, shape.length + 1), device=device)
     contenders, peaks, failed = [], {}, []
     elements, backward = 0, 0.0
-    for name, way in optimizers(device).items():
+    chosen = {name: way for name, way in optimizers(device, state_dtype).items() if not ways or name in ways}
+    for name, way in chosen.items():
         begin = time.monotonic()
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
@@ -245,7 +248,9 @@ def iteration_group(device: torch.device, rounds: int, batch: int, quick: bool, 
         contenders.append(Contender(name, call, repeat=BACK_TO_BACK))
         print(f"iteration: {name} is there after {time.monotonic() - begin:.0f} s", flush=True)
     timings = measure(contenders, device, rounds, warmup=1, traced=False, busy=False, until=until)
-    group = Group(f"iteration, batch {batch}, {elements / 1e9:.3g} B float32 parameters, bfloat16 autocast", failed)
+    kept = f", {state_dtype} states" if state_dtype else ""
+    title = f"iteration, batch {batch}, {elements / 1e9:.3g} B float32 parameters, bfloat16 autocast{kept}"
+    group = Group(title, failed)
     for timing in timings:
         row = row_of(timing, None)
         row.peak_bytes = peaks.get(timing.contender)
@@ -299,6 +304,8 @@ def main(
     chunks: Annotated[str, typer.Option(help="MiB of a chunk, with commas.")] = "64",
     rounds: Annotated[int, typer.Option(help="Timed calls of each contender.")] = 9,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 4,
+    state_dtype: Annotated[str, typer.Option(help="What the iteration's states are kept in.")] = "",
+    ways: Annotated[str, typer.Option(help="Ways of an iteration to measure, with semicolons; all without.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds after which no further round begins.")] = 180,
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on a CPU too: checks the harness.")] = False,
@@ -332,13 +339,17 @@ def main(
             result.save(output)
         free(device)
 
+    def iterations(until: float) -> Group:
+        names = [name.strip() for name in ways.split(";") if name.strip()]
+        return iteration_group(device, rounds, batch, quick, until, state_dtype or None, names)
+
     theirs, reason = torchao_optimizer()
     if theirs is None:
         result.notes.append(f"torchao is not beside tilestep: {reason}")
     if "update" in parts:
         add("update fp32", 0.35, lambda until: update_group(torch.float32, device, sizes, rounds, quick, until))
     if "iteration" in parts:
-        add("iteration", 0.8, lambda until: iteration_group(device, rounds, batch, quick, until))
+        add("iteration", 0.8, iterations)
     if "update" in parts:
         add("update bf16", 1.0, lambda until: update_group(torch.bfloat16, device, [64], rounds, quick, until))
     print(json.dumps(result.summary, indent=1))

@@ -33,6 +33,7 @@ class TileShape:
     tile: int  # elements worked on at once
     warps: int = 1  # warps of a GPU program; 1 on the CPU
     tiles: int = 1  # tiles that a program walks, one after the other
+    stages: int = 1  # tiles that are computed or on their way at once, where a GPU program walks blocks
 
     @property
     def span(self) -> int:
@@ -41,7 +42,8 @@ class TileShape:
 
     def __str__(self) -> str:
         warps = f" x {self.warps} warps" if self.warps > 1 else ""
-        return f"{self.tile}{warps}" + (f" x {self.tiles} tiles" if self.tiles > 1 else "")
+        stages = f", {self.stages} stages" if self.stages > 1 else ""
+        return f"{self.tile}{warps}" + (f" x {self.tiles} tiles" if self.tiles > 1 else "") + stages
 
 
 CANDIDATES: Mapping[str, tuple[TileShape, ...]] = {
@@ -75,7 +77,7 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     if device_type == "cpu":
         return TileShape(16_384)
     if spec is not None and spec.has_blocks:
-        return TileShape(512, 2, 8)
+        return TileShape(512, 2, 8, 3)
     if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
         # More elements a thread: their hashes run beside each other, where few programs fit for registers.
         return TileShape(512, 2, 6)

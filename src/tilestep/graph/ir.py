@@ -175,6 +175,7 @@ OPERATIONS: dict[str, Operation] = {
     "pack": Operation(None),
     "quotient": Operation(None),
     "root": Operation(None),
+    "within": Operation(None),
 }
 """The last sixteen are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
 `of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,

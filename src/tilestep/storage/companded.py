@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .format import Term, magnitude, maximum, minimum, quotient, where
+from .format import Term, magnitude, maximum, quotient, where
 from .stochastic import code_at_random
 
 _ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
@@ -16,12 +16,18 @@ def scale_of(number: Term, rounds_up: bool = False) -> Term:
     """The largest magnitude in a number's block as a bfloat16; infinity or NaN where one of them is.
 
     Rounded up no number of the block is beyond it, where the largest would be cut off and be too small on average; but
-    for some units of float32's last place, which a number that comes out of blocks may be off.
+    for some units of float32's last place, which a number that comes out of blocks may be off. Denormals, of which a
+    bfloat16 may be a half off, are always rounded up.
     """
     bits = magnitude(number).block_max()
-    bits = where(bits < 0x7F7F0000, (bits + 0xFFC0) & -0x10000, bits) if rounds_up else bits
+    bits = _raised(bits) if rounds_up else where(bits < 0x00800000, (bits + 0xFFFF) & -0x10000, bits)
     most = bits.of_bits().named("most")
     return where(most > LARGEST_SCALE, most * 32.0, most).element(torch.bfloat16).named("scale")
+
+
+def _raised(bits: Term) -> Term:
+    """The bits of a number rounded up to those of a bfloat16."""
+    return where(bits < 0x7F7F0000, (bits + 0xFFC0) & -0x10000, bits)
 
 
 def divisor(scale: Term) -> Term:
@@ -55,7 +61,7 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
     unit = unit_of(divisor(scale))
     scaled, one = (number * unit).named("scaled"), (divisor(scale) * unit).named("one")
     share = quotient(scaled, one + scaled.function("abs"))
-    code = nearest_integer(minimum(share * (2.0 * levels), float(levels))).named("code")
+    code = nearest_integer((share * (2.0 * levels)).within(levels)).named("code")
     if random is None:
         return code
 
@@ -76,7 +82,7 @@ def counted(number: Term, scale: Term, levels: int, random: Term | None = None) 
     """The root of a number as an integer from 0, which stands for zero alone, to `levels`, in the lowest bits.
 
     With x the root over its block's scale and q the integer over `levels`, an odd number, x = q (1 + q) / 2: steps are
-    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. Sums have a minimum or a power of two
+    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. Sums have a bound or a power of two
     between them and products, so that no compiler fuses the two.
     """
     unit = unit_of(divisor(scale), 67)
@@ -84,7 +90,7 @@ def counted(number: Term, scale: Term, levels: int, random: Term | None = None) 
     steps = quotient(levels / 2, one.function("root")).named("steps")
     # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
     eight_roots = maximum(number * (unit * 64.0 * unit).named("square"), 2.0**-96).function("root")
-    count = minimum((eight_roots + one).function("root") * steps, 1.5 * levels) - levels / 2
+    count = ((eight_roots + one).function("root") * steps).within(1.5 * levels) - levels / 2
     code = nearest_integer(maximum(count, where(number > 0.0, 1.0, 0.0))).named("code")
     if random is None:
         return code
@@ -103,7 +109,9 @@ def counted(number: Term, scale: Term, levels: int, random: Term | None = None) 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:
     """The square of the root that `counted` has made an integer of."""
-    root = code * (code + float(levels)) * _unit(scale, levels)
+    # code (code + levels), exactly, as all that is squared and subtracted is a multiple of 1/4 below 2^18.
+    centred = code + levels / 2
+    root = (centred * centred - levels * levels / 4) * _unit(scale, levels)
     return root * root
 
 
@@ -112,7 +120,8 @@ def _unit(scale: Term, levels: int) -> Term:
     return (scale.number() * (0.5 / (levels * levels))).named("unit")
 
 
-def root_scale(number: Term) -> Term:
+def root_scale(number: Term, rounds_up: bool = False) -> Term:
     """`scale_of` a number's root, without the roots of all numbers; NaN where one of them is negative."""
-    most = (number + 0.0).bits().block_max().of_bits().named("most")
-    return most.function("sqrt").element(torch.bfloat16).named("scale")
+    most = (number + 0.0).bits().block_max().of_bits().named("most").function("sqrt")
+    most = _raised(most.bits() & 0x7FFFFFFF).of_bits() if rounds_up else most
+    return most.element(torch.bfloat16).named("scale")

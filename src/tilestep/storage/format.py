@@ -78,6 +78,10 @@ class Term:
         """The largest of an integer's values in a block of neighbours, without a sign: negative ones are above all."""
         return self._apply("block_max", dtype="int32")
 
+    def within(self, bound: float) -> Term:
+        """A number cut off at a bound that it exceeds by roundings alone; quick code may leave the cut out."""
+        return self._apply("within", bound)
+
     def nibble(self) -> Term:
         """Of an element that holds two numbers of four bits this one, 0 to 15."""
         return self._apply("nibble", dtype="int32")
@@ -416,6 +420,7 @@ _ON_TENSORS: Mapping[str, Any] = {
     "bit_or": torch.bitwise_or,
     "bit_xor": torch.bitwise_xor,
     "quotient": torch.div,
+    "within": lambda number, bound: torch.where(number < bound, number, bound),
     "and": torch.logical_and,
     "or": torch.logical_or,
 }

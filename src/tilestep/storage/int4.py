@@ -45,7 +45,7 @@ class Int4Blocks:
         if self.signed:
             scale = scale_of(value, random is not None)
             return (compressed(value, scale, 7, random) + 8).packed(torch.int8), scale
-        scale = root_scale(value) if random is None else scale_of(value.function("sqrt"), True)
+        scale = root_scale(value, random is not None)
         return counted(value, scale, 15, random).packed(torch.uint8), scale
 
     def is_exact(self, compute: torch.dtype) -> bool:

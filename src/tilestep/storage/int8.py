@@ -44,7 +44,7 @@ class Int8Blocks:
         if self.signed:
             scale = scale_of(value, random is not None)
             return compressed(value, scale, 127, random).of_bits(torch.int8), scale
-        scale = root_scale(value) if random is None else scale_of(value.function("sqrt"), True)
+        scale = root_scale(value, random is not None)
         return counted(value, scale, 255, random).of_bits(torch.uint8), scale
 
     def is_exact(self, compute: torch.dtype) -> bool:

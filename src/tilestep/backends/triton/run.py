@@ -264,6 +264,9 @@ class CudaSegment(Segment):
         if not tiles:
             return []
         size = {"TILE": self.shape.tile, "SPAN": span, "UNSCALE": unscale}
+        if self.spec.has_blocks:
+            # What measures has no registers left for more than one tile.
+            size["STAGES"] = self.shape.stages if module is _module(self.spec) else 1
         taps = self._tap_pointers(module, index)
         pointers = triton_backend.tile_pointers(self.spec, taps)
         plain = self._prepare(module, f"tile_pass_{index}", tiles, size)

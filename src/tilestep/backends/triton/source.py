@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 
 from ...graph import ScalarPass, TilePass, Value, scalar_needs, size_from_end
-from ...storage import BLOCK, Array, codec_of, dtype_name
+from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
 from ..spec import MAX_DIMS, KernelSpec, describe
 from ..taps import FAR, NEAR, PassTaps, taps_of
 from .text import (
@@ -262,6 +262,9 @@ class TapText:
         return [indent + line for line in lines]
 
 
+_AROUND_ARRAYS = ("array", "address", "element", "now", "next")
+
+
 class TileMath:
     """One tile pass: its math as a function, and what it takes and gives."""
 
@@ -271,7 +274,7 @@ class TileMath:
         self.type = dtype_name(spec.compute)
         self.draws = spec.draws_in(tile)
         self.arrays: list[Array] = [spec.grad, *spec.arrays]
-        around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address", "element")]
+        around = [f"{array.name}_{what}" for array in self.arrays for what in _AROUND_ARRAYS]
         self.names = TritonNames([self.name, *around, *(f"new_{name}" for name in tile.stores)])
         self.writer = writer_of(self.type, "    ", self.names, is_16_bits(spec, tile), spec.has_blocks)
         self.inputs: list[tuple[str, str]] = []
@@ -804,6 +807,9 @@ _NO_BREAK = "\0=\0"
 _CONSTANTS = "TILE: tl.constexpr, SPAN: tl.constexpr, UNSCALE: tl.constexpr"
 """Constants of a tile pass: elements held at once, elements of a program, whether gradients lose their scale."""
 
+_STAGES = ", STAGES: tl.constexpr"
+"""Of passes over blocks also how many tiles of whole blocks are computed or on their way at once."""
+
 
 _PARTS = (("part", "TILE"), ("rest", BLOCK))
 """What a reduction has of whole tiles and of what is walked with a mask where tiles are of blocks, and of how many."""
@@ -821,6 +827,10 @@ class _Kernel(TileMath):
     @property
     def title(self) -> str:
         return f"{self.spec.name}_tile_pass_{self.index}"
+
+    @property
+    def _constants(self) -> str:
+        return _CONSTANTS + (_STAGES if self.spec.has_blocks else "")
 
     @property
     def _shape(self) -> str:
@@ -860,6 +870,38 @@ class _Kernel(TileMath):
             lines.append(f"{indent}{array.name}_array = {place}")
         place = f"start + block_lane * {BLOCK} + lane" if self.spec.has_blocks else "start + lane"
         return lines + self.element_index(indent, place)
+
+    def _carried(self) -> list[Array]:
+        """The arrays with an entry for each block that are read: too narrow for copies that the loop makes ahead."""
+        storages = ((name, self.spec.storages[name]) for name in self.tile.reads() if name in self.spec.storages)
+        arrays = [array for name, storage in storages for array in read_arrays(storage, name)]
+        return [array for array in arrays if array.elements == BLOCK]
+
+    def _ahead(self, indent: str, pointer: Callable[[Array], str], start: str) -> list[str]:
+        """Loads of what a tile needs of the arrays that are carried from one turn of the loop to the next."""
+        mask = f"(block_lane >= 0) & ({start} < whole)"
+        return [
+            f"{indent}{array.name}_next = tl.load({pointer(array)}, mask={mask}, other=0.0)"
+            for array in self._carried()
+        ]
+
+    def _whole_loop(self, indent: str) -> list[str]:
+        """Where tiles without an end in them begin and end, and the head of the loop over them."""
+        if not self.spec.has_blocks:
+            return [
+                f"{indent}start = begin",
+                f"{indent}whole = tl.where(aligned, stop - TILE + 1, begin)",
+                f"{indent}while start < whole:",
+                *self._whole_pointers(f"{indent}    "),
+            ]
+        return [
+            f"{indent}whole = tl.where(aligned, begin + (stop - begin) // TILE * TILE, begin)",
+            *self._ahead(indent, lambda array: f"{pointer_to(array)} + (begin // {BLOCK} + block_lane)", "begin"),
+            f"{indent}for start in tl.range(loop_bound(begin), loop_bound(whole), TILE, num_stages=STAGES):",
+            *self._whole_pointers(f"{indent}    "),
+            *(f"{indent}    {array.name}_now = {array.name}_next" for array in self._carried()),
+            *self._ahead(f"{indent}    ", lambda array: f"{array.name}_array + TILE // {BLOCK}", "start + TILE"),
+        ]
 
     def _masks(self, indent: str) -> list[str]:
         """Which elements of a tile there are, and their indices; of blocks, each row of the tensor begins one."""
@@ -971,7 +1013,7 @@ class _Kernel(TileMath):
         """
         pointers = tile_pointers(self.spec, self.tap_pointers)
         lines = decorator(pointers)
-        lines.append(f"def {self.title}({', '.join(pointers)}, {_CONSTANTS}):")
+        lines.append(f"def {self.title}({', '.join(pointers)}, {self._constants}):")
         lines += self._prologue("tl.program_id(0)")
         alike = [array for _, array in self.used() if array.elements != BLOCK]
         together = " | ".join(f"{array.name}_address" for array in alike) or "grad_address"
@@ -985,13 +1027,11 @@ class _Kernel(TileMath):
             *(["        aligned = aligned & (skip == 0.0)"] if self.taps is not None and self.taps.stats else []),
             *self._rows(),
             *self._accumulators("        "),
-            "        start = begin",
-            "        whole = tl.where(aligned, stop - TILE + 1, begin)",
-            "        while start < whole:",
-            *self._whole_pointers("            "),
+            *self._whole_loop("        "),
         ]
         lines += self._call("            ", lambda name: f"{name}_array", "")
-        lines += ["            start += TILE", "        while start < stop:"]
+        lines += ["        start = whole" if self.spec.has_blocks else "            start += TILE"]
+        lines += ["        while start < stop:"]
         if self.spec.has_blocks:
             lines += self._masks("            ")
             plain = [array for _, array in self.used() if array.elements == 1]
@@ -1015,7 +1055,7 @@ class _Kernel(TileMath):
         """The kernel over the tiles of tensors that must be walked by coordinates."""
         pointers = tile_pointers(self.spec, self.tap_pointers, strided=True)
         lines = decorator(pointers)
-        lines.append(f"def {self.title}_strided({', '.join(pointers)}, {_CONSTANTS}):")
+        lines.append(f"def {self.title}_strided({', '.join(pointers)}, {self._constants}):")
         lines += self._prologue("tl.load(tile_list + tl.program_id(0))")
         lines += [
             *self._lanes(),

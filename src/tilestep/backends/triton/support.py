@@ -165,6 +165,18 @@ def root(value):
 
 
 @triton.jit
+def at_most(value, bound):
+    """A number cut off at a bound; the bound where it is NaN."""
+    return tl.where(value < bound, value, bound)
+
+
+@triton.jit
+def larger_number(left, right):
+    """The larger of two numbers; the second, which is none, where the first is NaN."""
+    return tl.maximum(left, right)
+
+
+@triton.jit
 def block_max(value):
     """The largest of integers without a sign in each row."""
     return tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True)
@@ -209,6 +221,20 @@ def byte_number(value):
         )
     else:
         return tl.inline_asm_elementwise(_BYTES, "=f,=f,=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=4)
+
+
+_PLUS = _spread_bytes("mov.b32 bytes, $4;", "$5")
+
+
+@triton.jit
+def bytes_plus(value, number):
+    """Bytes plus a multiple of 1/2 below 256, four at a time: one sum for both, as all below 2^23 is exact."""
+    if INTERPRETED:
+        return value.to(tl.float32) + number
+    else:
+        return tl.inline_asm_elementwise(
+            _PLUS, "=f,=f,=f,=f,r,f,f,f,f", [value, number - 8388608.0], dtype=tl.float32, is_pure=True, pack=4
+        )
 
 
 @triton.jit

@@ -93,6 +93,7 @@ SPELLING = {
     "pack": "packed_pairs({0})",
     "quotient": "quotient({0}, {1})",
     "root": "root({0})",
+    "within": "at_most({0}, {1})",
     "of_bits to float8_e4m3fn": "byte_of({0}, tl.uint8)",
 }
 
@@ -110,10 +111,12 @@ HELPERS = [
     "area_cosine",
     "area_sine",
     "area_tangent",
+    "at_most",
     "bits_of",
     "block_max",
     "both",
     "byte_of",
+    "bytes_plus",
     "cosine",
     "differs",
     "divide",
@@ -129,6 +132,7 @@ HELPERS = [
     "hyperbolic_tangent",
     "is_infinite",
     "larger",
+    "larger_number",
     "log_gamma",
     "logarithm",
     "logarithm10",
@@ -202,6 +206,7 @@ _QUICK = {
     "sqrt": "tl.sqrt({0})",
     "quotient": "quick_quotient({0}, {1})",
     "root": "tl.sqrt({0})",
+    "within": "{0}",
 }
 """Two units in the last place of float32 off: nothing beside the rounding of 16-bit arrays."""
 
@@ -234,15 +239,25 @@ class _FusingWriter(_QuickWriter):
                     return self._fused(value, place).replace("{", "{{").replace("}", "}}")
         if value.operation == "div" and _has_root(value.args[1]):
             return "quick_quotient({0}, {1})"
+        if value.operation == "root" and (number := _floored(value.args[0])) is not None:
+            return f"tl.sqrt({self.expressions[id(number)]})".replace("{", "{{").replace("}", "}}")
+        if _is_larger(value) and not value.dtype and _is_number(value.args[2]):
+            return "larger_number({1}, {2})"
+        if value.operation == "add" and _is_byte(value.args[0]) and value.args[1].operation == "constant":
+            element = self.expressions[id(value.args[0].args[0])]
+            return f"bytes_plus({element}, {{1}})"
         return super().template(value)
 
     def _is_product(self, value: Value) -> bool:
+        if value.operation == "within":
+            return not value.name and self._uses[id(value)] == 1 and self._is_product(value.args[0])
         by_scalar = value.operation == "div" and value.args[1].level in SCALAR_LEVELS
         is_new = id(value) in self._own and not value.name and self._uses[id(value)] == 1
         return is_new and (value.operation == "mul" or by_scalar)
 
     def _fused(self, total: Value, place: int) -> str:
         product, other = total.args[place], self.expressions[id(total.args[1 - place])]
+        product = product.args[0] if product.operation == "within" else product
         # The number of a tensor, if there is one, takes the sign: the others' would be an operation for each element.
         right, left = sorted(product.args, key=lambda arg: arg.level in SCALAR_LEVELS)
         if product.operation == "div":
@@ -255,6 +270,29 @@ class _FusingWriter(_QuickWriter):
         elif total.operation == "sub":
             other = f"-{other}"
         return f"tl.fma({factors[0]}, {factors[1]}, {other})"
+
+
+def _is_larger(value: Value) -> bool:
+    """Whether a value is the larger of two, the second where one is NaN."""
+    return value.operation == "where" and value.args[0].operation == "gt" and value.args[0].args == value.args[1:]
+
+
+def _floored(value: Value) -> Value | None:
+    """The number that a value is but where it is next to nothing: roots of all numbers are one instruction here."""
+    is_floored = _is_larger(value) and value.args[2].operation == "constant" and value.args[2].attribute <= _NOTHING
+    return value.args[1] if is_floored else None
+
+
+_NOTHING = 2.0**-90
+
+
+def _is_number(value: Value) -> bool:
+    """Whether a value is one of two constants, and so never NaN."""
+    return value.operation == "where" and all(choice.operation == "constant" for choice in value.args[1:])
+
+
+def _is_byte(value: Value) -> bool:
+    return value.operation == "widen" and value.args[0].dtype == "uint8"
 
 
 def _has_root(value: Value) -> bool:
@@ -350,6 +388,8 @@ class TileBody:
 
     def loaded(self, array: Array) -> str:
         """The expression of an array's elements as they lie in memory."""
+        if array.elements == BLOCK and not self.mask:
+            return f"{array.name}_now"
         other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
         mask = self._mask(array)
         masked = f", mask={mask}, other={other}" if mask else ""
