@@ -318,7 +318,7 @@ def main(
     groups: dict[str, Group] = {}
     result = Result("offload", environment(device))
     if gpu and not quick:
-        grow_host_memory(HOST_NEEDED)
+        grow_host_memory(HOST_NEEDED // 4 if state_dtype else HOST_NEEDED)
     print(f"host memory: {available()[0] / 1e9:.0f} GB, after {time.monotonic() - begin:.0f} s", flush=True)
 
     def add(name: str, share: float, make: Callable[[float], Group]) -> None:
