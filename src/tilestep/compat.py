@@ -809,11 +809,22 @@ def by_numpy(name: str, *values: Any) -> Any:
     return tensor(TensorHandle(result, values[0].handle.dtype), values[0].type)
 
 
-# Triton refuses to compile a function that refers to plain functions, even in a branch that is not compiled.
-by_numpy.__triton_builtin__ = True  # type: ignore[attr-defined]
+class NumpyDevice:
+    """The functions of Triton's device library, for its interpreter."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(by_numpy, _NUMPY_NAMES.get(name, name))
+
+
+_NUMPY_NAMES = {
+    **{name: f"arc{name[1:]}" for name in ("acos", "asin", "atan", "acosh", "asinh", "atanh", "atan2")},
+    "nearbyint": "rint",
+    "pow": "power",
+}
 
 _MATH = {
     "erfc": math.erfc,
+    "rsqrt": lambda number: math.inf if number == 0 else math.nan if number < 0 else 1 / math.sqrt(number),
     "lgamma": lambda number: math.inf if number <= 0 and number % 1 == 0 else math.lgamma(number),
 }
 

@@ -18,6 +18,7 @@ import tilestep
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
+from tilestep.storage import format as formats
 from tilestep.storage import Stochastic, random_tensor, rows_of, state_format, stored_in, stream_of, values_of
 
 
@@ -103,6 +104,34 @@ def test_blocks_are_right_on_average_and_keep_what_they_have(format: str, signed
     # What the format has exactly stays.
     again = kept(storage, found, index, count=2)
     assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_rough_operations_lead_to_the_same_codes(name: str, signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far off as those of a GPU: two units in the last place, and one of a root."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(512, 1024, generator=generator) * torch.logspace(-30, 3, 512)[:, None]
+    numbers = numbers if signed else numbers.square()
+    random = torch.randint(2**16, numbers.shape, generator=generator, dtype=torch.int32)
+    storage = Stochastic(state_format(name, signed))
+
+    def off(value: torch.Tensor, most: float) -> torch.Tensor:
+        return value * (1 + most * (2 * torch.rand(value.shape, generator=generator) - 1))
+
+    found = []
+    for is_rough in (False, True):
+        if is_rough:
+            rough = {
+                "rough_quotient": lambda left, right: off(left / right, 2.0**-22),
+                "rough_root": lambda number: off(number.sqrt(), 2.0**-23),
+            }
+            monkeypatch.setattr(formats, "_ON_TENSORS", {**formats._ON_TENSORS, **rough})
+        arrays = storage.arrays("x")
+        tensors = {a.name: torch.empty((512, 1024 // a.elements), dtype=a.dtype) for a in arrays}
+        stored_in(storage, tensors, "x", numbers, numbers.shape, random=random)
+        found.append(tensors)
+    assert all(torch.equal(exact, rough) for exact, rough in zip(found[0].values(), found[1].values()))
 
 
 def test_bits_are_like_chance() -> None:

@@ -176,11 +176,14 @@ OPERATIONS: dict[str, Operation] = {
     "quotient": Operation(None),
     "root": Operation(None),
     "within": Operation(None),
+    "rough_quotient": Operation(None),
+    "rough_root": Operation(None),
 }
-"""The last sixteen are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
+"""The last nineteen are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
 `of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,
 `block_max` from integers to the largest of their block, `nibble` and `pack` between two of four bits and a byte;
-`quotient` and `root` are `div` and `sqrt` of numbers that are far from the ends of float32, as their caller knows."""
+`quotient` and `root` are `div` and `sqrt` of numbers that are far from the ends of float32, as their caller knows, and
+rough ones where units in the last place do not matter; `within` is a minimum that only roundings make one."""
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})
 """From elements to one number per tensor."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .format import Term, magnitude, maximum, quotient, where
-from .stochastic import code_at_random
+from .format import Term, magnitude, maximum, minimum, quotient, rough_quotient, rough_root, where
+from .stochastic import chance
 
-_ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
+_ROUND = 1.5 * 2.0**23
 LARGEST_SCALE = 2.0**123
 """A block with something larger is kept as infinite: a sum of nine of its elements could be."""
 
@@ -50,6 +50,11 @@ def nearest_integer(number: Term) -> Term:
     return (number + _ROUND).bits()
 
 
+def _whole(number: Term) -> Term:
+    """The whole number next to a number below 2^22, as a number."""
+    return (number + _ROUND) - _ROUND
+
+
 def compressed(number: Term, scale: Term, levels: int, random: Term | None = None) -> Term:
     """A signed number as an integer from -levels to levels, in the lowest bits.
 
@@ -60,17 +65,17 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
     """
     unit = unit_of(divisor(scale))
     scaled, one = (number * unit).named("scaled"), (divisor(scale) * unit).named("one")
-    share = quotient(scaled, one + scaled.function("abs"))
-    code = nearest_integer((share * (2.0 * levels)).within(levels)).named("code")
     if random is None:
-        return code
-
-    def number_of(code: Term) -> Term:
-        return quotient(code.number(), 2.0 * levels - code.number().function("abs"))
-
-    code = code - _ROUND_BITS
-    is_exact = expanded(code.number(), scale, levels).same(number)
-    return code_at_random(code, is_exact, quotient(scaled, one), number_of, random, (-levels, levels))
+        share = quotient(scaled, one + scaled.function("abs"))
+        return nearest_integer((share * (2.0 * levels)).within(levels)).named("code")
+    size = scaled.function("abs")
+    lower = _whole(rough_quotient(size, one + size) * (2.0 * levels) - 0.5).named("lower")
+    # Code k is of k / (2 levels - k). Both sides of the comparison are times that divisor and the next code's.
+    behind = (2.0 * levels - lower).named("behind")
+    above = ((size * behind) * 4.0 - lower * (one * 4.0)) * (behind - 1.0)
+    rises = above > chance(random) * (one * (8.0 * levels))
+    code = minimum(lower + where(rises, 1.0, 0.0), float(levels)).named("code")
+    return nearest_integer(where(number < 0.0, -code, code))
 
 
 def expanded(code: Term, scale: Term, levels: int) -> Term:
@@ -88,23 +93,24 @@ def counted(number: Term, scale: Term, levels: int, random: Term | None = None) 
     unit = unit_of(divisor(scale), 67)
     one = (divisor(scale) * unit).named("one")
     steps = quotient(levels / 2, one.function("root")).named("steps")
-    # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
-    eight_roots = maximum(number * (unit * 64.0 * unit).named("square"), 2.0**-96).function("root")
-    count = ((eight_roots + one).function("root") * steps).within(1.5 * levels) - levels / 2
-    code = nearest_integer(maximum(count, where(number > 0.0, 1.0, 0.0))).named("code")
+    square = number * (unit * 64.0 * unit).named("units")
     if random is None:
-        return code
-    code = code - _ROUND_BITS
-    chosen = code_at_random(
-        code,
-        squared(code.number(), scale, levels).same(number),
-        quotient(eight_roots, (one * (4.0 / (levels * levels))).named("eight_units")),
-        lambda code: (code * (code + levels)).number(),
-        random,
-        (1, levels),
-        lambda upper, lower: (upper - lower) * (upper + lower),
-    )
-    return where(number > 0.0, chosen, 0)
+        # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
+        eight_roots = maximum(square, 2.0**-96).function("root")
+        count = ((eight_roots + one).function("root") * steps).within(1.5 * levels) - levels / 2
+        return nearest_integer(maximum(count, where(number > 0.0, 1.0, 0.0))).named("code")
+    count = rough_root(rough_root(square) + one) * steps - (levels / 2 + 0.5)
+    lower = maximum(_whole(count), 1.0).named("lower")
+    eighths = (_unit(scale, levels) * unit * 8.0).named("eighths")
+
+    def four_squares(code: Term) -> Term:
+        root = code * (code + float(levels)) * eighths
+        return root * root * 4.0
+
+    low, high = four_squares(lower).named("low"), four_squares(lower + 1.0)
+    rises = (square * 4.0 - low) > chance(random) * (high - low)
+    code = minimum(lower + where(rises, 1.0, 0.0), float(levels))
+    return nearest_integer(where(number > 0.0, code, 0.0)).named("code")
 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:

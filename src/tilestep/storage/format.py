@@ -155,6 +155,16 @@ def quotient(left: Term | float, right: Term) -> Term:
     return right._like(left)._apply("quotient", right)
 
 
+def rough_quotient(left: Term, right: Term) -> Term:
+    """`quotient`, where units in the last place change nothing that is kept."""
+    return left._apply("rough_quotient", right)
+
+
+def rough_root(number: Term) -> Term:
+    """The square root, where units in the last place change nothing that is kept."""
+    return number._apply("rough_root")
+
+
 def _pairwise(comparison: Callable[[Term, Term | float], Term]) -> Callable[[Term, Term | float], Term]:
     return lambda left, right: where(comparison(left, right), left, right)
 
@@ -420,6 +430,8 @@ _ON_TENSORS: Mapping[str, Any] = {
     "bit_or": torch.bitwise_or,
     "bit_xor": torch.bitwise_xor,
     "quotient": torch.div,
+    "rough_quotient": torch.div,
+    "rough_root": torch.sqrt,
     "within": lambda number, bound: torch.where(number < bound, number, bound),
     "and": torch.logical_and,
     "or": torch.logical_or,

@@ -87,7 +87,6 @@ def code_at_random(
     number_of: Callable[[Term], Term],
     random: Term,
     codes: tuple[int, int],
-    distance: Callable[[Term, Term], Term] = lambda upper, lower: upper - lower,
 ) -> Term:
     """One of the two codes whose numbers are around a number, by how near it is to them."""
     near = number_of(nearest).named("near")
@@ -95,11 +94,19 @@ def code_at_random(
     other = where(is_above, nearest - 1, nearest + 1).named("other")
     far = number_of(other).named("far")
     lower, upper = where(is_above, far, near).named("lower"), where(is_above, near, far).named("upper")
-    share = distance(number, lower) * 2.0**RANDOM_BITS
-    rises = (share > random.number() * distance(upper, lower)).named("rises")
+    rises = ((number - lower) * 2.0**RANDOM_BITS > random.number() * (upper - lower)).named("rises")
     chosen = where(rises, where(is_above, nearest, other), where(is_above, other, nearest))
     least, most = codes
     return where(is_exact, nearest, maximum(minimum(chosen, most), least)).named("chosen")
+
+
+def chance(random: Term) -> Term:
+    """A number between 0 and 1 by 11 random bits, at least 2^-12 from either.
+
+    A number rises to the code above where its share of the way there is larger. So a share that is off by less counts
+    as none or all of the way: from either code a number is at, roughly computed ones lead to the same.
+    """
+    return (((random << 7) & 0x7FF000) | 0x3F800800).of_bits() - 1.0
 
 
 _GOLDEN = 0x9E3779B9

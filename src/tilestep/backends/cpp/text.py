@@ -135,6 +135,8 @@ SPELLING = {
     "nibble": "int32_t({0})",
     "quotient": "({0} / {1})",
     "root": "std::sqrt({0})",
+    "rough_quotient": "({0} / {1})",
+    "rough_root": "std::sqrt({0})",
     "within": "select(({0} < {1}), {0}, {1})",
     "of_bits to float8_e4m3fn": "static_cast<uint8_t>({0})",
 }

@@ -9,17 +9,16 @@ import triton.language as tl
 from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 
-try:
-    from triton.language.extra import libdevice
-except ImportError:  # a Triton that moved it
-    from triton.language.extra.cuda import libdevice
-
-from ...compat import by_numpy, reduce_by_halves
+from ...compat import NumpyDevice, reduce_by_halves
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Triton's interpreter has no device library: numpy's functions and the simple formulas below stand in for it."""
-if INTERPRETED:
+
+if INTERPRETED.value:
     reduce_by_halves()
+    libdevice = NumpyDevice()
+else:
+    from triton.language.extra import libdevice  # type: ignore[no-redef]
 
 
 @triton.jit
@@ -102,15 +101,6 @@ def square_root(value):
         return tl.sqrt(value)
     else:
         return tl.math.sqrt_rn(value)
-
-
-@triton.jit
-def reciprocal_root(value):
-    """One over the square root, by the hardware's own instruction: two units in the last place off, as in torch."""
-    if INTERPRETED:
-        return 1 / tl.sqrt(value)
-    else:
-        return libdevice.rsqrt(value)
 
 
 _QUOTIENT = tl.constexpr(
@@ -244,233 +234,17 @@ def sign(value):
 
 
 @triton.jit
-def exponential(value):
-    """e to a power."""
-    if INTERPRETED:
-        return tl.exp(value)
-    else:
-        return libdevice.exp(value)
-
-
-@triton.jit
-def exponential2(value):
-    """2 to a power."""
-    if INTERPRETED:
-        return tl.exp2(value)
-    else:
-        return libdevice.exp2(value)
-
-
-@triton.jit
-def exponential_minus1(value):
-    """e to a power, less one."""
-    if INTERPRETED:
-        return by_numpy("expm1", value)
-    else:
-        return libdevice.expm1(value)
-
-
-@triton.jit
-def logarithm(value):
-    """The natural logarithm."""
-    if INTERPRETED:
-        return tl.log(value)
-    else:
-        return libdevice.log(value)
-
-
-@triton.jit
-def logarithm2(value):
-    """The logarithm to base 2."""
-    if INTERPRETED:
-        return tl.log2(value)
-    else:
-        return libdevice.log2(value)
-
-
-@triton.jit
-def logarithm_plus1(value):
-    """The natural logarithm of one more than the value."""
-    if INTERPRETED:
-        return by_numpy("log1p", value)
-    else:
-        return libdevice.log1p(value)
-
-
-@triton.jit
-def logarithm10(value):
-    """The logarithm to base 10."""
-    if INTERPRETED:
-        return by_numpy("log10", value)
-    else:
-        return libdevice.log10(value)
-
-
-@triton.jit
-def sine(value):
-    """The sine."""
-    if INTERPRETED:
-        return tl.sin(value)
-    else:
-        return libdevice.sin(value)
-
-
-@triton.jit
-def cosine(value):
-    """The cosine."""
-    if INTERPRETED:
-        return tl.cos(value)
-    else:
-        return libdevice.cos(value)
-
-
-@triton.jit
-def tangent(value):
-    """The tangent."""
-    if INTERPRETED:
-        return by_numpy("tan", value)
-    else:
-        return libdevice.tan(value)
-
-
-@triton.jit
-def arc_sine(value):
-    """The angle of a sine."""
-    if INTERPRETED:
-        return by_numpy("arcsin", value)
-    else:
-        return libdevice.asin(value)
-
-
-@triton.jit
-def arc_cosine(value):
-    """The angle of a cosine."""
-    if INTERPRETED:
-        return by_numpy("arccos", value)
-    else:
-        return libdevice.acos(value)
-
-
-@triton.jit
-def arc_tangent(value):
-    """The angle of a tangent."""
-    if INTERPRETED:
-        return by_numpy("arctan", value)
-    else:
-        return libdevice.atan(value)
-
-
-@triton.jit
-def hyperbolic_sine(value):
-    """The hyperbolic sine."""
-    if INTERPRETED:
-        return by_numpy("sinh", value)
-    else:
-        return libdevice.sinh(value)
-
-
-@triton.jit
-def hyperbolic_cosine(value):
-    """The hyperbolic cosine."""
-    if INTERPRETED:
-        return by_numpy("cosh", value)
-    else:
-        return libdevice.cosh(value)
-
-
-@triton.jit
-def hyperbolic_tangent(value):
-    """The hyperbolic tangent."""
-    if INTERPRETED:
-        return by_numpy("tanh", value)
-    else:
-        return libdevice.tanh(value)
-
-
-@triton.jit
-def area_sine(value):
-    """The inverse of the hyperbolic sine."""
-    if INTERPRETED:
-        return by_numpy("arcsinh", value)
-    else:
-        return libdevice.asinh(value)
-
-
-@triton.jit
-def area_cosine(value):
-    """The inverse of the hyperbolic cosine."""
-    if INTERPRETED:
-        return by_numpy("arccosh", value)
-    else:
-        return libdevice.acosh(value)
-
-
-@triton.jit
-def area_tangent(value):
-    """The inverse of the hyperbolic tangent."""
-    if INTERPRETED:
-        return by_numpy("arctanh", value)
-    else:
-        return libdevice.atanh(value)
-
-
-@triton.jit
-def error_complement(value):
-    """One less the error function."""
-    if INTERPRETED:
-        return by_numpy("erfc", value)
-    else:
-        return libdevice.erfc(value)
-
-
-@triton.jit
-def log_gamma(value):
-    """The logarithm of the gamma function's magnitude."""
-    if INTERPRETED:
-        return by_numpy("lgamma", value)
-    else:
-        return libdevice.lgamma(value)
-
-
-@triton.jit
-def truncate(value):
-    """Rounded toward zero."""
-    if INTERPRETED:
-        return tl.where(value < 0, tl.ceil(value), tl.floor(value))
-    else:
-        return libdevice.trunc(value)
-
-
-@triton.jit
-def nearest(value):
-    """Rounded to the nearest whole number, ties to even."""
-    if INTERPRETED:
-        low = tl.floor(value)
-        odd = low - 2 * tl.floor(low / 2)
-        up = (value - low > 0.5) | ((value - low == 0.5) & (odd == 1))
-        return tl.where(up, low + 1, low)
-    else:
-        return libdevice.nearbyint(value)
-
-
-@triton.jit
 def power(base, exponent):
     """One value to the power of another."""
     base, exponent = alike(base, exponent)
-    if INTERPRETED:
-        return by_numpy("power", base, exponent)
-    else:
-        return libdevice.pow(base, exponent)
+    return libdevice.pow(base, exponent)
 
 
 @triton.jit
 def truncated_remainder(left, right):
     """The remainder with the sign of the dividend."""
     left, right = alike(left, right)
-    if INTERPRETED:
-        return by_numpy("fmod", left, right)
-    else:
-        return libdevice.fmod(left, right)
+    return libdevice.fmod(left, right)
 
 
 @triton.jit
@@ -484,20 +258,14 @@ def floored_remainder(left, right):
 def arc_tangent2(left, right):
     """The angle of a point."""
     left, right = alike(left, right)
-    if INTERPRETED:
-        return by_numpy("arctan2", left, right)
-    else:
-        return libdevice.atan2(left, right)
+    return libdevice.atan2(left, right)
 
 
 @triton.jit
 def with_sign(magnitude, sign_of):
     """A magnitude with another value's sign."""
     magnitude, sign_of = alike(magnitude, sign_of)
-    if INTERPRETED:
-        return by_numpy("copysign", magnitude, sign_of)
-    else:
-        return libdevice.copysign(magnitude, sign_of)
+    return libdevice.copysign(magnitude, sign_of)
 
 
 @triton.jit

@@ -14,7 +14,12 @@ from ...storage import BLOCK, Array, Storage, bits_graph, codec_of, dtype_name, 
 from ..emit import Names, Writer
 from ..spec import KernelSpec
 
+_OF_THE_DEVICE = """
+rsqrt exp exp2 expm1 log log2 log1p log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erfc lgamma trunc
+"""
+
 SPELLING = {
+    **{name: f"libdevice.{name}({{0}})" for name in _OF_THE_DEVICE.split()},
     "add": "({0} + {1})",
     "sub": "({0} - {1})",
     "mul": "({0} * {1})",
@@ -29,34 +34,11 @@ SPELLING = {
     "neg": "(-{0})",
     "abs": "tl.abs({0})",
     "sqrt": "square_root({0})",
-    "rsqrt": "reciprocal_root({0})",
-    "exp": "exponential({0})",
-    "exp2": "exponential2({0})",
-    "expm1": "exponential_minus1({0})",
-    "log": "logarithm({0})",
-    "log2": "logarithm2({0})",
-    "log1p": "logarithm_plus1({0})",
-    "log10": "logarithm10({0})",
-    "sin": "sine({0})",
-    "cos": "cosine({0})",
-    "tan": "tangent({0})",
-    "asin": "arc_sine({0})",
-    "acos": "arc_cosine({0})",
-    "atan": "arc_tangent({0})",
-    "sinh": "hyperbolic_sine({0})",
-    "cosh": "hyperbolic_cosine({0})",
-    "tanh": "hyperbolic_tangent({0})",
-    "asinh": "area_sine({0})",
-    "acosh": "area_cosine({0})",
-    "atanh": "area_tangent({0})",
     "erf": "tl.erf({0})",
-    "erfc": "error_complement({0})",
-    "lgamma": "log_gamma({0})",
     "sign": "sign({0})",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
-    "round": "nearest({0})",
-    "trunc": "truncate({0})",
+    "round": "libdevice.nearbyint({0})",
     "number": "{0}.to(tl.float32)",
     "where": "tl.where({0}, {1}, {2})",
     "lt": "({0} < {1})",
@@ -94,73 +76,11 @@ SPELLING = {
     "quotient": "quotient({0}, {1})",
     "root": "root({0})",
     "within": "at_most({0}, {1})",
+    "rough_quotient": "quick_quotient({0}, {1})",
+    "rough_root": "tl.sqrt({0})",
     "of_bits to float8_e4m3fn": "byte_of({0}, tl.uint8)",
 }
 
-
-HELPERS = [
-    "absolute",
-    "add",
-    "add_count",
-    "add_largest",
-    "add_squares",
-    "arc_cosine",
-    "arc_sine",
-    "arc_tangent",
-    "arc_tangent2",
-    "area_cosine",
-    "area_sine",
-    "area_tangent",
-    "at_most",
-    "bits_of",
-    "block_max",
-    "both",
-    "byte_of",
-    "bytes_plus",
-    "cosine",
-    "differs",
-    "divide",
-    "either",
-    "error_complement",
-    "exponential",
-    "exponential2",
-    "exponential_minus1",
-    "floored_remainder",
-    "gradient_scale_of",
-    "hyperbolic_cosine",
-    "hyperbolic_sine",
-    "hyperbolic_tangent",
-    "is_infinite",
-    "larger",
-    "larger_number",
-    "log_gamma",
-    "logarithm",
-    "logarithm10",
-    "logarithm2",
-    "logarithm_plus1",
-    "loop_bound",
-    "maximum",
-    "minimum",
-    "nearest",
-    "nibbles",
-    "packed_pairs",
-    "power",
-    "quick_quotient",
-    "quotient",
-    "reciprocal_root",
-    "root",
-    "sign",
-    "sine",
-    "smaller",
-    "square_root",
-    "tangent",
-    "to_bfloat16",
-    "to_bfloat16_pairs",
-    "to_float32",
-    "truncate",
-    "truncated_remainder",
-    "with_sign",
-]
 
 POINTERS = {
     "tile": ["grads", "addresses", "tile_tensor", "first_tile", "numel", "rows", "control", "layout_index", "partials"],
@@ -456,6 +376,15 @@ random stream origin steps_taken stream_keys key_0 key_1 element_index
 block block_lane block_mask pair_lane pair_mask columns_of_row per_row line_column first_column packed_columns
 block_matrix block_across block_column block_line block_inside code_place code_mask code_index
 """
+
+_ELSEWHERE = """
+absolute add add_count add_largest add_squares bytes_plus differs gradient_scale_of larger larger_number loop_bound
+quick_quotient smaller to_bfloat16_pairs
+"""
+"""Helpers that no operation is spelled with."""
+
+HELPERS = sorted({"libdevice", *_ELSEWHERE.split(), *re.findall(r"(?<![.\w])(\w+)\(", " ".join(SPELLING.values()))})
+"""What generated modules import of backends/triton/support.py, where they use it."""
 
 _RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
 
