@@ -77,7 +77,10 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     if device_type == "cpu":
         return TileShape(16_384)
     if spec is not None and spec.has_blocks:
-        return TileShape(512, 2, 8, 3)
+        if any(array.dtype.itemsize > 2 for array in (spec.grad, *spec.arrays)) or spec.draws:
+            # Arithmetic is what these wait for, or registers, and not memory.
+            return TileShape(512, 2, 8)
+        return TileShape(1024, 4, 8, 3)
     if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
         # More elements a thread: their hashes run beside each other, where few programs fit for registers.
         return TileShape(512, 2, 6)

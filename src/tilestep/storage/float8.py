@@ -50,22 +50,23 @@ class Float8Blocks:
         element, scale = elements
         bits = element.bits()
         # The exponent counts from -7, that of a float32 from -127: a product with 2^120, which is right for denormals.
-        number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).of_bits() * 2.0**120
+        shifted = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20) if self.signed else bits << 20
+        number = shifted.of_bits() * 2.0**120
         return number * (scale.number() * (1 / _LARGEST)).named("unit")
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         scale = scale_of(value, random is not None)
         unit = unit_of(divisor(scale))
-        number = quotient(value * unit, divisor(scale) * unit) * _LARGEST
+        share = quotient(value * unit, divisor(scale) * unit)
         # With float8's bias, which makes its denormals those of a float32.
-        size = magnitude(minimum(number.function("abs"), _LARGEST) * 2.0**-120)
+        size = (minimum(share.function("abs"), 1.0) * (_LARGEST * 2.0**-120)).bits()
         code = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20).named("code")
         if random is not None:
             is_exact = self.load((code.of_bits(torch.float8_e4m3fn), scale)).same(value.function("abs"))
-            share = value.function("abs") / divisor(scale)
-            code = code_at_random(code, is_exact, share, _share_of, random, (0, _LARGEST_CODE))
+            of_scale = value.function("abs") / divisor(scale)
+            code = code_at_random(code, is_exact, of_scale, _share_of, random, (0, _LARGEST_CODE))
         positive = where((value > 0.0) & (code < 1), 1, code)
-        code = where(number < 0.0, code | 0x80, code) if self.signed else positive
+        code = where(value < 0.0, code | 0x80, code) if self.signed else positive
         return code.of_bits(torch.float8_e4m3fn), scale
 
     def is_exact(self, compute: torch.dtype) -> bool:

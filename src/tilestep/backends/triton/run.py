@@ -63,8 +63,9 @@ is reduced once."""
 _MEASURING = {"maxnreg": 80}
 """Registers of a thread that measures: 24 warps run on a multiprocessor of a GPU. Left alone, the compiler takes up to
 140, though it needs none of them in the loop over whole tiles."""
-_REGISTERS = 64
-"""Of a thread where tiles are of blocks: half of all warps are in flight then, which wait for memory in turns."""
+_REGISTERS, _FEWER_REGISTERS, _RANDOM_REGISTERS = 64, 56, 80
+"""Of a thread where tiles are of blocks, whose programs then are enough to hide what they wait for; fewer where loads
+run ahead into shared memory, more where numbers are rounded at random."""
 _FEW_ARRAYS = 6
 """Of a parameter, its master and two states in blocks: as many fit in these registers."""
 _DECIDE_BLOCK = 8192
@@ -296,9 +297,11 @@ class CudaSegment(Segment):
 
     def _registers(self, name: str) -> dict[str, int]:
         """How many registers a thread of a kernel may have."""
-        is_small = self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS and not self.spec.draws
-        is_tiles = name.startswith("tile_pass") and not name.endswith("_strided")
-        return {"maxnreg": _REGISTERS} if is_small and is_tiles and self.spec.compute is torch.float32 else {}
+        is_small = self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS and self.spec.compute is torch.float32
+        if not is_small or not name.startswith("tile_pass") or name.endswith("_strided"):
+            return {}
+        ahead = _FEWER_REGISTERS if self.shape.stages > 1 else _REGISTERS
+        return {"maxnreg": _RANDOM_REGISTERS if self.spec.draws else ahead}
 
     def _arguments(self, names: Sequence[str]) -> list[torch.Tensor]:
         return [self._tables[name] for name in names]
