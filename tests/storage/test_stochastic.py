@@ -18,8 +18,8 @@ import tilestep
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep.storage import format as formats
 from tilestep.storage import Stochastic, random_tensor, rows_of, state_format, stored_in, stream_of, values_of
+from tilestep.storage import format as formats
 
 
 def kept(format: Any, numbers: torch.Tensor, index: torch.Tensor, count: int = 1) -> torch.Tensor:

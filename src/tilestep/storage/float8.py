@@ -9,7 +9,7 @@ import torch
 
 from .blocks import BLOCK
 from .companded import divisor, scale_of, unit_of
-from .format import Array, Term, magnitude, minimum, quotient, where
+from .format import Array, Term, minimum, quotient, where
 from .states import blocks_format
 from .stochastic import code_at_random
 
