@@ -147,7 +147,8 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
     half = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     other = torch.empty_like(half)
     steps, copies, plain, apart = [], [], [], 0.0
-    by_hand, kept = plain_step(name, params, optimizer, 1.0) if device == "cpu" and name in CHOICES else (None, [])
+    has_plain = device == "cpu" and name in CHOICES and not name.startswith("stochastic")
+    by_hand, kept = plain_step(name, params, optimizer, 1.0) if has_plain else (None, [])
     for _ in range(rounds):
         steps.append(timed(run, device))
         if by_hand is not None:

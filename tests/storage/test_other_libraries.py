@@ -329,7 +329,7 @@ def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing() -> None:
     assert all(torch.equal(value, optimizer.state[weight][name]) for name, value in before.items())
     with pytest.raises(StateError, match="give one as `rule`"):
         tilestep.full_precision({"state": {0: {"state1": codes.float()}}, "param_groups": [{"params": [0]}]})
-    with pytest.raises(ValueError, match="no rule is called 'Adamw'; did you mean.*AdamW"):
+    with pytest.raises(ValueError, match=r"no rule is called 'Adamw'; did you mean.*AdamW"):
         tilestep.full_precision({"state": {}, "param_groups": [{"params": [0]}]}, "Adamw")
 
     class Opaque(Quantized):
