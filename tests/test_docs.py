@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from module_files import load
 
 import tilestep
@@ -41,13 +39,6 @@ def test_the_code_for_rule_authors_runs(tmp_path: Path) -> None:
     for name in ("averaged_descent", "trusting"):
         optimizer = tilestep.Optimizer(names["model"].parameters(), names[name])
         optimizer.step()
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 PAGES = ["start.md", "moving.md", *(f"guide/{path.name}" for path in sorted((ROOT / "docs" / "guide").glob("*.md")))]

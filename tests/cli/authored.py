@@ -83,6 +83,6 @@ def said_to_be_positive(param, grad, momentum_buffer, *, lr=0.1):
 
 @tilestep.rule
 def over_rows(param, grad, mean, *, lr=0.1):
-    """Reduces over rows, where blocks are not read."""
+    """Reduces over rows; its state can be in blocks all the same."""
     mean = mean + 0.1 * (grad - mean)
     return param - lr * mean / (mean.square().mean(dim=-1, keepdim=True).sqrt() + 1e-8), mean

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import tilestep
@@ -26,12 +25,7 @@ class Named(tilestep.AdamW):  # type: ignore[misc]
         return super().step(*args, **kwargs)
 
 
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 Attach = Callable[[Any, nn.Module], Any]
 KINDS: dict[str, tuple[Attach, str, tuple[str, ...]]] = {
@@ -109,7 +103,7 @@ def test_a_failed_attaching_leaves_the_optimizer_as_it_was(monkeypatch: pytest.M
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tilestep.optimizer.optimizer.build_tables", fail)
+        patch.setattr("tilestep.optimizer.optimizer.build_plan", fail)
         for kind in ("overlap", "offload"):
             with pytest.raises(MemoryError):
                 KINDS[kind][0](optimizer, model)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,12 +19,9 @@ AdamW: Any = tilestep.AdamW  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
+def with_the_native_module(one_rank: None) -> None:
     if not native.wait():
         pytest.skip("no C++ compiler, or TILESTEP_NATIVE=0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def calls(work: Callable[[], Any]) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import each_passes
 from sharded_twins import Branches, Pair, run, sgd
 from torch import nn
@@ -151,13 +150,6 @@ def test_the_module_refuses_what_it_does_not_know() -> None:
         ):
             with pytest.raises((TypeError, ValueError)):
                 wrong()
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_training_that_begins_before_the_module_is_built(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:

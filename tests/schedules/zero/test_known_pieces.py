@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import tilestep
@@ -19,12 +18,9 @@ from tilestep.rules.compose import ema
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
+def with_the_native_module(one_rank: None) -> None:
     if not native.wait():
         pytest.skip("no C++ compiler, or TILESTEP_NATIVE=0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

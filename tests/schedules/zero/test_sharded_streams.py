@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import tilestep
@@ -69,13 +68,6 @@ def counted() -> Iterator[Streams]:
         patch.setattr(SideStream, "keep", lambda self, *tensors: None)
         patch.setattr(SideStream, "after_compute", after_compute)
         yield found
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _stepped(count: int = 4) -> tuple[nn.Sequential, tilestep.ShardedOptimizer]:
