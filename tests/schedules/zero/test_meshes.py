@@ -114,7 +114,7 @@ def means_that_come_with_the_messages() -> None:
             linear_losses(pair)
             assert set(calls) == ({"reduce_scatter"} if options["mesh"] is None else {"reduce_scatter", "all_reduce"})
         pair.compare_states()
-        if place % 2:
+        if place not in (0, 3, 4):  # each variant once, with and without the mesh
             continue
         with averaging() as calls:
             linear_losses(Pair(Elementwise(), plain, bucket_cap_mb=TINY, average=False, **options))
