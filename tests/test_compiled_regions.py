@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import tilestep
 from tilestep.guards import CompiledRegion, guard_model
 
 BLOCKS = 12
@@ -54,9 +56,8 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_compiled_module_waits_where_it_is_called(wrapped: bool) -> None:
-    # What optimizers of tests before have left at all forwards goes with the first call after them.
+    # What optimizers of tests before have left at all forwards goes with them.
     gc.collect()
-    nn.Identity()(torch.ones(1))
     torch._dynamo.reset()
     graphs: list[Any] = []
 
@@ -109,6 +110,24 @@ def test_a_compiled_model_is_let_go(wrapped: bool) -> None:
     assert living() is None
     for handle in handles:
         handle.remove()
+
+
+def test_what_is_compiled_after_an_overlapped_training_is_compiled_once() -> None:
+    """A call of a compiled graph was the first to find that nobody has to wait any more, and to end the waiting."""
+    model = nn.Linear(4, 1)
+    optimizer: Any = tilestep.SGD(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    optimizer = tilestep.overlap(optimizer, model, during="forward")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    del model, optimizer
+    gc.collect()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    other = nn.Linear(4, 1)
+    loss_of = torch.compile(lambda given: other(given).sum(), backend=counter)
+    for _ in range(3):
+        loss_of(torch.ones(2, 4)).backward()
+    assert counter.frame_count == 1
 
 
 def test_a_second_optimizer_of_the_model_is_waited_for_too() -> None:

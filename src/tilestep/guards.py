@@ -13,6 +13,7 @@ from torch import nn
 from .compat import (
     compiled_call,
     guard_parameters,
+    is_being_compiled,
     is_dropping_gradients,
     kept_parameters,
     replace_compiled_call,
@@ -180,15 +181,25 @@ def guard_forwards(waits: Knows) -> None:
     """After `guard_sharers`: have modules wait that get a parameter unseen, as `functional_call` gives it to them."""
     _late.add(waits)
     if not _forwards:
-        # It stays as long as one of them: compiled code is traced again when it comes or goes.
+        # Compiled code is traced again when it comes or goes: it goes with the last of them, and not at a later
+        # forward, which may be that of code that was compiled since.
         _forwards.append(watch_all_forwards(_before_any_forward))
+    weakref.finalize(waits, _unwatch_forwards).atexit = False
+
+
+def _unwatch_forwards() -> None:
+    """Let modules be if nothing is left that they would wait for."""
+    # What dies now may still be counted; it is not listed.
+    if not list(_late) and not is_being_compiled():
+        while _forwards:
+            _forwards.pop().remove()
 
 
 def _before_any_forward(module: nn.Module, _: Any) -> None:
     if _is_traced():
         return
     if not len(_late):
-        _forwards.pop().remove()
+        _unwatch_forwards()
     for waits in list(_late):
         if waits.is_pending and module not in _sharers[waits]:
             for param in list(dict.values(kept_parameters(module))):

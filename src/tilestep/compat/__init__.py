@@ -374,6 +374,12 @@ def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
     return register_module_forward_pre_hook(before)
 
 
+def is_being_compiled() -> bool:
+    """Whether torch compiles code now, whose guards are for what it has found."""
+    context = getattr(torch._guards, "CompileContext", None)
+    return context is not None and context.try_get() is not None
+
+
 def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
     """Have something called before any module gets a parameter; a handle ends that, None without such calls."""
     from torch.nn.modules import module as modules
