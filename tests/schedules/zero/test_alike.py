@@ -86,6 +86,24 @@ def a_rate_tensor_that_is_written_to() -> None:
             optimizer.step()
 
 
+def betas_that_are_written_to() -> None:
+    """Tensors in a tuple, and a list in which one is replaced: the tuple and the list stay the same objects."""
+    for kind in (tuple, list):
+        model, optimizer = training()
+        betas = kind((torch.tensor(0.9), torch.tensor(0.99)) if kind is tuple else (0.9, 0.99))
+        optimizer.param_groups[0]["betas"] = betas
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+        if dist.get_rank() == 1 and kind is tuple:
+            betas[0].fill_(0.5)
+        elif dist.get_rank() == 1:
+            betas[0] = 0.5
+        backward(model, 2)
+        with pytest.raises(ValueError, match="ranks disagree"):
+            optimizer.step()
+
+
 def a_clip_that_one_rank_has_not() -> None:
     """It would wait for the other's norm."""
     for between in (False, True):
@@ -123,6 +141,7 @@ test_two_ranks = each_passes(
     [
         other_rates,
         a_rate_tensor_that_is_written_to,
+        betas_that_are_written_to,
         a_clip_that_one_rank_has_not,
         a_scheduler_of_one_rank,
         schedulers_of_all_ranks,

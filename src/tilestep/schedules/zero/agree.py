@@ -246,7 +246,9 @@ class HyperparameterDigest:
         values: list[Any] = []
         for group in optimizer.param_groups:
             keys = self._keys.get(group.get("rule")) or self._keys_of(optimizer, group)
-            values.append(tuple(map(group.get, keys)))
+            # One by one: a list in which one was replaced is the same list.
+            given = map(group.get, keys)
+            values.append([one for each in given for one in (each if isinstance(each, (tuple, list)) else (each,))])
             if not _TENSORS.isdisjoint(map(type, values[-1])):
                 # One that has been written to is the same tensor.
                 self._values = None
@@ -314,5 +316,7 @@ def _described_value(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _as_text(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_as_text, value))})"
     # What only a device knows would have to be waited for.
     return "a number on the device" if isinstance(value, torch.Tensor) and value.is_cuda else plain_value(value)
