@@ -380,3 +380,18 @@ def test_state_that_gets_other_memory(during: str, waits: bool) -> None:
                 twins.optimizer.synchronize()  # type: ignore[attr-defined]
             return
     twins.compare()
+
+
+@pytest.mark.parametrize("thawed", [0, 1])
+def test_a_second_backward_with_what_did_not_train_in_the_first(thawed: int) -> None:
+    """The group waits once more, for what is new in it; what it has updated is not updated twice."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward")
+    model[thawed].requires_grad_(False)
+    model(torch.ones(2, 4)).sum().backward()
+    model[thawed].requires_grad_(True)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="was updated in backward: run all but the last"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()

@@ -275,22 +275,35 @@ class BackwardTracker:
             RuntimeError: if the parameter was updated with the gradient that it had.
         """
         if id(param) in self._updated:
-            label = next(label for label, _, _, each in iter_params(self._optimizer()) if each is param)
-            name = next((name for name, each in self._model.named_parameters() if each is param), None)
-            raise RuntimeError(
-                f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
-                f"{self._grouping.groups[bucket].name} was updated in backward: run all but the last backward before a "
-                "step inside optimizer.no_sync(); after a backward that was broken off call zero_grad() first; for "
-                'parameters that reentrant checkpoints share use during="forward"'
-            )
+            raise self._late(param, self._grouping.groups[bucket])
         return True
 
     def complete(self, bucket: int) -> None:
-        """Update a group of which all gradients are there, or sum these for the norm."""
+        """Update a group of which all gradients are there, or sum these for the norm.
+
+        Raises:
+            RuntimeError: if a parameter was updated with the gradient that it had.
+        """
+        group = self._grouping.groups[bucket]
         if self.applies:
-            self._update(self._grouping.groups[bucket])
+            # Of a group that waits once more, for a parameter that did not train before, others may come again too.
+            for param in group.params if group in self.applied else ():
+                if id(param) in self._updated and self._gradient(param) is not None:
+                    raise self._late(param, group)
+            self._update(group)
         elif self._sums:
-            self._sum(self._grouping.groups[bucket])
+            self._sum(group)
+
+    def _late(self, param: torch.Tensor, group: Group) -> RuntimeError:
+        """For a gradient that has come after the update that would have used it."""
+        label = next(label for label, _, _, each in iter_params(self._optimizer()) if each is param)
+        name = next((name for name, each in self._model.named_parameters() if each is param), None)
+        return RuntimeError(
+            f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
+            f"{group.name} was updated in backward: run all but the last backward before a step inside "
+            "optimizer.no_sync(); after a backward that was broken off call zero_grad() first; for parameters that "
+            'reentrant checkpoints share use during="forward"'
+        )
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._reduced.get(id(param), param.grad)
