@@ -293,7 +293,7 @@ def publish(name: str, text: str) -> Path:
 
 
 def private_folder(name: str) -> Path:
-    """A folder of the cache for files of another library, which checks none: nobody else can reach into it."""
+    """A folder of the cache for files of another library, which checks none: no other user can reach into it."""
     directory = _present(cache_directory())
     try:
         return _closed_folder(directory, name)

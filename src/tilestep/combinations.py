@@ -147,7 +147,7 @@ def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
     """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held."""
     wrappers = _wrappers(holds)
     if wrappers:
-        # One that is in a circle of references and that nobody holds any more reduces nothing.
+        # One that is in a circle of references and that nothing else holds any more reduces nothing.
         del wrappers
         gc.collect()
         wrappers = _wrappers(holds)
@@ -182,7 +182,7 @@ def _look_at(parent: nn.Module, child: nn.Module) -> None:
         ]
 
     if concerned():
-        # An optimizer that nobody holds any more has no say.
+        # An optimizer that nothing else holds any more has no say.
         gc.collect()
         for follower in concerned():
             follower.wrapped(parent, kind)

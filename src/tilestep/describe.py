@@ -51,17 +51,17 @@ class RuleDescription:
     @property
     def bytes_read(self) -> float:
         """Bytes read for each element of a parameter, in all passes."""
-        return sum(each.traffic.bytes_read for each in self.passes if each.traffic)
+        return sum(entry.traffic.bytes_read for entry in self.passes if entry.traffic)
 
     @property
     def bytes_written(self) -> float:
         """Bytes written for each element of a parameter, in all passes."""
-        return sum(each.traffic.bytes_written for each in self.passes if each.traffic)
+        return sum(entry.traffic.bytes_written for entry in self.passes if entry.traffic)
 
     @property
     def launches(self) -> list[str]:
         """Everything that is called in a step, however many tensors there are."""
-        return [name for each in self.passes for name in each.launches]
+        return [name for entry in self.passes for name in entry.launches]
 
 
 def spec_for(
@@ -163,47 +163,47 @@ def _states(rule: Rule, spec: KernelSpec, dtype: torch.dtype, master_weights: Ma
         "row": "one for each row",
         "column": "one for each column",
     }
-    found = {"step": "float32, one for each tensor"}
+    states = {"step": "float32, one for each tensor"}
     kind = master_kind(dtype, {"master_weights": master_weights})
     if kind is not None:
-        found[kind.key] = f"{dtype_name(kind.dtype)}, like the parameter"
+        states[kind.key] = f"{dtype_name(kind.dtype)}, like the parameter"
     graph = spec.program.graph
     for name in graph.states:
         if name in graph.matrix_states:
-            found[name] = f"a matrix of {' by '.join(graph.matrix_states[name])} of the parameter"
+            states[name] = f"a matrix of {' by '.join(graph.matrix_states[name])} of the parameter"
             continue
         kept = dtype_name(spec.scalar_dtype(name)) if name in graph.scalar_states else str(spec.storages[name])
-        found[name] = f"{kept}, {shapes[rule.states[name].shape]}"
-    return found
+        states[name] = f"{kept}, {shapes[rule.states[name].shape]}"
+    return states
 
 
 def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
     program = spec.program
     prefix = f"{spec.name}_" if backend == "triton" else ""
-    found: list[PassDescription] = []
+    passes: list[PassDescription] = []
     for index, scalar in enumerate(program.scalars):
         computed = _names([value for _, value in scalar.rows])
         stored = [*scalar.stores, *(["step"] if scalar.is_last else [])]
         what = f"for each tensor, in float64: {computed or 'nothing to compute'}"
         what += f"; keeps {', '.join(stored)}" if stored else ""
-        found.append(PassDescription("scalar", what, launches=(f"{prefix}scalar_pass_{index}",)))
+        passes.append(PassDescription("scalar", what, launches=(f"{prefix}scalar_pass_{index}",)))
         if scalar.global_reductions:
             sums = ", ".join(
                 f"{value.operation.split('_')[1]} of {_in_words(value.args[0])}"
                 for _, value in scalar.global_reductions
             )
             calls = tuple("torch, over all tensors" for _ in scalar.global_reductions)
-            found.append(PassDescription("across", f"over all tensors: {sums}", launches=calls))
-        found += [_tile_pass(spec, tile, prefix, backend) for tile in program.slices_before(index)]
+            passes.append(PassDescription("across", f"over all tensors: {sums}", launches=calls))
+        passes += [_tile_pass(spec, tile, prefix, backend) for tile in program.slices_before(index)]
         tile = program.tiles[index]
         if tile is not None:
-            found.append(_tile_pass(spec, tile, prefix, backend))
+            passes.append(_tile_pass(spec, tile, prefix, backend))
         matrix_pass = program.matrices.passes[index] if index < len(program.matrices.passes) else None
         if matrix_pass is not None:
             operations = ", ".join(value.operation for value in matrix_pass.values)
             calls = tuple(f"torch, {value.operation} for each shape" for value in matrix_pass.values)
-            found.append(PassDescription("matrix", f"on whole matrices: {operations}", launches=calls))
-    return found
+            passes.append(PassDescription("matrix", f"on whole matrices: {operations}", launches=calls))
+    return passes
 
 
 def _taps(spec: KernelSpec, asked: Taps | None) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ def _taps(spec: KernelSpec, asked: Taps | None) -> tuple[str, ...]:
 
 
 def _tile_pass(spec: KernelSpec, tile: TilePass, prefix: str, backend: str) -> PassDescription:
-    each = "element" if tile.over is None else slice_word(tile.over, spec.program.graph.dims)
+    unit = "element" if tile.over is None else slice_word(tile.over, spec.program.graph.dims)
     parts = [f"new {name}" for name in tile.stores]
     parts += [_in_words(value) for _, value in tile.kept]
     for _, value in (*tile.parts, *tile.reductions):
@@ -233,8 +233,8 @@ def _tile_pass(spec: KernelSpec, tile: TilePass, prefix: str, backend: str) -> P
         launches += ["combine_parts"] * len(tile.parts)
         finish = f"finish_{tile.stage}" if tile.view is None else f"{title}_finish"
         launches += [f"{prefix}{finish}"] if tile.reductions else []
-    kind = "tile" if tile.over is None else each
-    return PassDescription(kind, f"for each {each}: {', '.join(parts)}", tile_traffic(spec, [tile]), tuple(launches))
+    kind = "tile" if tile.over is None else unit
+    return PassDescription(kind, f"for each {unit}: {', '.join(parts)}", tile_traffic(spec, [tile]), tuple(launches))
 
 
 def _names(values: list[Value]) -> str:

@@ -33,11 +33,11 @@ class Waits(Protocol):
         """Whether any parameter may still be on its way."""
 
     def wait(self, param: Any) -> None:
-        """Let whoever comes next use a parameter."""
+        """Make the code that runs next wait for a parameter."""
 
 
 def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor], bool]) -> list[Any]:
-    """Let whoever looks a parameter up in its module wait for it.
+    """Let code that looks a parameter up in its module wait for it.
 
     Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
     embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
@@ -151,9 +151,9 @@ def guard_sharers(model: nn.Module, waits: Knows) -> None:
         module for module in model.modules() if any(map(waits.knows, dict.values(kept_parameters(module))))
     )
     # By their own class: some objects import what they stand for when they are asked for another one.
-    for each in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
-        for param in list(dict.values(kept_parameters(each))):
-            _guard_sharer(waits, each, param)
+    for module in [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]:
+        for param in list(dict.values(kept_parameters(module))):
+            _guard_sharer(waits, module, param)
     if not _watching:
         # Once for all: torch is looking at its hooks whenever one of these might end.
         _watching.append(watch_all_parameters(_look_at))
@@ -218,7 +218,7 @@ def _waiting_before_forward(waits: Waits) -> Callable[[nn.Module, Any], None]:
 def _holds_parameters_elsewhere(module: nn.Module) -> bool:
     """Whether a module keeps its parameters in a list of its own too, as recurrent ones do for their kernels."""
     lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
-    return any(isinstance(each, nn.Parameter) for value in lists for each in value)
+    return any(isinstance(item, nn.Parameter) for value in lists for item in value)
 
 
 class _Both:
@@ -229,20 +229,20 @@ class _Both:
 
     @property
     def is_pending(self) -> bool:
-        return any(each.is_pending for each in self._all)
+        return any(waits.is_pending for waits in self._all)
 
     @property
     def compiled(self) -> bool:
-        return any(each.compiled for each in self._all)
+        return any(waits.compiled for waits in self._all)
 
     @compiled.setter
     def compiled(self, value: bool) -> None:
-        for each in self._all:
-            each.compiled = value
+        for waits in self._all:
+            waits.compiled = value
 
     def wait(self, param: Any) -> None:
-        for each in self._all:
-            each.wait(param)
+        for waits in self._all:
+            waits.wait(param)
 
 
 _is_traced = torch.compiler.is_dynamo_compiling

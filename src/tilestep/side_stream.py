@@ -58,10 +58,10 @@ class SideStream:
 
     def _numbered(self, number: int) -> torch.cuda.Stream:
         """The current stream, which has this number; torch's own look takes ten times as long as one in here."""
-        known = self._streams.get(number)
-        if known is None:
-            known = self._streams[number] = torch.cuda.current_stream(self._device)
-        return known
+        current = self._streams.get(number)
+        if current is None:
+            current = self._streams[number] = torch.cuda.current_stream(self._device)
+        return current
 
     def here(self) -> SideStream:
         """The line that work goes to now, which stays with its stream when another one is current."""
@@ -85,8 +85,8 @@ class SideStream:
         if home is None or home == stream:
             yield
             return
-        for each in streams or (home,):
-            stream.wait_stream(each)
+        for waited in streams or (home,):
+            stream.wait_stream(waited)
         before, self._entered_from = self._entered_from, home
         try:
             with torch.cuda.stream(stream):

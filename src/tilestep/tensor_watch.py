@@ -3,7 +3,7 @@
 A tensor is unchanged if its dtype, device, sizes, strides, dispatch keys (lazy negation and conjugation, zero tensors,
 subclasses) and address are the remembered ones. `native/scan.cpp` states the same in `description_of` and `address_of`;
 this module asks torch's guards and `data_ptr`. Memory is not kept alive between steps: one who moves a state to another
-device gets its memory back at once, and an address that is a tensor's own now is its memory, whoever had it before.
+device gets its memory back at once, and an address that is a tensor's own now is its memory, whatever had it before.
 """
 
 from __future__ import annotations

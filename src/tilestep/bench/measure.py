@@ -104,7 +104,7 @@ def _peak(events: Iterable[dict[str, Any]]) -> int:
     return peak
 
 
-# Threads of an OpenMP runtime spin for a few milliseconds after their work and would slow down whoever comes next.
+# Threads of an OpenMP runtime spin for a few milliseconds after their work and would slow down what is measured next.
 SETTLE_SECONDS = 0.01
 LEAST_ROUNDS = 3
 
@@ -281,7 +281,7 @@ def _traced(run: _Run, device: torch.device) -> None:
 
 
 class _Delay:
-    """Work that keeps the GPU busy for a given time, and leaves its cache full of what nobody asked for."""
+    """Work that keeps the GPU busy for a given time, and leaves its cache full of data that no contender reads."""
 
     def __init__(self, device: torch.device) -> None:
         self.source = torch.ones(128 << 20, dtype=torch.uint8, device=device)
@@ -425,7 +425,7 @@ def loop_over_tensors(sizes: Sequence[int], dtype: torch.dtype) -> Contender | N
         return None
     integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     arrays = [[torch.ones(size, dtype=integer) for size in sizes] for _ in range(4)]
-    tables = [torch.tensor([array.data_ptr() for array in each] or [0]) for each in arrays]
+    tables = [torch.tensor([array.data_ptr() for array in operand] or [0]) for operand in arrays]
     tables.append(torch.tensor(list(sizes) or [0]))
     addresses = [ctypes.c_void_p(table.data_ptr()) for table in tables]
 

@@ -98,31 +98,31 @@ def tiled_rules() -> list[Rule]:
     """
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
-    found = []
+    tiled = []
     for rule in registry.values():
         if not has_matrix_work(Optimizer([parameter], rule)):
-            found.append(rule)
-    return found
+            tiled.append(rule)
+    return tiled
 
 
 def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
     """Every signature of these rules, each once."""
-    found: dict[str, Job] = {}
+    by_signature: dict[str, Job] = {}
     for rule in rules:
         for kind in KINDS:
             spec = _spec(_optimizer(rule, kind, _TENSORS, device))
             name = signature(spec)
-            found.setdefault(name, Job(rule, kind, name, spec))
-    return list(found.values())
+            by_signature.setdefault(name, Job(rule, kind, name, spec))
+    return list(by_signature.values())
 
 
 def _elements(device: torch.device, spec: KernelSpec) -> int:
     """Enough that no cache holds them, and at most half of the free memory."""
     if not has_streams(device):
         return 1 << 24
-    each = sum(array.dtype.itemsize for array in [spec.grad, *spec.arrays])
+    element_size = sum(array.dtype.itemsize for array in [spec.grad, *spec.arrays])
     free, _ = torch.cuda.mem_get_info(device)
-    return min(1 << 29, free // 2 // each)
+    return min(1 << 29, free // 2 // element_size)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
@@ -222,12 +222,12 @@ def _measure(
     close = [shape for shape, taken in turns.medians().items() if taken <= (1 + _CLOSE) * least]
     if len(close) > 1:
         turns.rounds(close, rounds - 1, decide)
-    found = turns.medians()
-    best = min(found, key=found.__getitem__)
+    medians = turns.medians()
+    best = min(medians, key=medians.__getitem__)
     if rounds > 1 and best != before:
         turns.forget()
         turns.rounds([before, best], rounds, until, least=min(rounds, 3))
-    return {**found, **turns.medians()}, best
+    return {**medians, **turns.medians()}, best
 
 
 def tune(

@@ -67,14 +67,14 @@ def _translate(rule: Rule, given: Mapping[str, Any], graphs: dict[int, Graph]) -
     check_group(rule, values)
     refusals = trace_all(rule, values, graphs)
     if not graphs.keys() - {0}:
-        raise refusals[2]  # numbers alone are nobody's parameters
-    known = sorted(graphs)
-    description = describe(rule, given, backend="cpp", dims=2 if 2 in graphs else known[0])
-    tiles = sum(each.traffic is not None for each in description.passes)
+        raise refusals[2]  # no optimizer has parameters that are all numbers
+    dimensions = sorted(graphs)
+    description = describe(rule, given, backend="cpp", dims=2 if 2 in graphs else dimensions[0])
+    tiles = sum(entry.traffic is not None for entry in description.passes)
     taken = "tensors of any number of dimensions"
     if refusals:
         reason = next(iter(refusals.values()))
-        plural = "" if known == [1] else "s"
-        taken = f"tensors of {' or '.join(map(str, known))} dimension{plural}; of others not ({reason})"
+        plural = "" if dimensions == [1] else "s"
+        taken = f"tensors of {' or '.join(map(str, dimensions))} dimension{plural}; of others not ({reason})"
     moved = f"{description.bytes_read} bytes read and {description.bytes_written} written for each float32 element"
     return f"{tiles} pass{'es' * (tiles != 1)} over elements, {moved}; {taken}"

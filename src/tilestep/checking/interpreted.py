@@ -49,8 +49,8 @@ def check_interpreted(rule: Any, given: Mapping[str, Any]) -> Iterator[Verdict]:
             process.kill()
             yield Verdict(_BACKEND, None, f"not done after {_TIMEOUT} seconds")
             return
-    found = [Verdict(**json.loads(line)) for line in out.decode().splitlines() if line.startswith("{")]
-    yield from found
+    verdicts = [Verdict(**json.loads(line)) for line in out.decode().splitlines() if line.startswith("{")]
+    yield from verdicts
     if process.returncode:
         last = errors.decode().strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         yield Verdict(_BACKEND, False, f"it stopped with: {last[0]}")
@@ -67,8 +67,8 @@ def _require_importable(rule: Any) -> None:
 def answer() -> None:
     """Check the rule that comes in, and write verdicts."""
     warnings.simplefilter("ignore")  # numpy's, about numbers that are masked out
-    found, given = pickle.load(sys.stdin.buffer)
-    subject_rule = found if isinstance(found, Rule) else rule(found)
+    target, given = pickle.load(sys.stdin.buffer)
+    subject_rule = target if isinstance(target, Rule) else rule(target)
     interpret_on_cpu()
     graphs: dict[int, Graph] = {}
     trace_all(subject_rule, {**subject_rule.hyperparameters, **given}, graphs)

@@ -91,12 +91,12 @@ def expected(
     """The new parameter and states by the rule's own code, in float64."""
     buffers: list[torch.Tensor | None] = [before.param.to(dtype), before.grad.to(dtype)]
     for name in rule.state_names:
-        known = before.states.get(name)
+        state = before.states.get(name)
         wide = torch.float64 if rule.states[name].shape == "scalar" else dtype
-        buffers.append(None if known is None else known.to(wide, copy=True))
+        buffers.append(None if state is None else state.to(wide, copy=True))
     kept = precision_of.set(lambda _: torch.finfo(before.param.dtype).eps)
     try:
-        copies = [None if each is None else each.clone() for each in buffers]
+        copies = [None if buffer is None else buffer.clone() for buffer in buffers]
         results = rule(*copies, **hyperparameters, step=before.step)
     finally:
         precision_of.reset(kept)
@@ -130,10 +130,10 @@ def compare(
     wanted = expected(rule, before, hyperparameters, torch.float64)
     rough = expected(rule, before, hyperparameters, compute)
     exact = exact_values(param, state)
-    found = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in state}}
+    actual = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in state}}
     precision = max(torch.finfo(exact.dtype).eps, _master_eps(param, state))
     old = {"param": before.param, **before.states}
-    for name, value in found.items():
+    for name, value in actual.items():
         if name not in wanted:
             raise CheckFailure(f"{name} of {label} is kept, but the rule returns None for it", name)
         shaped = wanted[name].to(value.device).expand(value.shape)
@@ -159,17 +159,17 @@ def _master_eps(param: torch.Tensor, state: Mapping[str, Any]) -> float:
 
 
 def _close_in_blocks(
-    name: str, label: str, blocks: Storage, found: torch.Tensor, wanted: torch.Tensor, step: float
+    name: str, label: str, blocks: Storage, actual: torch.Tensor, wanted: torch.Tensor, step: float
 ) -> None:
     """Raise if a state in blocks is much further from the formula than the format is from it."""
-    shapes = {array.name: shape_of_entries(found.shape, array.elements) for array in blocks.arrays(name)}
+    shapes = {array.name: shape_of_entries(actual.shape, array.elements) for array in blocks.arrays(name)}
     kept = {
-        array.name: torch.empty(shapes[array.name], dtype=array.dtype, device=found.device)
+        array.name: torch.empty(shapes[array.name], dtype=array.dtype, device=actual.device)
         for array in blocks.arrays(name)
     }
-    stored_in(blocks, kept, name, wanted.float(), shape=found.shape)
-    rounded = values_of(blocks, kept, name, shape=found.shape).double()
-    own, off = float((rounded - wanted).square().sum()), float((found.double() - wanted).square().sum())
+    stored_in(blocks, kept, name, wanted.float(), shape=actual.shape)
+    rounded = values_of(blocks, kept, name, shape=actual.shape).double()
+    own, off = float((rounded - wanted).square().sum()), float((actual.double() - wanted).square().sum())
     if not off <= 2 * own + 1e-12 * float(wanted.square().sum()):
         raise CheckFailure(
             f"{name} of {label}, kept as {blocks}, is off by {off:.3g} at step {step:g} (a sum of squares), where the "
@@ -181,7 +181,7 @@ def _close_in_blocks(
 def _close(
     name: str,
     label: str,
-    found: torch.Tensor,
+    actual: torch.Tensor,
     wanted: torch.Tensor,
     old: torch.Tensor,
     spread: torch.Tensor,
@@ -189,19 +189,19 @@ def _close(
     compute: torch.dtype,
     step: float,
 ) -> None:
-    kept, found = torch.finfo(found.dtype), found.double()
+    kept, actual = torch.finfo(actual.dtype), actual.double()
     scale = wanted.abs() + old.abs() + (wanted - old).abs()
     computed = 64 * torch.finfo(compute).eps * scale
     allowed = eps * wanted.abs() + kept.smallest_normal * kept.eps + computed + 8 * spread
-    strays = ~((found - wanted).abs() <= allowed) & ~(found == wanted) & ~(found.isnan() & wanted.isnan())
+    strays = ~((actual - wanted).abs() <= allowed) & ~(actual == wanted) & ~(actual.isnan() & wanted.isnan())
     count = int(strays.sum())
-    if count <= found.numel() // _STRAY:
+    if count <= actual.numel() // _STRAY:
         return
     place = int(strays.flatten().nonzero()[0])
     what = f"{'the parameter' if name == 'param' else name} of {label}"
     raise CheckFailure(
-        f"{what} is {found.flatten()[place].item():.9g} at step {step:g}, where the formula gives "
-        f"{wanted.flatten()[place].item():.9g} (element {place}; {count} of {found.numel()} are off)",
+        f"{what} is {actual.flatten()[place].item():.9g} at step {step:g}, where the formula gives "
+        f"{wanted.flatten()[place].item():.9g} (element {place}; {count} of {actual.numel()} are off)",
         name,
     )
 
@@ -335,12 +335,12 @@ class Trial:
         if limit is not None:
             self._clip(before, limit)
         self.step()
-        for index, (param, known) in enumerate(zip(self.params, before)):
+        for index, (param, old) in enumerate(zip(self.params, before)):
             label = f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}"
-            if isinstance(known, Snapshot):
+            if isinstance(old, Snapshot):
                 rule, coarse = self.subject.rule, self.subject.has_matrices
-                compare(rule, label, param, self.state(index), known, hyperparameters[index], coarse)
-            elif not torch.equal(param.detach(), known):
+                compare(rule, label, param, self.state(index), old, hyperparameters[index], coarse)
+            elif not torch.equal(param.detach(), old):
                 raise CheckFailure(f"{label} has no gradient and was changed", "param")
 
     def _snapshot(self, index: int, param: torch.Tensor) -> Snapshot:
@@ -352,10 +352,14 @@ class Trial:
     def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
         """Clip the gradients that snapshots hold, as `torch.nn.utils.clip_grad_norm_` does, in float64."""
         for optimizer in self.optimizers:
-            own = [each for each, owner in zip(before, self.owner) if owner is optimizer and isinstance(each, Snapshot)]
-            norm = math.sqrt(sum(float(each.grad.double().square().sum()) for each in own))
-            for each in own:
-                each.grad = each.grad.double() * min(1.0, limit / (norm + 1e-6))
+            own = [
+                snapshot
+                for snapshot, owner in zip(before, self.owner)
+                if owner is optimizer and isinstance(snapshot, Snapshot)
+            ]
+            norm = math.sqrt(sum(float(snapshot.grad.double().square().sum()) for snapshot in own))
+            for snapshot in own:
+                snapshot.grad = snapshot.grad.double() * min(1.0, limit / (norm + 1e-6))
 
     def run(self, steps: int = 5) -> Trial:
         """Compared steps with new gradients each."""
@@ -366,10 +370,10 @@ class Trial:
 
     def contents(self) -> list[torch.Tensor]:
         """Every parameter and state buffer, as copies."""
-        found = [param.detach().clone() for param in self.params]
+        copies = [param.detach().clone() for param in self.params]
         for index in range(len(self.params)):
-            found += [value.clone() for value in self.state(index).values() if isinstance(value, torch.Tensor)]
-        return found
+            copies += [value.clone() for value in self.state(index).values() if isinstance(value, torch.Tensor)]
+        return copies
 
 
 @dataclass(frozen=True)
@@ -522,7 +526,7 @@ def groups(subject: Subject) -> str:
 
 def _moved(subject: Subject, factor: float) -> dict[str, Any]:
     """Every number times a factor, as far as the rule allows it and takes no other branch."""
-    found: dict[str, Any] = {}
+    moved: dict[str, Any] = {}
     for key, value in subject.hyperparameters.items():
         if isinstance(value, (tuple, list)):
             if not all(isinstance(entry, float) for entry in value):
@@ -533,8 +537,8 @@ def _moved(subject: Subject, factor: float) -> dict[str, Any]:
         else:
             continue
         if subject.keeps_graph({key: changed}):
-            found[key] = changed
-    return found
+            moved[key] = changed
+    return moved
 
 
 def moving_numbers(subject: Subject) -> str:
@@ -579,7 +583,7 @@ def _same_bits(runs: list[list[torch.Tensor]], text: str) -> None:
 
 def threads(subject: Subject) -> str:
     """One thread and several give the same bits."""
-    known = torch.get_num_threads()
+    before = torch.get_num_threads()
     runs = []
     try:
         for count in (1, 4):
@@ -590,7 +594,7 @@ def threads(subject: Subject) -> str:
                 trial.step()
             runs.append(trial.contents())
     finally:
-        torch.set_num_threads(known)
+        torch.set_num_threads(before)
     _same_bits(runs, "one thread and four give different bits")
     return "one thread and four give the same bits"
 

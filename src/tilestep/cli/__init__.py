@@ -34,7 +34,7 @@ def build_app() -> typer.Typer:
     def several_commands() -> None:
         """Optimizer steps at the speed of memory."""
 
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         if not module.name.startswith("_"):
             importlib.import_module(f"{__name__}.{module.name}").register(app)
     return app

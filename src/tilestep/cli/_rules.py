@@ -50,32 +50,32 @@ def load_rule(name: str) -> Rule:
     from ..rules import Rule, registry, rule
 
     if ":" not in name:
-        known = {key.lower(): key for key in registry}
-        if name.lower() in known:
-            return registry[known[name.lower()]]
-        close = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f"did you mean {' or '.join(known[key] for key in close)}?" if close else "name it module:function?"
+        names = {key.lower(): key for key in registry}
+        if name.lower() in names:
+            return registry[names[name.lower()]]
+        close = difflib.get_close_matches(name.lower(), names, n=3)
+        hint = f"did you mean {' or '.join(names[key] for key in close)}?" if close else "name it module:function?"
         raise typer.BadParameter(f"no rule is called {name!r}; {hint}", param_hint="RULE")
-    found = _imported(*name.split(":", 1))
-    return found if isinstance(found, Rule) else rule(found)
+    imported = _imported(*name.split(":", 1))
+    return imported if isinstance(imported, Rule) else rule(imported)
 
 
 def _imported(module_name: str, attributes: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports something that is not
         raise typer.BadParameter(f"no module is called {module_name!r}", param_hint="RULE") from None
     for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
+        if not hasattr(value, attribute):
             raise typer.BadParameter(f"{module_name} has no {attributes!r}", param_hint="RULE")
-        found = getattr(found, attribute)
-    if not callable(found):
+        value = getattr(value, attribute)
+    if not callable(value):
         raise typer.BadParameter(f"{module_name}:{attributes} is no function", param_hint="RULE")
-    return found
+    return value
 
 
 def parse_settings(settings: Sequence[str], rule: Rule) -> dict[str, Any]:
@@ -84,14 +84,14 @@ def parse_settings(settings: Sequence[str], rule: Rule) -> dict[str, Any]:
     >>> parse_settings(["amsgrad=true", "betas=(0.8, 0.9)", "lr=1e-2"], load_rule("adamw"))
     {'amsgrad': True, 'betas': (0.8, 0.9), 'lr': 0.01}
     """
-    found = {}
+    values = {}
     for word in settings:
         key, equals, text = word.partition("=")
         if not equals or key not in rule.hyperparameters:
-            known = ", ".join(rule.hyperparameters)
-            raise typer.BadParameter(f"{word!r}: give name=value, with a name of {known}", param_hint="--set")
-        found[key] = _value(text)
-    return found
+            names = ", ".join(rule.hyperparameters)
+            raise typer.BadParameter(f"{word!r}: give name=value, with a name of {names}", param_hint="--set")
+        values[key] = _value(text)
+    return values
 
 
 def parse_formats(state_dtype: str, master_weights: str, rounding: str = "nearest") -> dict[str, Any]:

@@ -29,14 +29,14 @@ def register(app: typer.Typer) -> None:
         from ..checking import check_rule
         from ._rules import load_rule, parse_settings
 
-        found = load_rule(rule)
-        given = parse_settings(settings or [], found)
+        loaded = load_rule(rule)
+        given = parse_settings(settings or [], loaded)
         console = Console()
         marks = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("-   ", "yellow")}
         failed = left_out = 0
-        console.print(f"{found.name}   ({found.where})", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{loaded.name}   ({loaded.where})", markup=False, highlight=False, soft_wrap=True)
         with console.status("checking"):
-            for verdict in check_rule(found, given, interpret=interpret):
+            for verdict in check_rule(loaded, given, interpret=interpret):
                 mark, style = marks[verdict.passed]
                 failed += verdict.passed is False
                 left_out += verdict.passed is None
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
                 line = f"{verdict.item}: {verdict.text}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
         if failed:
-            console.print(f"{failed} of the checks failed: do not use {found.name} like this.", style="bold red")
+            console.print(f"{failed} of the checks failed: do not use {loaded.name} like this.", style="bold red")
             raise typer.Exit(1)
         rest = f"; {left_out} could not be checked here" if left_out else ""
-        console.print(f"{found.name} does what its code says{rest}.", style="bold green", soft_wrap=True)
+        console.print(f"{loaded.name} does what its code says{rest}.", style="bold green", soft_wrap=True)

@@ -42,10 +42,10 @@ def elements_of(text: str) -> float:
     >>> elements_of("1.2B"), elements_of("350m"), elements_of("12,000")
     (1200000000.0, 350000000.0, 12000.0)
     """
-    found = re.fullmatch(r"([\d.,_]+)\s*([KMBGT]?)", text.strip().upper())
+    match = re.fullmatch(r"([\d.,_]+)\s*([KMBGT]?)", text.strip().upper())
     try:
-        assert found is not None
-        return float(found[1].replace(",", "").replace("_", "")) * _UNITS[found[2]]
+        assert match is not None
+        return float(match[1].replace(",", "").replace("_", "")) * _UNITS[match[2]]
     except (AssertionError, ValueError):
         message = f"{text!r} is no number of elements, such as 1.2B or 350M"
         raise typer.BadParameter(message, param_hint="SIZE") from None
@@ -57,8 +57,8 @@ def mesh_of(text: str) -> tuple[int, int]:
     >>> mesh_of("8x4"), mesh_of("16")
     ((8, 4), (16, 1))
     """
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
-    if found is None or 0 in (sizes := (int(found[1]), int(found[2] or 1))):
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
+    if match is None or 0 in (sizes := (int(match[1]), int(match[2] or 1))):
         raise typer.BadParameter(f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4")
     return sizes
 
@@ -107,12 +107,12 @@ def register(app: typer.Typer) -> None:
         from ..planning import plan as planned
         from ._rules import load_rule, parse_formats, parse_settings
 
-        found = load_rule(rule)
+        loaded = load_rule(rule)
         formats = parse_formats(state_dtype, masters, rounding)
-        types = {each: getattr(torch, _TORCH_NAMES[each.value]) for each in Dtype}
+        types = {choice: getattr(torch, _TORCH_NAMES[choice.value]) for choice in Dtype}
         needs = footprint(
-            found,
-            parse_settings(settings or [], found),
+            loaded,
+            parse_settings(settings or [], loaded),
             dtype=types[dtype],
             master_weights=formats["master_weights"] or ("remainder" if remainder else master_weights),
             state_dtype=formats["state_dtype"],
@@ -120,33 +120,33 @@ def register(app: typer.Typer) -> None:
             grad_sync_dtype=None if grad_dtype is None else types[grad_dtype],
         )
         split, copies = mesh_of(mesh)
-        known = default_constants() if constants is None else Constants.load(constants)
+        figures = default_constants() if constants is None else Constants.load(constants)
         whole = grad_buffer is Buffer.contiguous
         measured: dict[str, float] = {"network_bandwidth": network * 1e9} if network else {}
         measured |= {"gpus_per_node": gpus_per_node} if gpus_per_node else {}
         said = {name: "as the command line says" for name in measured}
-        known = replace(known, **measured, sources={**known.sources, **said})  # type: ignore[arg-type]
+        figures = replace(figures, **measured, sources={**figures.sources, **said})  # type: ignore[arg-type]
         runs: dict[str, Any] = {"regime": model.value, "captured": captured, "tensors": tensors or None}
         runs["in_backward"] = in_backward
         bucket = bucket_mb * 2**20 or None
         job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=bucket, **runs)
         console = Console()
-        chosen = planned(job, known)
+        chosen = planned(job, figures)
         console.print(
-            f"{job.elements / 1e9:g} B elements, {found.name}, {split} x {copies} ranks, "
+            f"{job.elements / 1e9:g} B elements, {loaded.name}, {split} x {copies} ranks, "
             f"{len(job.buckets):,} buckets of {_bucket(job)} MiB",
             style="bold",
         )
         _print_memory(console, chosen)
         _print_time(console, chosen)
-        _print_meshes(console, list(meshes(job, known)), job, known)
+        _print_meshes(console, list(meshes(job, figures)), job, figures)
         claim = "; ".join(chosen.unclaimed)
         claimed = f"not claimed to 5%: {claim}" if claim else "claimed to 5%, see docs/scaling.md"
         console.print(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}", markup=False, soft_wrap=True)
         for note in needs.notes:
             console.print(f"not in it: {note}", style="dim", markup=False)
-        if known.assumed:
-            listed = ", ".join(f"{name} {_short(getattr(known, name))}" for name in known.assumed)
+        if figures.assumed:
+            listed = ", ".join(f"{name} {_short(getattr(figures, name))}" for name in figures.assumed)
             console.print(f"assumed, not measured: {listed}", style="dim", markup=False)
 
 
@@ -179,16 +179,16 @@ def _print_time(console: Any, plan: Plan) -> None:
 
 def _print_meshes(console: Any, plans: Sequence[Plan], job: Job, constants: Constants) -> None:
     rows = []
-    for each in plans:
-        fits = each.total_memory < constants.gpu_memory
-        mine = (each.job.shard, each.job.replicate) == (job.shard, job.replicate)
+    for candidate in plans:
+        fits = candidate.total_memory < constants.gpu_memory
+        mine = (candidate.job.shard, candidate.job.replicate) == (job.shard, job.replicate)
         rows.append(
             (
-                f"{each.job.shard} x {each.job.replicate}{' *' if mine else ''}",
-                _bucket(each.job),
-                _gigabytes(each.total_memory) + ("" if fits else " too much"),
-                _milliseconds(each.iteration),
-                f"{each.latency_share:.0%}",
+                f"{candidate.job.shard} x {candidate.job.replicate}{' *' if mine else ''}",
+                _bucket(candidate.job),
+                _gigabytes(candidate.total_memory) + ("" if fits else " too much"),
+                _milliseconds(candidate.iteration),
+                f"{candidate.latency_share:.0%}",
             )
         )
     title = f"meshes of {job.ranks:,} ranks, split x copies"

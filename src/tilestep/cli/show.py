@@ -65,11 +65,11 @@ def register(app: typer.Typer) -> None:
         from ..describe import describe
         from ._rules import load_rule, parse_formats, parse_settings
 
-        found = load_rule(rule)
+        loaded = load_rule(rule)
         formats = parse_formats(state_dtype, masters, rounding)
         description = describe(
-            found,
-            parse_settings(settings or [], found),
+            loaded,
+            parse_settings(settings or [], loaded),
             backend=backend.value,
             dtype=getattr(torch, _TORCH_NAMES[dtype.value]),
             master_weights=formats["master_weights"] or ("remainder" if remainder else master_weights),
@@ -105,10 +105,10 @@ def _print_description(console: Console, description: RuleDescription) -> None:
         line("This code holds while " + "; ".join(description.specialized))
     line()
     line("Passes, with bytes for each element of a parameter", "bold")
-    for number, each in enumerate(description.passes, start=1):
-        line(f"  {number:>2}  {each.kind:<7} {each.what}")
-        if each.traffic is not None:
-            traffic = each.traffic
+    for number, entry in enumerate(description.passes, start=1):
+        line(f"  {number:>2}  {entry.kind:<7} {entry.what}")
+        if entry.traffic is not None:
+            traffic = entry.traffic
             line(f"      reads  {traffic.bytes_read:>3} B  {_listed(traffic.reads, traffic.small_reads)}")
             line(f"      writes {traffic.bytes_written:>3} B  {_listed(traffic.writes, traffic.small_writes)}")
     line(f"  in all: {description.bytes_read} B read, {description.bytes_written} B written")

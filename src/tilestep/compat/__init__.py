@@ -284,7 +284,7 @@ def is_flat_part(param: Any) -> bool:
 
 
 def before_gathering(module: Any, prepare: Callable[[list[Any]], None]) -> bool:
-    """Have something called before an FSDP2 module's parameters are read to be gathered, whoever asks for that.
+    """Have something called before an FSDP2 module's parameters are read to be gathered, whatever code asks for that.
 
     A hook on the module's forward would not do: other modules may prefetch its parameters.
     """
@@ -316,8 +316,8 @@ def _gathering_streams(group: Any, async_op: bool) -> list[Any]:
         gathers = group._all_gather_process_group.size() > 1
     except (AttributeError, AssertionError):
         # Before its first forward, or where torch keeps its streams otherwise.
-        known = vars(getattr(group, "comm_ctx", None) or object).values()
-        streams, gathers = [each for each in known if isinstance(each, torch.cuda.Stream)], False
+        attributes = vars(getattr(group, "comm_ctx", None) or object).values()
+        streams, gathers = [value for value in attributes if isinstance(value, torch.cuda.Stream)], False
     # One rank alone copies its parameters on the current stream.
     return streams if gathers else [*streams, current]
 
@@ -505,7 +505,7 @@ _NAMES = ("_clip_grads_with_norm_", "clip_grad_value_")
 def watch_clips(look: Callable[[list[Any]], None]) -> bool:
     """Have something see the parameters whose gradients torch is going to clip; it may raise.
 
-    `clip_grad_norm_` looks its second half up in its module, so whoever has imported it before is seen too.
+    `clip_grad_norm_` looks its second half up in its module, so calls of one that was imported before are seen too.
     """
     if look in _watched:
         return True
@@ -540,9 +540,9 @@ def _seen(original: Any) -> Any:
 
 def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
     """The hooks that torch calls before and after it loads a checkpoint; empty where torch keeps them otherwise."""
-    known = vars(optimizer)
+    attributes = vars(optimizer)
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    before, after = (list(known.get(name, {}).values()) for name in names)
+    before, after = (list(attributes.get(name, {}).values()) for name in names)
     return before, after
 
 
@@ -578,7 +578,7 @@ def is_capturing() -> bool:
         >>> is_capturing()
         False
     """
-    # Without a driver the question itself may fail, with the error of whoever asked the driver before: a profiler.
+    # Without a driver the question itself may fail, with the error of an earlier call to the driver: a profiler's.
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -763,7 +763,7 @@ def layouts(tensors: Iterable[Any]) -> list[Any]:
     kind = distributed_tensor_type()
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_spec", None) for tensor in tensors]
-    return [Layout(each.device_mesh, each.placements) if isinstance(each, kind) else None for each in tensors]
+    return [Layout(spec.device_mesh, spec.placements) if isinstance(spec, kind) else None for spec in tensors]
 
 
 # Memory that the GPUs of one host read from each other, by torch's symmetric memory.
@@ -965,8 +965,8 @@ def triton_hash() -> tuple[Callable[[], str], Path] | None:
         return None
 
 
-def replace_triton_hash(known: str) -> None:
+def replace_triton_hash(computed: str) -> None:
     """Let Triton take this for the hash of its compiler."""
     from triton.runtime import cache
 
-    cache.triton_key = functools.lru_cache(lambda: known)
+    cache.triton_key = functools.lru_cache(lambda: computed)

@@ -133,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's; give a sharded optimizer and its model together."""
         optimizers = map(plain_optimizer, args)
-        self._leaves_sums = any(each is not None and "shard" in each.attached for each in optimizers)
+        self._leaves_sums = any(optimizer is not None and "shard" in optimizer.attached for optimizer in optimizers)
         try:
             return super().prepare(*args, **kwargs)
         finally:

@@ -23,10 +23,10 @@ def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
     """Raise for a parameter that is somewhere else than the others."""
     if param.is_complex():
         raise OffloadError(f"{label} is complex, and offload() moves real arrays: {REAL_INSTEAD}")
-    found = local_part(param).device
-    if found != device:
+    actual = local_part(param).device
+    if actual != device:
         raise OffloadError(
-            f"{label} is on {found}, others of the optimizer are on {device}: offload() takes one device"
+            f"{label} is on {actual}, others of the optimizer are on {device}: offload() takes one device"
         )
 
 
@@ -62,10 +62,10 @@ def available() -> tuple[int, str]:
         >>> available()[0] > 0
         True
     """
-    found = [(_system(), "memory of the system"), (_control_group(), "limit of the control group")]
-    found.append((_address_space(), "limit of the process's address space"))
-    known = [(count, limit) for count, limit in found if count is not None]
-    return min(known) if known else (1 << 62, "unknown")
+    limits = [(_system(), "memory of the system"), (_control_group(), "limit of the control group")]
+    limits.append((_address_space(), "limit of the process's address space"))
+    readable = [(count, limit) for count, limit in limits if count is not None]
+    return min(readable) if readable else (1 << 62, "unknown")
 
 
 def _system() -> int | None:
@@ -76,7 +76,7 @@ def _system() -> int | None:
 
 
 def _control_group() -> int | None:
-    """What version 2 of Linux's control groups leaves; pages of files that nobody uses can be taken."""
+    """What version 2 of Linux's control groups leaves; pages of files that are not in use can be taken."""
     with contextlib.suppress(OSError, ValueError):
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         used = int((_CONTROL_GROUP / "memory.current").read_text())
@@ -129,7 +129,7 @@ class HostMemory:
         for tensor, dtype, flat in zip(tensors, dtypes, self.take(sizes)):
             like = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
             begin = flat.storage_offset() // dtype.itemsize
-            # Not a view: it has a version of its own, and nobody follows it to its neighbours.
+            # Not a view: it has a version of its own, and no check follows it to its neighbours.
             empty = torch.empty(0, dtype=dtype, device="cpu")
             made.append(empty.set_(flat.untyped_storage(), begin, like.shape, like.stride()))
         return made
@@ -162,7 +162,7 @@ class HostMemory:
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _MAPPED))
         if code:
             with contextlib.suppress(RuntimeError):
-                # CUDA reports its last error to whoever launches next.
+                # CUDA reports its last error to the next launch.
                 torch.zeros(1, device=self.device)
             raise self._missing(size, *available(), why=f", which CUDA could not lock (error {code})")
         finalizer = weakref.finalize(array, _unlock, address, self.device)
@@ -272,7 +272,7 @@ def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]
     strided = set(segment.own_strided)
     whole = [place in strided for place in range(len(entries))]
     per_chunk = max(room // max(width * tiles.size, 1), 1)
-    chunks = [Chunk(*each) for each in sizes_of_chunks(counts, whole, per_chunk)]
+    chunks = [Chunk(*bounds) for bounds in sizes_of_chunks(counts, whole, per_chunk)]
     for chunk in chunks:
         lay_out(chunk, segment, names)
     return chunks

@@ -72,9 +72,9 @@ class HostState(StateOnHost):
         check_unchanged(list(self.mirrors.values()))
         self.inward.follow(self.compute.mark())
         self.copies.begin()
-        found = [[self._sent(self.mirrors[each], own) for each, own in zip(*one)] for one in zip(params, gradients)]
+        sent = [[self._sent(self.mirrors[param], own) for param, own in zip(*one)] for one in zip(params, gradients)]
         self.copies.close()
-        return found
+        return sent
 
     def _sent(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.kept is not None:
@@ -138,8 +138,10 @@ class DeviceNorm:
 
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Compute their sum of squares, float64[1] on the device."""
-        dense = [each if each is None or is_dense(each) else each.contiguous() for each in gradients]
-        addresses = [0 if each is None else each.data_ptr() for each in dense]
+        dense = [
+            gradient if gradient is None or is_dense(gradient) else gradient.contiguous() for gradient in gradients
+        ]
+        addresses = [0 if gradient is None else gradient.data_ptr() for gradient in dense]
         copy_to(self._addresses, np.asarray(addresses, dtype=np.int64))
         self._table.launch(self._addresses, self._total)
         return self._total
@@ -163,7 +165,7 @@ class HostUpdate(ChunkedPasses):
         width = segment.entries[0].param.element_size()
         room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
         whole = [place in strided for place in range(len(counts))]
-        self.chunks = [TileRange(*each) for each in sizes_of_chunks(counts, whole, room)]
+        self.chunks = [TileRange(*bounds) for bounds in sizes_of_chunks(counts, whole, room)]
         if not self._in_slices:
             segment.set_tile_ranges(self.chunks)
 

@@ -149,8 +149,8 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: b
         if chosen is None:
             raise OffloadError("updates on the GPU need Triton, those on the CPU a C++ compiler; neither is there")
         return chosen, f"there is no {needs['cpu' if chosen == 'gpu' else 'gpu'].removeprefix('a ')}"
-    plan, known = plan_for(optimizer), measure_bandwidths(device)
-    gpu, cpu = plan.on_device(known, gradients), plan.on_host(known, gradients)
+    plan, bandwidths = plan_for(optimizer), measure_bandwidths(device)
+    gpu, cpu = plan.on_device(bandwidths, gradients), plan.on_host(bandwidths, gradients)
     return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
 
 
@@ -165,9 +165,9 @@ def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason:
     if where != "here":
         options = {"offload to the CPU": where == "cpu", "offload of gradients": memory.keeps_gradients}
         names = ("offload", *(name for name, is_chosen in options.items() if is_chosen))
-    for each in {id(each): each for each in (owner, optimizer)}.values():
-        each.memory = memory
+    for target in {id(target): target for target in (owner, optimizer)}.values():
+        target.memory = memory
         offers = {"offload_report": memory.offload_report}
-        each.attach(names, offers=offers if hasattr(each, "wait") else {**offers, "wait": memory.wait})
+        target.attach(names, offers=offers if hasattr(target, "wait") else {**offers, "wait": memory.wait})
     optimizer.schedule.states_replaced(optimizer)
     return cast(OffloadedOptimizer, optimizer)

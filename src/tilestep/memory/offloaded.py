@@ -76,14 +76,14 @@ def measure_bandwidths(device: torch.device) -> Bandwidths:
 
 def _seconds(action: Callable[[], None], device: torch.device) -> float:
     """The fastest of some runs, after one that is not counted."""
-    found = []
+    seconds = []
     for _ in range(_ROUNDS + 1):
         _synchronize(device)
         begin = time.perf_counter()
         action()
         _synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
 
 
 def _synchronize(device: torch.device) -> None:
@@ -102,15 +102,15 @@ class Plan:
     parameters: int  # that come back
     kernels: int  # that the host's kernels read and write
 
-    def on_device(self, known: Bandwidths, kept: bool = False) -> float:
+    def on_device(self, bandwidths: Bandwidths, kept: bool = False) -> float:
         """Seconds of an update on the device: both ways at once."""
-        return max(self.inward + (self.gradients if kept else 0), self.outward) / known.both
+        return max(self.inward + (self.gradients if kept else 0), self.outward) / bandwidths.both
 
-    def on_host(self, known: Bandwidths, kept: bool = False) -> float:
+    def on_host(self, bandwidths: Bandwidths, kept: bool = False) -> float:
         """Seconds of an update on the host: copies beside kernels, which share the host's memory with them."""
         gradients = 0 if kept else self.gradients
-        shared = (self.kernels + gradients + self.parameters) / known.host
-        return max(gradients / known.outward, self.parameters / known.inward, shared)
+        shared = (self.kernels + gradients + self.parameters) / bandwidths.host
+        return max(gradients / bandwidths.outward, self.parameters / bandwidths.inward, shared)
 
 
 def plan_for(optimizer: Optimizer) -> Plan:
@@ -162,10 +162,10 @@ class OffloadReport:
             f"host memory: {gigabytes(self.host_bytes)}; buffers on the device: {gigabytes(self.device_bytes)}"
         )
         if self.bandwidths is not None and self.gpu_seconds is not None and self.cpu_seconds is not None:
-            known = self.bandwidths
+            bandwidths = self.bandwidths
             lines.append(
-                f"measured: {gigabytes(known.inward)}/s in, {gigabytes(known.outward)}/s out, "
-                f"{gigabytes(known.both)}/s each way at once, {gigabytes(known.host)}/s in host memory"
+                f"measured: {gigabytes(bandwidths.inward)}/s in, {gigabytes(bandwidths.outward)}/s out, "
+                f"{gigabytes(bandwidths.both)}/s each way at once, {gigabytes(bandwidths.host)}/s in host memory"
             )
             lines.append(f"predicted: gpu {1e3 * self.gpu_seconds:.3g} ms, cpu {1e3 * self.cpu_seconds:.3g} ms")
         return "\n".join(lines)
@@ -175,9 +175,9 @@ def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
     """The arrays of a kernel that live on the host: its element states and the master, but no scales of blocks."""
     graph = spec.program.graph
     buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
-    found = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.follows_elements]
+    states = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.follows_elements]
     masters = [array.name for array in spec.storages["param"].arrays("param") if array.name != "param"]
-    return (*masters, *found)
+    return (*masters, *states)
 
 
 def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -313,7 +313,8 @@ class Mirrors(dict[torch.Tensor, Mirror]):
     def versions(self) -> int:
         """A number that grows with every write to a parameter in place."""
         return sum(
-            version_of(each.param) + (0 if each.part is each.param else version_of(each.part)) for each in self.values()
+            version_of(mirror.param) + (0 if mirror.part is mirror.param else version_of(mirror.part))
+            for mirror in self.values()
         )
 
 
@@ -409,9 +410,9 @@ def check_unchanged(mirrors: Sequence[Mirror]) -> None:
 class HostGradients:
     """Takes gradients from parameters while backward runs, without waiting for anything.
 
-    Of a DTensor it is this rank's part, once whoever shards it has reduced it: FSDP2 runs hooks after that, in the
-    stream of the reduction. A gradient that is distributed otherwise than its parameter (a partial sum) stays for the
-    step, which all ranks take together.
+    Of a DTensor it is this rank's part, once the library that shards it has reduced it: FSDP2 runs hooks after that, in
+    the stream of the reduction. A gradient that is distributed otherwise than its parameter (a partial sum) stays for
+    the step, which all ranks take together.
     """
 
     def __init__(self, mirrors: Mirrors, copies: HostCopies) -> None:
@@ -590,9 +591,9 @@ class OffloadedState(StateMemory):
         plan = plan_for(owner)
         if self.is_beside:
             return OffloadReport(self.where, self.reason, plan, host_bytes=plan.state)
-        known = measure_bandwidths(self.device)
-        gpu, cpu = plan.on_device(known, self.keeps_gradients), plan.on_host(known, self.keeps_gradients)
-        return OffloadReport(self.where, self.reason, plan, self.host_bytes, self.device_bytes, known, gpu, cpu)
+        bandwidths = measure_bandwidths(self.device)
+        gpu, cpu = plan.on_device(bandwidths, self.keeps_gradients), plan.on_host(bandwidths, self.keeps_gradients)
+        return OffloadReport(self.where, self.reason, plan, self.host_bytes, self.device_bytes, bandwidths, gpu, cpu)
 
 
 class InPlace(OffloadedState):

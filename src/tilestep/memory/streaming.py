@@ -86,7 +86,7 @@ class StreamedState(StateOnHost):
             for one in zip(params, gradients)
         ]
         self.copies.order(self.compute)
-        return [[self._readable(*each) for each in one] for one in taken]
+        return [[self._readable(*pair) for pair in one] for one in taken]
 
     def _readable(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or id(mirror.part) not in self._returning:
@@ -102,7 +102,7 @@ class StreamedState(StateOnHost):
         self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
     ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
         """Where passes work on rows, columns or other slices, a segment is what fits a buffer."""
-        found: list[tuple[KernelSpec, Sequence[Entry]]] = []
+        cut: list[tuple[KernelSpec, Sequence[Entry]]] = []
         for spec, entries in parts:
             names = moved_arrays(spec) if spec.program.slices.views else ()
             chunk: list[Entry] = []
@@ -110,12 +110,12 @@ class StreamedState(StateOnHost):
             for entry in entries:
                 own = sum(entry.arrays[name].nbytes for name in names)
                 if chunk and size + own > self.chunk_bytes:
-                    found.append((spec, chunk))
+                    cut.append((spec, chunk))
                     chunk, size = [], 0
                 chunk.append(entry)
                 size += own
-            found.append((spec, chunk))
-        return found
+            cut.append((spec, chunk))
+        return cut
 
     def on_segment(self, segment: Segment) -> None:
         """Give a segment that has state on the host what moves it."""

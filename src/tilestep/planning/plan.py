@@ -60,14 +60,14 @@ class Constants:
     def load(cls, path: Path) -> Constants:
         """Read what `save` wrote, or a part of it: what is missing is taken from the defaults."""
         stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
-        names = [each.name for each in dataclasses.fields(cls) if each.name != "sources"]
-        known: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())
+        names = [constant.name for constant in dataclasses.fields(cls) if constant.name != "sources"]
+        defaults: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())
         for name, entry in stored.items():
             if name not in names:
                 raise ValueError(f"{path}: no constant is called {name!r}; there are {', '.join(names)}")
             if not isinstance(entry.get("value"), (int, float)) or not entry["value"] > 0:
                 raise ValueError(f"{path}: {name} is {entry.get('value')!r}; it must be a positive number")
-        entries = {**known, **stored}
+        entries = {**defaults, **stored}
         return cls(
             **{name: entries[name]["value"] for name in names},
             sources={name: str(entries[name].get("source", ASSUMED)) for name in names},
@@ -75,7 +75,7 @@ class Constants:
 
     def save(self, path: Path) -> None:
         """Write them as JSON: name, value, source."""
-        names = [each.name for each in dataclasses.fields(self) if each.name != "sources"]
+        names = [constant.name for constant in dataclasses.fields(self) if constant.name != "sources"]
         entries = {name: {"value": getattr(self, name), "source": self.sources.get(name, ASSUMED)} for name in names}
         path.write_text(json.dumps(entries, indent=1) + "\n")
 
@@ -278,10 +278,10 @@ class _Group:
     def latency(self) -> float:
         if self.ranks == 1:
             return 0.0
-        known = self.constants
+        constants = self.constants
         nodes = math.ceil(self.ranks / self._in_node)
-        hops = (self.ranks - nodes) * known.hop_latency + (nodes - 1) * known.network_hop_latency
-        return known.launch_latency + hops
+        hops = (self.ranks - nodes) * constants.hop_latency + (nodes - 1) * constants.network_hop_latency
+        return constants.launch_latency + hops
 
     def bytes_sent(self, size: float) -> float:
         return size * (self.ranks - 1) / self.ranks
@@ -366,19 +366,19 @@ def plan(job: Job, constants: Constants) -> Plan:
 
 def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[float]) -> float:
     """Seconds from the end of backward until all sums are there; one is begun after the other."""
-    each, done, end = backward / sum(buckets), 0.0, 0.0
+    unit_time, done, end = backward / sum(buckets), 0.0, 0.0
     for bucket, seconds in zip(buckets, sums):
         done += bucket
-        end = max(end, done * each) + seconds
+        end = max(end, done * unit_time) + seconds
     return end - backward
 
 
 def _before_blocks(buckets: Sequence[float], forward: float, gathers: Sequence[float]) -> float:
     """Seconds that a forward waits for its parameters, which arrive one bucket after the other in its order."""
-    each, arrived, now = forward / sum(buckets), 0.0, 0.0
+    unit_time, arrived, now = forward / sum(buckets), 0.0, 0.0
     for bucket, seconds in zip(buckets, gathers):
         arrived += seconds
-        now = max(now, arrived) + bucket * each
+        now = max(now, arrived) + bucket * unit_time
     return max(now - forward, 0.0)
 
 
@@ -386,9 +386,9 @@ def _host(job: Job, constants: Constants) -> float | None:
     """Seconds of the host in an iteration that is not replayed."""
     if job.tensors is None:
         return None
-    each = constants.model_host if job.regime == "eager" else constants.compiled_model_host
+    per_tensor = constants.model_host if job.regime == "eager" else constants.compiled_model_host
     messages = len(job.buckets) * constants.message_host
-    return constants.step_host + messages + job.tensors * (each + constants.tensor_host)
+    return constants.step_host + messages + job.tensors * (per_tensor + constants.tensor_host)
 
 
 def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | None) -> Iterator[str]:

@@ -64,13 +64,13 @@ class _Tracked:
         """How often any code but its passes has written to it, and steps."""
         return sum_of_versions(self.watched) - int(self.writes[0])
 
-    def take_bits(self, known: _Tracked) -> None:
+    def take_bits(self, earlier: _Tracked) -> None:
         """Take over what was set before."""
-        self.wholly = known.wholly
-        if known.bits.shape == self.bits.shape and known.param.stride() == self.param.stride():
-            self.bits.copy_(known.bits)
+        self.wholly = earlier.wholly
+        if earlier.bits.shape == self.bits.shape and earlier.param.stride() == self.param.stride():
+            self.bits.copy_(earlier.bits)
         else:
-            self.wholly |= bool(known.bits.any())
+            self.wholly |= bool(earlier.bits.any())
 
 
 def index_dtype(param: torch.Tensor) -> torch.dtype:
@@ -110,7 +110,7 @@ class Changes:
     def attach(self, tables: Any, rows: Mapping[int, Origin], handles: Sequence[torch.Tensor], names: Names) -> None:
         """Use the bits of new tables; what was set before is set in them too."""
         self._see_writes()
-        found: dict[int, _Tracked] = {}
+        tracked: dict[int, _Tracked] = {}
         self._writes, self._words = [], [segment.taps.words for engine in tables.engines for segment in engine.segments]
         self._sharers, self._handles, self._names = tables.sharers, list(handles), names.names
         for engine, params in zip(tables.engines, tables.members):
@@ -137,39 +137,39 @@ class Changes:
                         self._sharers is None or self._sharers.leads(member),
                         _Whole(member, entry.param).index if is_part else origin.logical,
                     )
-                    known = self._tracked.get(id(handle))
-                    if known is not None and known.handle is handle:
-                        one.take_bits(known)
-                    found[id(handle)] = one
-        self._tracked, self._version = found, None
-        self._watched = [tensor for one in found.values() for tensor in one.watched]
+                    earlier = self._tracked.get(id(handle))
+                    if earlier is not None and earlier.handle is handle:
+                        one.take_bits(earlier)
+                    tracked[id(handle)] = one
+        self._tracked, self._version = tracked, None
+        self._watched = [tensor for one in tracked.values() for tensor in one.watched]
         self._cut.clear()
-        self._order = sorted(found, key=lambda each: found[each].place)
+        self._order = sorted(tracked, key=lambda key: tracked[key].place)
         for engine in tables.engines:
             engine.wrote = self._note
         self._see_writes()
 
     def _note(self, written: list[torch.Tensor]) -> None:
         """Count tensors that a step has written, as autograd does."""
-        known = self._written.get(id(written))
-        if known is None:
+        record = self._written.get(id(written))
+        if record is None:
             if len(self._written) > 64:
                 self._fold_counts()
             watched = set(map(id, self._watched))
-            known = self._written[id(written)] = _Written(written, sum(id(tensor) in watched for tensor in written))
-        known.steps += 1
+            record = self._written[id(written)] = _Written(written, sum(id(tensor) in watched for tensor in written))
+        record.steps += 1
 
     def _fold_counts(self) -> None:
-        for known in self._written.values():
-            for tensor in known.tensors:
-                self._counts[id(tensor)] = self._counts.get(id(tensor), 0) + known.steps
-            self._of_steps += known.steps * known.watched
+        for record in self._written.values():
+            for tensor in record.tensors:
+                self._counts[id(tensor)] = self._counts.get(id(tensor), 0) + record.steps
+            self._of_steps += record.steps * record.watched
         self._written.clear()
 
     def _versions(self) -> int:
         """How often any code but steps has written to any parameter, less a constant."""
         own = sum(int(writes[places].sum()) for writes, places in self._writes)
-        stepped = self._of_steps + sum(known.steps * known.watched for known in self._written.values())
+        stepped = self._of_steps + sum(record.steps * record.watched for record in self._written.values())
         return sum_of_versions(self._watched) - own - stepped
 
     def _see_writes(self) -> None:
@@ -180,7 +180,7 @@ class Changes:
             return
         self._fold_counts()
         for place, one in enumerate(self._tracked.values()):
-            now = one.versions() - sum(self._counts.get(id(each), 0) for each in one.watched)
+            now = one.versions() - sum(self._counts.get(id(tensor), 0) for tensor in one.watched)
             one.wholly |= one.version is not None and (now != one.version or lying[place] != self._lying[place])
             one.version = now
         self._version, self._lying = self._versions(), lying
@@ -189,7 +189,7 @@ class Changes:
     def list(self, *, clear: bool, gather: bool) -> Iterator[Change]:
         """The changed weights of each parameter that has some; the host waits once."""
         self._see_writes()
-        tracked = [self._tracked[each] for each in self._order]
+        tracked = [self._tracked[key] for key in self._order]
         gathers = gather and self._sharers is not None and self._sharers.size > 1
         by_device: dict[torch.device, list[_Tracked]] = {}
         for one in tracked:
@@ -202,8 +202,8 @@ class Changes:
             made = self._gathered(lists)
         else:
             made = {}
-            for each in lists:
-                for one, pair in zip(each.tracked, each.made(each.counts().tolist())):
+            for listing in lists:
+                for one, pair in zip(listing.tracked, listing.made(listing.counts().tolist())):
                     there = one.handle is one.param
                     made[one.place] = pair if there else (_moved(pair[0], one.handle), _moved(pair[1], one.handle))
         if clear:
@@ -215,16 +215,18 @@ class Changes:
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The changes of all ranks on each of them, in two messages: how many there are, then all of them."""
         sharers = self._sharers
-        device = next((each.device for each in lists if not is_host(each.device)), _parts_device(self._handles))
+        device = next(
+            (listing.device for listing in lists if not is_host(listing.device)), _parts_device(self._handles)
+        )
         mine = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
-        for each in lists:
-            mine.index_copy_(0, sent([one.place for one in each.tracked], device), _moved(each.counts(), mine))
+        for listing in lists:
+            mine.index_copy_(0, sent([one.place for one in listing.tracked], device), _moved(listing.counts(), mine))
         # The one time that the host waits.
         counts = torch.stack(sharers.gather(mine)).tolist()
         own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for each in lists:
-            made_here = each.made([counts[sharers.rank][one.place] for one in each.tracked])
-            own.update(zip([one.place for one in each.tracked], made_here))
+        for listing in lists:
+            made_here = listing.made([counts[sharers.rank][one.place] for one in listing.tracked])
+            own.update(zip([one.place for one in listing.tracked], made_here))
         # Wide elements first: then all of them lie where their types want them.
         kinds = [(index_dtype(handle), handle.dtype) for handle in self._handles]
         there = [place for place in range(len(kinds)) if any(rank[place] for rank in counts)]
@@ -246,7 +248,7 @@ class Changes:
             for run, part in zip(runs, received[: sum(widths)].split(widths)):
                 if part.numel():
                     arrived[run].append(part.view(kinds[run[0]][run[1]]))
-        whole = {run: each[0] if len(each) == 1 else torch.cat(each) for run, each in arrived.items()}
+        whole = {run: parts[0] if len(parts) == 1 else torch.cat(parts) for run, parts in arrived.items()}
         made = {}
         for place in there:
             handle, index, values = self._handles[place], whole[place, 0], whole[place, 1]
@@ -265,8 +267,8 @@ def _is_in_order(handle: Any) -> bool:
     """Whether the lists of ranks, one after the other, have ascending indices."""
     if not is_distributed(handle):
         return handle.is_contiguous()  # type: ignore[no-any-return]
-    cut = [each for each in handle.placements if not each.is_replicate()]
-    return len(cut) <= 1 and all(each.is_shard(0) for each in cut)
+    cut = [placement for placement in handle.placements if not placement.is_replicate()]
+    return len(cut) <= 1 and all(placement.is_shard(0) for placement in cut)
 
 
 def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -289,12 +291,12 @@ class _Whole:
         self._handle, self._part = handle, part
         self._coordinates: list[torch.Tensor] = []
 
-    def index(self, found: torch.Tensor) -> torch.Tensor:
+    def index(self, indices: torch.Tensor) -> torch.Tensor:
         """Those of these."""
         handle, sizes = self._handle, self._part.shape
         if not self._coordinates:
-            self._coordinates = [_moved(each, found) for each in logical_coordinates(handle)]
-        rest, whole, stride = found.to(torch.int64), torch.zeros_like(found, dtype=torch.int64), handle.numel()
+            self._coordinates = [_moved(coordinate, indices) for coordinate in logical_coordinates(handle)]
+        rest, whole, stride = indices.to(torch.int64), torch.zeros_like(indices, dtype=torch.int64), handle.numel()
         inner = math.prod(sizes)
         for dim, size in enumerate(sizes):
             inner //= max(size, 1)
@@ -320,7 +322,7 @@ class _OnCpu:
 
     def __init__(self, tracked: Sequence[_Tracked]) -> None:
         self.tracked = list(tracked)
-        self._found = list(map(self._changed, tracked))
+        self._indices = list(map(self._changed, tracked))
 
     @staticmethod
     def _changed(one: _Tracked) -> torch.Tensor:
@@ -337,11 +339,11 @@ class _OnCpu:
 
     def counts(self) -> torch.Tensor:
         """int64[parameters], how many weights of each have changed."""
-        return torch.tensor([each.numel() for each in self._found], dtype=torch.int64, device="cpu")
+        return torch.tensor([indices.numel() for indices in self._indices], dtype=torch.int64, device="cpu")
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
-        pairs = zip(self.tracked, self._found)
+        pairs = zip(self.tracked, self._indices)
         return [(one.logical(index).to(one.dtype), one.param.detach().reshape(-1)[index]) for one, index in pairs]
 
 
@@ -363,8 +365,8 @@ class _OnDevice:
         chosen = set(map(id, plain))
         self._others = [one for one in there if id(one) not in chosen]
         self._flags = {id(one): _flags(one).reshape(-1) for one in self._others}
-        known = cut.get(device)
-        self._blocks = cut[device] = known if known is not None and known.fits(plain) else _Blocks(plain, device)
+        blocks = cut.get(device)
+        self._blocks = cut[device] = blocks if blocks is not None and blocks.fits(plain) else _Blocks(plain, device)
         self._plain = self._blocks.tracked
         self._all_plain = len(self._plain) == len(self.tracked) and all(map(operator.is_, self._plain, self.tracked))
 
@@ -374,10 +376,10 @@ class _OnDevice:
             return torch.cat(self._blocks.counted())
         counts = sent([one.param.numel() if one.wholly else 0 for one in self.tracked], self.device)
         places = {id(one): place for place, one in enumerate(self.tracked)}
-        known = [*self._plain, *self._others]
-        if known:
+        members = [*self._plain, *self._others]
+        if members:
             totals = [*self._blocks.counted(), *(self._flags[id(one)].sum().reshape(1) for one in self._others)]
-            counts.index_copy_(0, sent([places[id(one)] for one in known], self.device), torch.cat(totals))
+            counts.index_copy_(0, sent([places[id(one)] for one in members], self.device), torch.cat(totals))
         return counts
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -388,16 +390,16 @@ class _OnDevice:
                 pair if one.handle is one.param else (one.logical(pair[0]).to(one.dtype), pair[1])
                 for one, pair in zip(self.tracked, pairs)
             ]
-        known = {id(one): count for one, count in zip(self.tracked, counts)}
-        listed = self._blocks.listed([known[id(one)] for one in self._plain])
+        count_of = {id(one): count for one, count in zip(self.tracked, counts)}
+        listed = self._blocks.listed([count_of[id(one)] for one in self._plain])
         lists = []
         for one in self.tracked:
             pair = listed.get(id(one))
             if pair is None:
                 if id(one) in self._flags:
-                    index = torch.nonzero_static(self._flags[id(one)], size=known[id(one)]).reshape(-1)
+                    index = torch.nonzero_static(self._flags[id(one)], size=count_of[id(one)]).reshape(-1)
                 else:
-                    index = torch.arange(known[id(one)], dtype=torch.int64, device=self.device)
+                    index = torch.arange(count_of[id(one)], dtype=torch.int64, device=self.device)
                 pair = index.to(one.dtype), one.param.detach().reshape(-1)[index]
             lists.append(pair if one.handle is one.param else (one.logical(pair[0]).to(one.dtype), pair[1]))
         return lists
@@ -436,12 +438,12 @@ class _Run:
     def listed(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Indices and values of each parameter, views of one array."""
         total = sum(counts)
-        found = torch.empty(total, dtype=self.members[0].dtype, device=self._device)
+        indices = torch.empty(total, dtype=self.members[0].dtype, device=self._device)
         values = torch.empty(total, dtype=self._dtype, device=self._device)
         if total:
             bits = values.view(_INTEGERS[self._dtype.itemsize])
-            self._list(self._bits, self._blocks, self._cumulated, found, bits)
-        return zip(found.split(counts), values.split(counts))
+            self._list(self._bits, self._blocks, self._cumulated, indices, bits)
+        return zip(indices.split(counts), values.split(counts))
 
 
 class _Blocks:

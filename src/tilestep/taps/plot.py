@@ -52,10 +52,10 @@ class StatsPlot:
     def rows(self) -> dict[str, list[float]]:
         """The numbers of each parameter, one a step."""
         for stats in self._added:
-            known = len(next(iter(self._rows.values()), []))
+            length = len(next(iter(self._rows.values()), []))
             read = stats.read()
             for name in read:
-                self._rows.setdefault(name, [math.nan] * known)
+                self._rows.setdefault(name, [math.nan] * length)
             for name, numbers in self._rows.items():
                 numbers.append(read.get(name, {}).get(self.column, math.nan))
         self._added.clear()

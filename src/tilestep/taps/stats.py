@@ -166,7 +166,7 @@ class _Part:
         for name, factors in self._factors.items():
             exact = [{**entry.arrays, **entry.matrices}[name].detach().to(torch.float64) for entry in self._entries]
             others.append((f"{name}_squares", torch.stack(torch._foreach_norm(exact)).square() * factors))
-            largest = [each.abs().amax() if each.numel() else each.new_zeros(()) for each in exact]
+            largest = [tensor.abs().amax() if tensor.numel() else tensor.new_zeros(()) for tensor in exact]
             others.append((f"{name}_max", torch.stack(largest)))
         # Tensors without a gradient have nothing.
         missing = table[self.rows, self._raw.index("grad_zeros")].isnan()
@@ -260,24 +260,24 @@ class Measurer:
         message = torch.cat([sums.reshape(-1), there.reshape(-1)])
         is_one = self._sharers.size <= _ONE_MESSAGE
         if is_one:
-            each = extremes.new_zeros((self._sharers.size, *extremes.shape))
-            each[self._sharers.rank] = extremes
-            message = torch.cat([message, each.reshape(-1)])
+            by_rank = extremes.new_zeros((self._sharers.size, *extremes.shape))
+            by_rank[self._sharers.rank] = extremes
+            message = torch.cat([message, by_rank.reshape(-1)])
         else:
             self._sharers.largest(extremes)
         self._sharers.add(message)
         sizes = [sums.numel(), there.numel()]
         parts = message.split([*sizes, message.numel() - sum(sizes)])
         if is_one:
-            extremes = parts[2].view_as(each).amax(0)
+            extremes = parts[2].view_as(by_rank).amax(0)
         whole = raw.clone()
         whole[:, self._sums], whole[:, self._extremes] = parts[0].view_as(sums), extremes
         return torch.where(parts[1].view_as(there) > 0, whole, self._nothing)
 
     def _note_first(self, column: Mapping[str, torch.Tensor]) -> None:
         wrong = ~column["grad_max"].isfinite() & ~column["grad_zeros"].isnan()
-        found = torch.where(wrong.any(), wrong.to(torch.int8).argmax(), self.first)
-        self.first.copy_(torch.where(self.first < 0, found, self.first))
+        first = torch.where(wrong.any(), wrong.to(torch.int8).argmax(), self.first)
+        self.first.copy_(torch.where(self.first < 0, first, self.first))
 
     def _of_state(self, state: str, column: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Norm and largest magnitude of a state of each parameter, whatever it is for the rule of that."""

@@ -192,7 +192,7 @@ class Taps:
         seen = -1 if self._measurer is None else int(self._measurer.first)
         if seen < 0:
             gradients = {places[id(param)]: gradient for param, gradient in present() if gradient.numel()}
-            device = next((each.device for each in gradients.values()), torch.device("cpu"))
+            device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
             if sharers is not None and self._measurer is not None:
                 device = self._measurer.device
             wrong = torch.zeros(len(names), dtype=torch.float64, device=device)

@@ -22,7 +22,7 @@ def union(*many: Iterable[Interval]) -> Intervals:
         [(0.0, 3.0), (4.0, 6.0)]
     """
     merged: Intervals = []
-    for start, stop in sorted(each for some in many for each in some):
+    for start, stop in sorted(interval for some in many for interval in some):
         if stop <= start:
             continue
         if merged and start <= merged[-1][1]:
@@ -201,7 +201,7 @@ def read_events(trace: Iterable[Mapping[str, Any]]) -> Events:
         elif category == "kernel" or category in _COPIES:
             launched = launches.get(event.get("args", {}).get("correlation"))
             works.append(Work(name, start, stop, category != "kernel", launched))
-    return Events(sorted(calls, key=lambda each: each.start), sorted(works, key=lambda each: each.start))
+    return Events(sorted(calls, key=lambda call: call.start), sorted(works, key=lambda work: work.start))
 
 
 @dataclass(frozen=True)
@@ -270,11 +270,11 @@ def _ends(events: Events) -> list[float]:
 def _on_device(computations: Sequence[tuple[float, float]], ends: Sequence[float], last: float) -> list[float]:
     """The moments on the device that belong to moments on the host."""
     moments = [moment for moment, _ in computations]
-    found = []
+    starts = []
     for end in ends:
         following = computations[bisect_left(moments, end) :]
-        found.append(min((start for _, start in following), default=last))
-    return found
+        starts.append(min((start for _, start in following), default=last))
+    return starts
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class Lanes:
 
     def between(self, start: float, stop: float) -> Lanes:
         """The part between two moments."""
-        return Lanes(**{each.name: cut(getattr(self, each.name), start, stop) for each in fields(self)})
+        return Lanes(**{lane.name: cut(getattr(self, lane.name), start, stop) for lane in fields(self)})
 
     @property
     def exposed(self) -> Intervals:
@@ -348,29 +348,29 @@ class Sorting:
 
     def computations(self) -> list[tuple[float, float]]:
         """For each kernel of forward and backward when it was launched and when it started, in order of launches."""
-        found = []
+        moments = []
         for work in self._events.works:
             if work.launched is not None:
                 thread, moment = work.launched
                 if _lanes_of(work, self._contexts.get(thread, _NOWHERE), moment)[0] in ("forward", "backward"):
-                    found.append((moment, work.start))
-        return sorted(found)
+                    moments.append((moment, work.start))
+        return sorted(moments)
 
 
 def _of_devices(events: Events, contexts: dict[Any, _Contexts]) -> Lanes:
-    found: dict[str, Intervals] = {each.name: [] for each in fields(Lanes)}
+    by_lane: dict[str, Intervals] = {lane.name: [] for lane in fields(Lanes)}
     for work in events.works:
         thread, moment = work.launched or (None, 0.0)
         context = contexts.get(thread, _NOWHERE)
         for lane in _lanes_of(work, context, moment):
-            found[lane].append((work.start, work.stop))
+            by_lane[lane].append((work.start, work.stop))
     for call in events.calls:
         if call.is_range and call.name == HOST_UPDATE:
-            found["update"].append((call.start, call.stop))
-            found["optimizer"].append((call.start, call.stop))
-    found["host"] = [(call.start, call.stop) for call in events.calls]
-    found["host_update"] = [each for context in contexts.values() for each in context.update]
-    return Lanes(**{name: union(intervals) for name, intervals in found.items()})
+            by_lane["update"].append((call.start, call.stop))
+            by_lane["optimizer"].append((call.start, call.stop))
+    by_lane["host"] = [(call.start, call.stop) for call in events.calls]
+    by_lane["host_update"] = [interval for context in contexts.values() for interval in context.update]
+    return Lanes(**{name: union(intervals) for name, intervals in by_lane.items()})
 
 
 def _lanes_of(work: Work, context: _Contexts, moment: float) -> list[str]:

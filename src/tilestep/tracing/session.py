@@ -32,7 +32,7 @@ _COLORS = {
     "host": "#8a9ba8",
 }
 _FINEST = 1 / 3000
-"""Gaps smaller than this part of the picture's width are drawn over: nobody could see them."""
+"""Gaps smaller than this part of the picture's width are drawn over: they could not be seen."""
 
 
 def draw(report: Report, path: Path, title: str) -> None:
@@ -92,7 +92,7 @@ class Report:
     @property
     def shown(self) -> Iteration:
         """The iteration that the picture shows: of median length among all but the first."""
-        candidates = sorted(self.iterations[1:] or self.iterations, key=lambda each: each.milliseconds)
+        candidates = sorted(self.iterations[1:] or self.iterations, key=lambda iteration: iteration.milliseconds)
         return candidates[(len(candidates) - 1) // 2]
 
     @property
@@ -115,7 +115,7 @@ class Report:
         """One line with the exposed optimizer time."""
         share = self.exposed_milliseconds / self.milliseconds
         others = self.iterations[1:] or self.iterations
-        median = statistics.median(each.exposed_milliseconds for each in others)
+        median = statistics.median(iteration.exposed_milliseconds for iteration in others)
         return (
             f"exposed optimizer time {self.exposed_milliseconds:.3f} ms of {self.milliseconds:.3f} ms ({share:.1%}); "
             f"median of {len(others)} iterations {median:.3f} ms"
