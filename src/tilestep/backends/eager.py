@@ -80,9 +80,9 @@ class EagerSegment(Segment):
                 loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape, entry.columns or None)
         loads.update(entry.matrices)
         loads.update({name: self.scalar_states[name][position].double() for name in graph.scalar_states})
-        known = self._evaluated(graph.outputs.values(), loads, position)
+        results = self._evaluated(graph.outputs.values(), loads, position)
         for name, output in graph.outputs.items():
-            value = known[id(output)]
+            value = results[id(output)]
             if name in graph.scalar_states:
                 self.scalar_states[name][position] = value
             elif name in graph.matrix_states:
@@ -106,11 +106,11 @@ class EagerSegment(Segment):
         return random_tensor(stream, int(self.step[position]), self.spec.draws[name], index)
 
     def _evaluated(self, roots: Iterable[Value], loads: Mapping[str, torch.Tensor], position: int) -> dict[int, Any]:
-        known: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         for value in ancestors(roots):
-            args = [known[id(arg)] for arg in value.args]
-            known[id(value)] = self._apply(value, args, loads, position)
-        return known
+            args = [results[id(arg)] for arg in value.args]
+            results[id(value)] = self._apply(value, args, loads, position)
+        return results
 
     def _apply(self, value: Value, args: list[Any], loads: Mapping[str, torch.Tensor], position: int) -> Any:
         name = value.operation

@@ -220,7 +220,7 @@ def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
 def total_traffic(spec: KernelSpec) -> tuple[float, float]:
     """Bytes read and bytes written for each element of a parameter, in all tile passes."""
     passes = [pass_traffic(spec, index) for index in range(len(spec.program.tiles))]
-    return sum(each.bytes_read for each in passes), sum(each.bytes_written for each in passes)
+    return sum(traffic.bytes_read for traffic in passes), sum(traffic.bytes_written for traffic in passes)
 
 
 @dataclass

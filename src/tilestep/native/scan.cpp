@@ -564,7 +564,7 @@ PyObject* survey(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "survey() takes a list");
   unsigned long long versions = 0;
   bool has_gradient = false;
-  // Kept, and used by whoever holds the interpreter: what is allocated after a backward has the allocator tidy up what
+  // Kept for the thread that holds the interpreter: what is allocated after a backward has the allocator tidy up what
   // that has freed, and takes longer than all else that is done here.
   static std::vector<char> trains;
   static std::vector<const c10::TensorImpl*> found;

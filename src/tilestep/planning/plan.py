@@ -120,11 +120,11 @@ def footprint(
 
     Example:
         >>> from tilestep.rules import registry
-        >>> found = footprint(registry["AdamW"], master_weights=True)
-        >>> found.state, found.moved
+        >>> sizes = footprint(registry["AdamW"], master_weights=True)
+        >>> sizes.state, sizes.moved
         (12.0, 30.0)
-        >>> found = footprint(registry["AdamW"], master_weights="remainder")
-        >>> found.state, found.moved
+        >>> sizes = footprint(registry["AdamW"], master_weights="remainder")
+        >>> sizes.state, sizes.moved
         (10.0, 26.0)
     """
     kept: dict[str, Any] = {"master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
@@ -299,8 +299,8 @@ def plan(job: Job, constants: Constants) -> Plan:
         >>> from tilestep.planning import default_constants, footprint
         >>> from tilestep.rules import registry
         >>> job = Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8, bucket=2**27)
-        >>> found = plan(job, default_constants())
-        >>> round(found.memory["state"] / 1e9, 2), round(found.whole_state / 1e9, 2)
+        >>> chosen = plan(job, default_constants())
+        >>> round(chosen.memory["state"] / 1e9, 2), round(chosen.whole_state / 1e9, 2)
         (1.8, 14.4)
     """
     size, elements = job.footprint, job.elements

@@ -76,7 +76,7 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
             seen = engine.check_capture(tables.gradients()[0])
         table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
     before = [param.grad for param in engine.params]
-    known = updating.graphs.captured
+    captured_before = updating.graphs.captured
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads, of data loaders say, may go on allocating.
@@ -85,7 +85,7 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
             output = (work or optimizer.step)()
     finally:
         engine.graph_tables.forget()
-    require(updating.graphs.captured > known, "work() did not step the optimizer")
+    require(updating.graphs.captured > captured_before, "work() did not step the optimizer")
     # Those that were made inside are memory of the graph.
     kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]
     return CapturedStep(optimizer, updating, graph, output, table, kept, choices)
@@ -240,8 +240,8 @@ class _Memory:
             return "state was given other memory"
         if self._gradients:
             for index in self._gradient_turns[turn % len(self._gradient_turns)]:
-                known = self._gradients[index]
-                if known is not None and engine.params[index].grad is not known():
+                recorded = self._gradients[index]
+                if recorded is not None and engine.params[index].grad is not recorded():
                     return f"the gradient of {engine.entries[index].label} is another tensor; {KEEP}"
         return ""
 

@@ -54,9 +54,9 @@ def compiler() -> tuple[str, ...] | None:
     """The C++ compiler's command: `CXX` if it is set, else the first of g++, clang++, c++; None if it is not there."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in (wanted,) if wanted else (["g++"], ["clang++"], ["c++"]):
-        found = shutil.which(command[0])
-        if found:
-            return (found, *command[1:])
+        path = shutil.which(command[0])
+        if path:
+            return (path, *command[1:])
     return None
 
 
@@ -127,7 +127,7 @@ def _attempt(subject: Any, action: Callable[[], T]) -> T:
         failure = error if isinstance(error, BuildError) else BuildError(f"cannot build a kernel: {error}")
         # A compiler that hangs would cost as long for each kernel.
         subjects = [subject, compiler()] if isinstance(failure, BuildTimeout) else [subject]
-        _failures.update({each: (time.monotonic() + RETRY_SECONDS, str(failure)) for each in subjects})
+        _failures.update({key: (time.monotonic() + RETRY_SECONDS, str(failure)) for key in subjects})
         raise failure from error
 
 

@@ -147,12 +147,12 @@ class CpuSegment(Segment):
 
     def _functions(self, library: ctypes.CDLL, index: int) -> list[tuple[Any, tuple[Any, ...]]]:
         """The functions of a tile pass and of what precedes it, with their arguments."""
-        found: list[tuple[Any, tuple[Any, ...]]] = []
+        functions: list[tuple[Any, tuple[Any, ...]]] = []
         for tile in (*self.spec.program.slices_before(index), self.spec.program.tiles[index]):
             if tile is not None:
                 tables = (self.slices.argument,) if self.slices and tile.view else ()
-                found.append((getattr(library, tile.title), (self._argument, *tables)))
-        return found
+                functions.append((getattr(library, tile.title), (self._argument, *tables)))
+        return functions
 
     def upload(self) -> None:
         """Point the launch record at the tables as they are now."""

@@ -177,12 +177,14 @@ class TapText:
         names: dict[str, list[str]] = {"maximum_of_all": [], "+": []}
         for slot in self._slots:
             names["maximum_of_all" if self._columns.is_extreme(slot) else "+"].append(f"tap_{slot}")
-        return "".join(f" reduction({how} : {', '.join(each)})" for how, each in names.items() if each)
+        return "".join(f" reduction({how} : {', '.join(variables)})" for how, variables in names.items() if variables)
 
-    def loads(self, body: TileBody, known: Mapping[str, str]) -> list[str]:
+    def loads(self, body: TileBody, already_read: Mapping[str, str]) -> list[str]:
         """The numbers of buffers before the step, those that the pass has read already by their names."""
         wanted = [*(["grad"] if self.grad else []), *self._taps.buffers] if self.stats else []
-        return [f"{body.indent}const auto tap_old_{name} = {known.get(name) or body.load(name)};" for name in wanted]
+        return [
+            f"{body.indent}const auto tap_old_{name} = {already_read.get(name) or body.load(name)};" for name in wanted
+        ]
 
     def before(self, body: TileBody) -> list[str]:
         """What is remembered of an element before it is written."""
@@ -515,8 +517,8 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     scalar = scalar_type(spec)
     columns = max(len(spec.program.columns), 1)
     unscales = index == spec.program.unscaling_pass
-    found = taps_of(spec, tile)
-    taps = TapText(found) if found is not None else None
+    tile_taps = taps_of(spec, tile)
+    taps = TapText(tile_taps) if tile_taps is not None else None
     lines = [f'extern "C" void tile_pass_{index}(const Launch* launch) {{']
     measures = taps is not None and taps.stats
     skips = "launch->control[SKIP] != 0"

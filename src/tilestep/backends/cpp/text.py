@@ -508,8 +508,8 @@ def _written(roots: Iterable[Value], bound: Sequence[tuple[Value, str]] = ()) ->
     return writer
 
 
-def _needed(roots: Iterable[Value], known: set[int]) -> list[Value]:
-    """The roots and what they depend on, but for what is known only to what is known."""
+def _needed(roots: Iterable[Value], given: set[int]) -> list[Value]:
+    """The roots and what they depend on, down to what is given."""
     chosen: set[int] = set()
     stack = list(roots)
     listed = ancestors(stack)
@@ -517,7 +517,7 @@ def _needed(roots: Iterable[Value], known: set[int]) -> list[Value]:
         value = stack.pop()
         if id(value) not in chosen:
             chosen.add(id(value))
-            stack += [] if id(value) in known else value.args
+            stack += [] if id(value) in given else value.args
     return [value for value in listed if id(value) in chosen]
 
 

@@ -44,11 +44,11 @@ def count_changes(tap_words, blocks, counts, WORDS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=POINTERS)
-def list_changes(tap_words, blocks, counts, found, values, WORDS: tl.constexpr, BYTES: tl.constexpr):
+def list_changes(tap_words, blocks, counts, indices, values, WORDS: tl.constexpr, BYTES: tl.constexpr):
     """Indices and values of the weights whose bits are set, a set bit of each word at a time.
 
-    counts[blocks]: set bits of all blocks up to this one, itself included. found, values: of all, one after the other;
-    values as integers of so many bytes.
+    counts[blocks]: set bits of all blocks up to this one, itself included. indices, values: of all, one after the
+    other; values as integers of so many bytes.
     """
     words = block_of(tap_words, blocks, WORDS)
     row = blocks + tl.program_id(0) * 4
@@ -66,7 +66,7 @@ def list_changes(tap_words, blocks, counts, found, values, WORDS: tl.constexpr, 
         lowest = words & (0 - words)
         is_set = words != 0
         place = index + bits_in(lowest - 1)
-        tl.store(found + target, place.to(found.dtype.element_ty), mask=is_set)
+        tl.store(indices + target, place.to(indices.dtype.element_ty), mask=is_set)
         tl.store(values + target, tl.load(weights + place, mask=is_set, other=0), mask=is_set)
         words = words ^ lowest
         target += 1

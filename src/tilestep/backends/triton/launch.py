@@ -26,10 +26,10 @@ def keep_triton_key() -> None:
     The kept hash belongs to the sizes and times of Triton's files. Where Triton keeps its hash otherwise, nothing is
     done.
     """
-    found = triton_hash()
-    if found is None:
+    compute_and_root = triton_hash()
+    if compute_and_root is None:
         return
-    compute, root = found
+    compute, root = compute_and_root
     try:
         files = [*root.glob("_C/libtriton.*"), *root.glob("*/*.py"), *root.glob("language/**/*.py")]
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
@@ -197,7 +197,7 @@ def build_together(launches: Sequence[Launch], device: torch.device) -> None:
     if threads < 2:
         return
     with torch.cuda.device(device), _builds_counted():
-        compile_together([functools.partial(each.compile, arguments) for each, arguments in waiting], threads)
+        compile_together([functools.partial(launcher.compile, arguments) for launcher, arguments in waiting], threads)
 
 
 def build_threads() -> int:

@@ -33,24 +33,24 @@ def range_tables(
     tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
     owner = segment.tiles.tile_tensor[tiles]
     listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
-    found = dict(tables)
+    own_tables = dict(tables)
     for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
-        found[name] = tables[name][tensors]
-    found["partials"] = tables["partials"][begin * segment.spec.reduction_count :]
+        own_tables[name] = tables[name][tensors]
+    own_tables["partials"] = tables["partials"][begin * segment.spec.reduction_count :]
     if segment.taps is not None:
-        found["first_word"] = tables["first_word"][tensors]
+        own_tables["first_word"] = tables["first_word"][tensors]
         if segment.taps.stats and segment.taps.by_kernels:
-            found["tap_partials"] = tables["tap_partials"][begin * len(segment.taps.columns) :]
+            own_tables["tap_partials"] = tables["tap_partials"][begin * len(segment.taps.columns) :]
 
     def own(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(segment.device)
 
-    found["tile_tensor"] = own(owner - np.int32(first))
-    found["first_tile"] = own(segment.tiles.first_tile[tensors] - begin)
-    found["addresses"] = own(segment.range_addresses(tile_range).T)
+    own_tables["tile_tensor"] = own(owner - np.int32(first))
+    own_tables["first_tile"] = own(segment.tiles.first_tile[tensors] - begin)
+    own_tables["addresses"] = own(segment.range_addresses(tile_range).T)
     if len(listed):
-        found["tile_list"] = own(listed)
-    return found, len(listed)
+        own_tables["tile_list"] = own(listed)
+    return own_tables, len(listed)
 
 
 _SCALAR_BLOCK = 128
@@ -423,20 +423,20 @@ class CudaSegment(Segment):
             self.taps.put_kept_states(self._tables["grads"])
 
 
-Deciders = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]
+DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]
 """Launchers of decisions that are made from the same kinds of numbers, with the limits they compare with, and what
 stands for a number that is not there."""
 
 
 def decide_on_device(
-    control: torch.Tensor, decision: StepInputs, known: Deciders | None = None, *, build_only: bool = False
+    control: torch.Tensor, decision: StepInputs, launchers: DecisionLaunchers | None = None, *, build_only: bool = False
 ) -> None:
     """Write the control numbers of a GPU step with one small launch; `decide_on_host` in Triton."""
-    launcher, arguments = decision_launch(control, decision, {} if known is None else known)
+    launcher, arguments = decision_launch(control, decision, {} if launchers is None else launchers)
     (launcher.build if build_only else launcher)(*arguments)
 
 
-def decision_launch(control: torch.Tensor, decision: StepInputs, known: Deciders) -> Launch:
+def decision_launch(control: torch.Tensor, decision: StepInputs, launchers: DecisionLaunchers) -> Launch:
     """The launch of `decide_on_device`; arguments as there."""
     limits = (decision.skip_above, decision.mean_factor, decision.mean_decay, decision.mean_warmup)
     flags = (
@@ -449,7 +449,7 @@ def decision_launch(control: torch.Tensor, decision: StepInputs, known: Deciders
         decision.overflow is not None,
     )
     key = (limits, flags)
-    if key not in known:
+    if key not in launchers:
         from .support import decide
 
         require(not is_capturing(), f"no step was decided from a scaler and limits like these before; {WARM_UP}")
@@ -457,8 +457,8 @@ def decision_launch(control: torch.Tensor, decision: StepInputs, known: Deciders
         table = torch.tensor([*limits, 1.0], dtype=torch.float64, device=control.device)
         constants = {**dict(zip(_DECIDE_FLAGS, flags, strict=True)), "BLOCK": _DECIDE_BLOCK}
         launcher = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1)
-        known[key] = launcher, table, table.view(torch.float32)
-    launcher, table, absent = known[key]
+        launchers[key] = launcher, table, table.view(torch.float32)
+    launcher, table, absent = launchers[key]
     arguments = (
         control,
         *(decision.partials or (control if decision.power_sum is None else decision.power_sum, table)),
@@ -475,19 +475,19 @@ def limit_on_device(
     limit: StepLimit,
     memory: torch.Tensor,
     loss: torch.Tensor | None,
-    known: Deciders,
+    launchers: DecisionLaunchers,
     *,
     build_only: bool = False,
 ) -> None:
     """Let a limit decide a step of a GPU with one small launch; as `limit_on_host` does."""
     key = (limit, loss is not None)
-    if key not in known:
+    if key not in launchers:
         from . import support
 
         require(not is_capturing(), f"no step was decided with a limit like this before; {WARM_UP}")
         table = torch.tensor(limit.numbers(), dtype=torch.float64, device=control.device)
         constants = {"HAS_LOSS": loss is not None, **limit.constants()}
         launcher = prepare(getattr(support, limit.kernel), 1, control.device, constants, num_warps=1)
-        known[key] = launcher, table, table
-    launcher, table, absent = known[key]
+        launchers[key] = launcher, table, table
+    launcher, table, absent = launchers[key]
     (launcher.build if build_only else launcher)(control, memory, table, absent if loss is None else loss)

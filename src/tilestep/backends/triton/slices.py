@@ -93,7 +93,7 @@ def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int]
     """
 
     def side(size: int, most: int) -> int:
-        return min(next((each for each in _SIDES if size <= each), most), most)
+        return min(next((side_length for side_length in _SIDES if size <= side_length), most), most)
 
     def choose(matrices: int, rows: int, columns: int) -> Block:
         if matrices * rows == 1 and columns > _LONGEST:
@@ -178,10 +178,10 @@ class CudaSlices:
         tiles = self.tables.views[index]
         if index not in self._views:
             names = ("tile_tensor", "first_tile", "tile_count", "extents")
-            found = {name: self._table(getattr(tiles, name)) for name in names}
-            found["part_starts"] = self._table(tiles.parts)
-            found.update({f"base_{first}": self._table(np.array([first])) for _, first, _ in tiles.ranges})
-            self._views[index] = found
+            view_tables = {name: self._table(getattr(tiles, name)) for name in names}
+            view_tables["part_starts"] = self._table(tiles.parts)
+            view_tables.update({f"base_{first}": self._table(np.array([first])) for _, first, _ in tiles.ranges})
+            self._views[index] = view_tables
         return tiles, self._views[index]
 
     def launches(
@@ -190,28 +190,28 @@ class CudaSlices:
         """The launches of a pass: one for each block that its tiles have, then what finishes its reductions."""
         tiles, own = self._tiles(tile)
         name = f"{self.spec.name}_{tile.title}"
-        known = {**tables, **self._arrays, **own}
+        common = {**tables, **self._arrays, **own}
         launches: list[Launch] = []
         for block, first, count in tiles.ranges:
             constants, options = build_options(self.spec, tile, block, unscale)
-            here = {
+            of_range = {
                 "tile_tensor": own["tile_tensor"][first : first + count],
                 "tile_base": own[f"base_{first}"],
             }
             pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, tile)]
             kernel = prepare(getattr(module, name), count, self.device, constants, **options)
-            launches.append((kernel, [{**known, **here}[pointer] for pointer in pointers]))
+            launches.append((kernel, [{**common, **of_range}[pointer] for pointer in pointers]))
             listed = first + np.flatnonzero(strided[tiles.tile_tensor[first : first + count]])
             if tile.over is None and len(listed):
-                here = {"tile_list": self._table(listed), "tile_base": here["tile_base"]}
+                of_range = {"tile_list": self._table(listed), "tile_base": of_range["tile_base"]}
                 pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, tile)]
                 strided_kernel = getattr(module, f"{name}_strided")
                 options.pop("maxnreg", None)
                 kernel = prepare(strided_kernel, len(listed), self.device, constants, **options)
-                launches.append((kernel, [{**known, **here}[pointer] for pointer in pointers]))
-        return launches + self._finishing(module, tile, known)
+                launches.append((kernel, [{**common, **of_range}[pointer] for pointer in pointers]))
+        return launches + self._finishing(module, tile, common)
 
-    def _finishing(self, module: ModuleType, tile: TilePass, known: Mapping[str, torch.Tensor]) -> list[Launch]:
+    def _finishing(self, module: ModuleType, tile: TilePass, common: Mapping[str, torch.Tensor]) -> list[Launch]:
         # Imported here because it needs Triton.
         from .slices_support import COMBINE_POINTERS, combine_parts
 
@@ -219,20 +219,20 @@ class CudaSlices:
         for slot, reduction in tile.parts:
             assert tile.view is not None and reduction.over is not None
             along_rows = tile.view.place(reduction.over) == "row"
-            found = self._combined(tile, slot, along_rows)
-            count = len(found["tile_tensor"]) if self.tables.slot_counts[slot] else 0
-            here = {**known, **found, "parts": known[f"parts_{slot}"], "out": known[f"slot_{slot}"]}
+            combined = self._combined(tile, slot, along_rows)
+            count = len(combined["tile_tensor"]) if self.tables.slot_counts[slot] else 0
+            arguments = {**common, **combined, "parts": common[f"parts_{slot}"], "out": common[f"slot_{slot}"]}
             constants = {
                 "OPERATION": reduction.operation,
                 "SLICES": _COMBINED_SLICES,
                 "PARTS": _COMBINED_PARTS,
             }
             combine = prepare(combine_parts, count, self.device, constants)
-            launches.append((combine, [here[pointer] for pointer in COMBINE_POINTERS]))
+            launches.append((combine, [arguments[pointer] for pointer in COMBINE_POINTERS]))
         if tile.reductions:
             kernel = getattr(module, f"{self.spec.name}_{tile.title}_finish")
-            finish = prepare(kernel, len(known["first_tile"]), self.device, {"BLOCK": _FINISH_BLOCK})
-            launches.append((finish, [known[pointer] for pointer in FINISH_POINTERS]))
+            finish = prepare(kernel, len(common["first_tile"]), self.device, {"BLOCK": _FINISH_BLOCK})
+            launches.append((finish, [common[pointer] for pointer in FINISH_POINTERS]))
         return launches
 
     def _combined(self, tile: TilePass, slot: int, along_rows: bool) -> dict[str, torch.Tensor]:

@@ -36,9 +36,9 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
     needed = scalar_needs(scalar_pass)
     writer = writer_of("float64", "    ", TritonNames(pointers))
     for value in needed:
-        found = _scalar_source(spec, value)
-        if found:
-            writer.name(value, found)
+        text = _scalar_source(spec, value)
+        if text:
+            writer.name(value, text)
     writer.write(needed)
     lines = decorator(pointers)
     lines.append(f"def {spec.name}_scalar_pass_{index}({', '.join(pointers)}, BLOCK: tl.constexpr):")
@@ -256,7 +256,7 @@ class TapText:
             lines += [f"tap_{slot} = {totals[slot]}" for slot in (near, far)]
             lines.append(f"tap_holds = (tap_{near} < {_NEAR_HOLDS!r}) | (tap_{near} != tap_{near})")
             totals[near], totals[far] = (
-                f"tl.where(tap_holds, {each})" for each in (f"tap_{near}, 0.0", f"0.0, tap_{far}")
+                f"tl.where(tap_holds, {operands})" for operands in (f"tap_{near}, 0.0", f"0.0, tap_{far}")
             )
         lines += [f"tl.store(tap_row + {slot}, {total})" for slot, total in totals.items()]
         return [indent + line for line in lines]
@@ -528,12 +528,12 @@ class _SliceKernel(TileMath):
 
     def _whole_tile(self) -> set[int]:
         """The values with an element for each of the tile, by identity; others are the same along some side."""
-        found = set(self.element_inputs)
-        found.update(id(value) for _, value in self.slices if self._place(value) in ("own", "other"))
+        whole = set(self.element_inputs)
+        whole.update(id(value) for _, value in self.slices if self._place(value) in ("own", "other"))
         for value in self.tile.values():
-            if not self.tile.leaves(value) and any(id(arg) in found for arg in value.args):
-                found.add(id(value))
-        return found
+            if not self.tile.leaves(value) and any(id(arg) in whole for arg in value.args):
+                whole.add(id(value))
+        return whole
 
     def _prologue(self) -> list[str]:
         """Every table load, and which matrices, rows and columns the tile covers.

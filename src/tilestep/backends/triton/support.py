@@ -500,9 +500,9 @@ def decide(
             overflow = overflow | (finite == 0)
     mean = tl.load(control + 5)
     count = tl.load(control + 6)
-    known = (count >= tl.load(limits + 3)) & (mean > 0.0)
+    has_mean = (count >= tl.load(limits + 3)) & (mean > 0.0)
     limit = tl.load(limits + 0)
-    limit = tl.where(known, tl.minimum(limit, tl.load(limits + 1) * mean), limit)
+    limit = tl.where(has_mean, tl.minimum(limit, tl.load(limits + 1) * mean), limit)
     skip = overflow | wrong | (norm > limit)
     if SKIP_NONFINITE:
         skip = skip | (finite == 0)
@@ -564,9 +564,9 @@ def enter_window(memory, value, factor, seen, WINDOW: tl.constexpr, BLOCK: tl.co
     count = tl.load(memory)
     inside = (at < count) & (at < WINDOW)
     before = tl.load(memory + 1 + at, mask=inside, other=0.0)
-    known = tl.sum(inside.to(tl.float64))
+    entries = tl.sum(inside.to(tl.float64))
     one = count * 0.0 + 1
-    several = tl.where(known > 1, known, one + one)
+    several = tl.where(entries > 1, entries, one + one)
     mean = tl.sum(before) / several
     away = tl.where(inside, before - mean, 0.0)
     deviation = tl.sqrt(tl.sum(away * away) / (several - one))
@@ -574,7 +574,7 @@ def enter_window(memory, value, factor, seen, WINDOW: tl.constexpr, BLOCK: tl.co
     if BOTH_SIDES:
         distance = tl.abs(distance)
     finite = tl.abs(value) < float("inf")
-    outlier = finite & (count + one >= seen) & (known > 1) & (distance > factor * deviation)
+    outlier = finite & (count + one >= seen) & (entries > 1) & (distance > factor * deviation)
     tl.debug_barrier()
     # The count is a whole number of float64 far below 2^53.
     place = (count.to(tl.int64) % WINDOW) + 1

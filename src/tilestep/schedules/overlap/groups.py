@@ -54,7 +54,7 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[
     """
     own = {id(param): (label, param) for label, _, _, param in iter_params(optimizer)}
     together = _together(optimizer)
-    found: list[tuple[str, list[torch.Tensor], nn.Module | None]] = []
+    divided: list[tuple[str, list[torch.Tensor], nn.Module | None]] = []
     by_module: dict[nn.Module | None, list[tuple[str, torch.Tensor]]] = {}
     names = {id(param): name for name, param in model.named_parameters()}
     for name, module, param in reversed(list(_owned(model))):
@@ -62,14 +62,14 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[
             by_module.setdefault(module, []).append((name, param))
     for module, members in by_module.items():
         if module is not None:
-            found.append((_name_of(model, module), [param for _, param in members], module))
+            divided.append((_name_of(model, module), [param for _, param in members], module))
         else:
-            found.extend((name, params, None) for name, params in _buckets(members, bucket_bytes))
+            divided.extend((name, params, None) for name, params in _buckets(members, bucket_bytes))
     by_rule: dict[str, list[torch.Tensor]] = {}
     for key, rule in together.items():
         by_rule.setdefault(rule, []).append(own[key][1])
-    found.extend((f"all tensors of rule {rule}", params, None) for rule, params in by_rule.items())
-    groups = [Group(index, name, params, module) for index, (name, params, module) in enumerate(found)]
+    divided.extend((f"all tensors of rule {rule}", params, None) for rule, params in by_rule.items())
+    groups = [Group(index, name, params, module) for index, (name, params, module) in enumerate(divided)]
     outside = [param for key, (_, param) in own.items() if key not in names and key not in together]
     if outside:
         groups.append(Group(len(groups), "parameters outside of the model", outside, is_guarded=False))
@@ -82,14 +82,14 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[
 
 def _together(optimizer: Optimizer) -> dict[int, str]:
     """The parameters of rules that reduce over all tensors, with the rule's name."""
-    found: dict[int, str] = {}
+    rule_names: dict[int, str] = {}
     for _, _, group, param in iter_params(optimizer):
         if param.is_meta:
             continue
         rule = optimizer.rule_of(group)
         if spec_of(rule, group, param).program.global_reductions:
-            found[id(param)] = rule.name
-    return found
+            rule_names[id(param)] = rule.name
+    return rule_names
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, torch.Tensor]]:
@@ -101,11 +101,11 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, torch.Tens
     for name, param in model.named_parameters():
         holders = [(prefix, module) for prefix, module in modules if not prefix or name.startswith(f"{prefix}.")]
         # Names of holders are prefixes of each other: the longest is the innermost.
-        yield name, max(holders, key=lambda each: len(each[0]))[1] if holders else None, param
+        yield name, max(holders, key=lambda holder: len(holder[0]))[1] if holders else None, param
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:
-    name = next(name for name, each in model.named_modules() if each is module)
+    name = next(name for name, candidate in model.named_modules() if candidate is module)
     return f"module {name}" if name else "the root module"
 
 

@@ -38,8 +38,8 @@ def overlap(
     decided by `step()`, and then updates run as with "forward".
 
     With "forward" `step()` computes the norm, decides, and takes the gradients; every module's forward then waits for
-    the update of its own parameters alone. Whoever reads parameters through a module, or state through the optimizer's
-    methods, waits for what he reads; `synchronize()` is for readers of tensors that they hold themselves.
+    the update of its own parameters alone. Code that reads parameters through a module, or state through the
+    optimizer's methods, waits for what it reads; `synchronize()` is for readers of tensors that they hold themselves.
 
     With "auto" the first 27 steps run updates as "forward" and in `step()` by turns, and from then on as it was faster,
     on all ranks alike; `overlap_report()` says how. On a CPU they run in `step()`.

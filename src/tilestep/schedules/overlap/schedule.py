@@ -140,17 +140,17 @@ class Trial:
             self.during = TRIED[len(self._blocks) % len(TRIED)]
 
     def _choose(self, slowest: Callable[[torch.Tensor], None]) -> None:
-        found: dict[str, list[float]] = {name: [] for name in TRIED}
+        seconds: dict[str, list[float]] = {name: [] for name in TRIED}
         for name, marks in self._blocks:
-            found[name].extend(self._clock.between(*pair) for pair in pairwise(marks))
+            seconds[name].extend(self._clock.between(*pair) for pair in pairwise(marks))
         medians = torch.tensor(
-            [statistics.median(times) for times in found.values()], dtype=torch.float64, device="cpu"
+            [statistics.median(times) for times in seconds.values()], dtype=torch.float64, device="cpu"
         )
         slowest(medians)
-        known = dict(zip(found, medians.tolist()))
-        best = min(known, key=known.__getitem__)
-        self.during = best if known[best] < WORTH * known[TRIED[0]] else TRIED[0]
-        self.report = OverlapReport(self.during, "as measured in this training", known)
+        medians_by_name = dict(zip(seconds, medians.tolist()))
+        best = min(medians_by_name, key=medians_by_name.__getitem__)
+        self.during = best if medians_by_name[best] < WORTH * medians_by_name[TRIED[0]] else TRIED[0]
+        self.report = OverlapReport(self.during, "as measured in this training", medians_by_name)
         self._blocks = []
 
 
@@ -344,7 +344,7 @@ class OverlapSchedule(Schedule):
             works = [(group, self._work(tables, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()
-            taken = [gradient for each in held.values() for gradient in each]
+            taken = [gradient for listed in held.values() for gradient in listed]
             self.lane.keep(*map(ready, local_parts(taken)))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
             with torch.no_grad():

@@ -194,7 +194,7 @@ class BackwardTracker:
     def follow_later_wrappers(self) -> Set[int]:
         """Take gradients from the DistributedDataParallels that have come around the model when they are reduced."""
         wrappers, self._later_wrappers = self._later_wrappers, []
-        for wrapper in filter(None, (each() for each in wrappers)):
+        for wrapper in filter(None, (reference() for reference in wrappers)):
             self._follow_wrapper(wrapper)
         return self.rounds.elsewhere
 
@@ -296,8 +296,8 @@ class BackwardTracker:
 
     def _late(self, param: torch.Tensor, group: Group) -> RuntimeError:
         """For a gradient that has come after the update that would have used it."""
-        label = next(label for label, _, _, each in iter_params(self._optimizer()) if each is param)
-        name = next((name for name, each in self._model.named_parameters() if each is param), None)
+        label = next(label for label, _, _, candidate in iter_params(self._optimizer()) if candidate is param)
+        name = next((name for name, candidate in self._model.named_parameters() if candidate is param), None)
         return RuntimeError(
             f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
             f"{group.name} was updated in backward: run all but the last backward before a step inside "
@@ -338,9 +338,9 @@ class BackwardTracker:
     def _take_writers(self, group: Group) -> list[torch.cuda.Stream]:
         """The streams that have written a group's gradients, on a GPU."""
         streams = self.rounds.writers[group.index]
-        found = list(streams.values())
+        taken = list(streams.values())
         streams.clear()
-        return found
+        return taken
 
     def _note_updated(self, group: Group) -> list[torch.Tensor]:
         """Take the gradients of a group that is updated from its parameters; they are still to be kept on a GPU."""

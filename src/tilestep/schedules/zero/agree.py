@@ -248,7 +248,7 @@ class HyperparameterDigest:
             keys = self._keys.get(group.get("rule")) or self._keys_of(optimizer, group)
             # One by one: a list in which one was replaced is the same list.
             given = map(group.get, keys)
-            values.append([one for each in given for one in (each if isinstance(each, (tuple, list)) else (each,))])
+            values.append([one for value in given for one in (value if isinstance(value, (tuple, list)) else (value,))])
             if not _TENSORS.isdisjoint(map(type, values[-1])):
                 # One that has been written to is the same tensor.
                 self._values = None

@@ -204,17 +204,19 @@ def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: li
 def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
     """The most expensive first, each to the rank that has least to do, in sections as short as they can be made."""
     sizes = {index: _aligned(items[index].numel) for index in members}
-    by_size = sorted(members, key=lambda each: (-items[each].numel, each))
+    by_size = sorted(members, key=lambda member: (-items[member].numel, member))
     section = max(*_dealt(by_size, sizes, [0] * ranks)[1], ALIGNMENT)
     loads = [0] * ranks
     owners: dict[int, int] = {}
-    for index in sorted(members, key=lambda each: (-items[each].cost, -items[each].numel, each)):
+    for index in sorted(members, key=lambda member: (-items[member].cost, -items[member].numel, member)):
         fitting = [rank for rank in range(ranks) if loads[rank] + sizes[index] <= section]
         if not fitting:
             # What is balanced by size alone always fits.
             owners, loads = _dealt(by_size, sizes, [0] * ranks)
             break
-        owners[index] = rank = min(fitting, key=lambda each: (costs[each] + _cost(owners, items, each), each))
+        owners[index] = rank = min(
+            fitting, key=lambda candidate: (costs[candidate] + _cost(owners, items, candidate), candidate)
+        )
         loads[rank] += sizes[index]
     for index, rank in owners.items():
         costs[rank] += items[index].cost
@@ -276,19 +278,19 @@ def boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
     if not sizes:
         return [Box((), (), 0)]
     row = math.prod(sizes[1:])
-    found: list[Box] = []
+    blocks: list[Box] = []
     first, last = start // row, (stop - 1) // row
     if first == last:
         return _in_row(sizes, first, start, stop)
     if start % row:
-        found += _in_row(sizes, first, start, (first + 1) * row)
+        blocks += _in_row(sizes, first, start, (first + 1) * row)
         first += 1
     whole_rows = stop // row - first
     if whole_rows:
-        found.append(Box((first, *[0] * (len(sizes) - 1)), (whole_rows, *sizes[1:]), first * row))
+        blocks.append(Box((first, *[0] * (len(sizes) - 1)), (whole_rows, *sizes[1:]), first * row))
     if stop % row:
-        found += _in_row(sizes, last, last * row, stop)
-    return found
+        blocks += _in_row(sizes, last, last * row, stop)
+    return blocks
 
 
 def _in_row(sizes: Sequence[int], place: int, start: int, stop: int) -> list[Box]:
@@ -418,12 +420,12 @@ class Bucket:
         if self.peers is None:
             return []
         begin, size = int(self.flat.storage_offset()), self.layout.section
-        found = []
+        sections = []
         for rank in range(self.ranks.size):
             first, stop = rank * size, (rank + 1) * size
             if rank != self.ranks.rank:
-                found.append((self.flat[first:stop], self.peers.of(rank, begin + first, begin + stop)))
-        return found
+                sections.append((self.flat[first:stop], self.peers.of(rank, begin + first, begin + stop)))
+        return sections
 
     def follow_writes(self) -> None:
         """Take over what other code has written to this rank's section, where that is not what the optimizer keeps."""
@@ -548,7 +550,7 @@ def allocate(
     """Zeroed flat memory of these sizes: one allocation for all of a dtype, which may be there."""
     parts: dict[torch.dtype, Any] = {}
     for dtype in dict.fromkeys(dtypes):
-        own = [size for size, each in zip(sizes, dtypes) if each == dtype]
+        own = [size for size, kind in zip(sizes, dtypes) if kind == dtype]
         there = peers and peers.get(dtype)
         whole = there.memory if there else torch.zeros(sum(own), dtype=dtype, device=device)
         parts[dtype] = iter(whole.split(own))

@@ -480,7 +480,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
 
     The files go to a folder that does not count as a checkpoint. When every rank has written its own and they are
     on disk, that folder is renamed, which happens at once or not at all. Its number follows the largest
-    `checkpoint-<number>` in the folder, whoever wrote that.
+    `checkpoint-<number>` in the folder, whatever wrote that.
 
     Every folder made by this function holds a mark. Nothing without one is ever removed, so that other checkpoints (a
     trainer's `checkpoint-500`) may stand in the same folder. One training at a time saves to it.
@@ -584,7 +584,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _finished(root: Path) -> list[Path]:
-    """What is named as a finished checkpoint, whoever wrote it, in the order of their numbers."""
+    """What is named as a finished checkpoint, whatever wrote it, in the order of their numbers."""
     numbers = {path: _WHOLE.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
     return sorted((path for path in numbers if numbers[path]), key=_number)
 

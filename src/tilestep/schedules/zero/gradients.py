@@ -232,10 +232,12 @@ class GradientSync:
             like = torch.empty(0, dtype=sums.bucket.grad_dtype, device=sums.bucket.flat.device)
             sums.comes_averaged = self.options.average and self.ranks.can_average(like)
         self.sums += added
-        self._places += [list(each) for each in places]
-        known = {place: param for bucket, each in zip(buckets, places) for place, param in zip(each, bucket.params)}
-        self.params += [known[place] for place in sorted(known)]
-        self._place_of.update((id(param), place) for place, param in known.items())
+        self._places += [list(listed) for listed in places]
+        by_place = {
+            place: param for bucket, listed in zip(buckets, places) for place, param in zip(listed, bucket.params)
+        }
+        self.params += [by_place[place] for place in sorted(by_place)]
+        self._place_of.update((id(param), place) for place, param in by_place.items())
         # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
         self._all_have = (True,) * len(self.params)
         self._none_used, self._all_used = bytearray(len(self.params)), bytearray(b"\1" * len(self.params))
@@ -408,14 +410,14 @@ class GradientSync:
         """
         if 0 not in self._used_here:
             return self._all_have
-        found = list(map(bool, self._used_here))
-        unsure = [place for place, known in enumerate(found) if not known and self.params[place].requires_grad]
+        had = list(map(bool, self._used_here))
+        unsure = [place for place, has_one in enumerate(had) if not has_one and self.params[place].requires_grad]
         if unsure and self.ranks.count > 1:
             require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
             counts = self.used.tolist()
             for place in unsure:
-                found[place] = counts[place] > 0
-        return tuple(found)
+                had[place] = counts[place] > 0
+        return tuple(had)
 
     def updates(self) -> bytes:
         """For each bucket a one if a step now may update it, else a zero: the same on every rank.

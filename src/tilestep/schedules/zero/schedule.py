@@ -151,9 +151,9 @@ class ShardedSchedule(Schedule):
         inner.control.gradients_scaled = optimizer.control.gradients_scaled
         # Pieces and their gradients are where they were at the last step, and what that has made of them: this cuts
         # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
-        known = not captures and self._ready is self._stepped
+        unmoved = not captures and self._ready is self._stepped
         self._stepped = None
-        inner.update(unmoved=known)
+        inner.update(unmoved=unmoved)
         ready = self._stepped = self._ready
         if ready is not None and ready is not self._begun:
             self._begun = ready
