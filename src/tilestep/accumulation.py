@@ -276,6 +276,10 @@ class GradientRounds:
             with torch.no_grad():
                 self.arrived(param, is_noted=is_noted)
             return
+        owner = self._owner()
+        if owner is None:
+            # It was dropped in this backward, whose end still knows of the round.
+            return
         current = self._pass if is_noted else backward_pass()
         moved = _NONE
         if not self.is_open or current != self._pass:
@@ -287,7 +291,7 @@ class GradientRounds:
         # A hook of its own that is still to come changes it, or a reduction: then later code takes what they leave.
         if id(param) in moved:
             return
-        owner, awaited = self._owner(), self.awaited[bucket]
+        awaited = self.awaited[bucket]
         if not awaited.left() and owner.is_awaited_again(bucket, param):
             awaited.begin(survey(self._buckets[bucket]).trains)
         if not awaited.come(place):
@@ -340,10 +344,13 @@ class GradientRounds:
                 self._end_of_pass(number, within)
             return
         self._running.discard(number)
+        owner = self._owner()
+        if owner is None:
+            return
         if self.ends_with_pass and not within:
-            self._owner().end_round()
+            owner.end_round()
         elif self.is_open and self._accumulates:
-            self._owner().end_pass()
+            owner.end_pass()
 
     def begin_another(self, bucket: int) -> None:
         """End the round in the middle of a backward and begin the next, with a gradient of this bucket in it."""

@@ -174,6 +174,16 @@ def test_a_training_that_begins_before_the_module_is_built(one_rank: None, monke
         assert torch.equal(mine, theirs)
 
 
+def test_an_optimizer_may_be_dropped_in_a_backward(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    held = [tilestep.shard(sgd(model.parameters()), model)]
+    gone = weakref.ref(held[0])
+    model[0].weight.register_hook(lambda _: held.clear())
+    model(torch.ones(2, 4)).sum().backward()
+    assert gone() is None
+    assert model[0].weight.grad is not None
+
+
 def train_beside_twins(where: str) -> None:
     if where == WITH and not native.wait():
         return
