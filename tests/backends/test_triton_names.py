@@ -10,12 +10,13 @@ import pytest
 import torch
 from row_rules import RULES
 
+import tilestep
 from tilestep.backends.triton import source
 from tilestep.errors import RuleError
 from tilestep.rules import Rule, State, registry
 from tilestep.rules.protocol import NOT_FOR_HYPERPARAMETERS
 from tilestep.runtime import graph_for, kernel_spec
-from tilestep.storage import Plain
+from tilestep.storage import STATE_FORMATS, Plain
 
 BY_ROWS = {f"by rows: {name}": rule for name, (rule, _) in RULES.items()}
 CASES = [
@@ -136,3 +137,14 @@ def test_a_rule_that_computes_nothing_is_a_module() -> None:
     """It needs nothing of what kernels import."""
     rule = Rule(lambda param, grad: (param,))
     assert len(list(kernels(rendered(rule, 1)))) == 1
+
+
+def test_a_pass_may_read_nothing_but_pairs_of_codes() -> None:
+    def by_the_state(param: Any, grad: Any, mean: Any) -> tuple[Any, Any]:
+        return param - grad / (1.0 + (mean * mean).sum()), mean + grad
+
+    graph = graph_for(tilestep.rule(by_the_state), {}, 2)
+    plain = Plain(torch.bfloat16)
+    storages = {"param": plain, "grad": plain, "mean": STATE_FORMATS["int4"](True)}
+    module = ast.parse(source.source(kernel_spec(graph, storages, torch.float32, "cuda")))
+    assert any("mean_address" in given(kernel) and "param_address" not in given(kernel) for kernel in kernels(module))

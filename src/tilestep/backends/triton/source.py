@@ -854,7 +854,9 @@ class _Kernel(TileMath):
     def _whole_pointers(self, indent: str) -> list[str]:
         """Pointers to the elements of a tile without an end in it."""
         lines = []
-        widest = max(array.dtype.itemsize for _, array in self.used() if array.elements == 1)
+        sizes = (array.dtype.itemsize for _, array in self.used() if array.elements == 1)
+        # A pass may read nothing but pairs of codes.
+        widest = max(sizes, default=1)
         for _, array in self.used():
             # Of blocks a thread has as many neighbours of each array: numbers would change threads otherwise.
             aligned = 16 * array.dtype.itemsize // widest if self.spec.has_blocks else 16
