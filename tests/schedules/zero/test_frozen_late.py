@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from rank_processes import each_passes
 from sharded_twins import TINY, Pair, inputs, sgd
 from torch import nn
 
 import tilestep
+from tilestep.errors import GradientError
 from tilestep.rules.compose import ema
 
 
@@ -93,6 +95,30 @@ def around_weights_to_evaluate() -> None:
     pair.compare(rtol=1e-5, atol=1e-6)
 
 
+def with_gradients_that_no_message_has_taken() -> None:
+    for grad_dtype in (None, torch.float64):
+        pair = Pair(layers(), sgd, bucket_cap_mb=TINY, grad_sync_dtype=grad_dtype)
+        train(pair, 2)
+        with pair.optimizer.no_sync():
+            backward(pair)
+        freeze(pair)
+        backward(pair)
+        before = pair.model[1].weight.clone()
+        with pytest.raises(GradientError, match=r"1\.weight.* has a gradient and is frozen"):
+            pair.optimizer.step()
+        assert torch.equal(before, pair.model[1].weight)
+        pair.optimizer.zero_grad()
+        pair.twin_optimizer.zero_grad()
+        train(pair, 2)
+        pair.compare(rtol=1e-5, atol=1e-6)
+
+
 test_two_ranks = each_passes(
-    [between_backward_and_step, while_gradients_are_dropped_here_alone, around_weights_to_evaluate], 2
+    [
+        between_backward_and_step,
+        while_gradients_are_dropped_here_alone,
+        around_weights_to_evaluate,
+        with_gradients_that_no_message_has_taken,
+    ],
+    2,
 )

@@ -206,8 +206,16 @@ class ShardedSchedule(Schedule):
             or (before.has_gradient, before.trains) != (has_gradient, trains)
             or not all(map(operator.is_, before.sections, sections))
         ):
-            self._ready = _Gradients(sections, has_gradient, trains)
             section_of = {id(sums.bucket): section for sums, section in zip(gradients.sums, sections)}
+            for member, has_one, is_trained in zip(self.sharding.members, has_gradient, trains):
+                left_behind = has_one or member.param.grad is not None
+                if left_behind and not is_trained and section_of[id(member.bucket)] is None:
+                    raise GradientError(
+                        f"{member.name} has a gradient and is frozen, as all parameters of its bucket: the gradient is "
+                        "not summed over the ranks. Freeze parameters after the backward outside of no_sync() or after "
+                        "step(), or set their .grad to None"
+                    )
+            self._ready = _Gradients(sections, has_gradient, trains)
             for member, has_one, is_trained in zip(self.sharding.members, has_gradient, trains):
                 member.take_gradient(section_of[id(member.bucket)] if has_one else None, bool(is_trained))
 
