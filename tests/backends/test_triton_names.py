@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,3 +149,24 @@ def test_a_pass_may_read_nothing_but_pairs_of_codes() -> None:
     storages = {"param": plain, "grad": plain, "mean": STATE_FORMATS["int4"](True)}
     module = ast.parse(source.source(kernel_spec(graph, storages, torch.float32, "cuda")))
     assert any("mean_address" in given(kernel) and "param_address" not in given(kernel) for kernel in kernels(module))
+
+
+@pytest.mark.parametrize("name", ["changes", "support", "slices_support"])
+def test_kernels_written_by_hand_are_compiled_once_for_all_alignments(name: str) -> None:
+    """A launch refuses a kernel whose pointers are not listed; here without a GPU."""
+    module = importlib.import_module(f"tilestep.backends.triton.{name}")
+    launched = [
+        kernel
+        for kernel in vars(module).values()
+        if getattr(kernel, "__module__", "") == module.__name__
+        and getattr(kernel, "do_not_specialize_on_alignment", None)
+    ]
+    assert launched
+    for kernel in launched:
+        pointers = [
+            argument.name
+            for argument in kernel.params
+            if not argument.is_constexpr and not argument.annotation_type.startswith(("fp", "bf"))
+        ]
+        listed = [*kernel.do_not_specialize_on_alignment, *(kernel.do_not_specialize or [])]
+        assert sorted(pointers) == sorted(listed), kernel.__name__

@@ -5,6 +5,7 @@ python -m pytest tests/gpu/test_overlap_gpu.py
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +62,8 @@ def delays(seed: int = 0) -> Iterator[None]:
 
 @both
 @pytest.mark.parametrize("make", [adamw, clipped, schedules.lamb, schedules.two_groups], ids=lambda f: f.__name__)
-def test_a_hundred_steps_are_the_serial_ones(during: str, make: Make) -> None:
-    schedules.test_a_hundred_steps_are_the_serial_ones(during, make)
+def test_forty_steps_are_the_serial_ones(during: str, make: Make) -> None:
+    schedules.test_forty_steps_are_the_serial_ones(during, make)
 
 
 @both
@@ -164,13 +165,18 @@ def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: st
     states = [state["exp_avg"] for state in optimizer.state.values()]
     addresses, like = {state.data_ptr() for state in states}, torch.empty_like(states[0], device="meta")
     torch.cuda.synchronize()
+    # The collection below must end while the stream sleeps: a process's first optimizer is freed by one.
+    gc.collect()
+    gc.freeze()
     lane = optimizer.schedule.lane.stream
     with torch.cuda.stream(lane):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         # What an update does at its end: it writes to state.
         for state in states:
             state.zero_()
     del optimizer, states, state
+    gc.collect()
+    gc.unfreeze()
     taken = [torch.full_like(like, 7.0, device="cuda") for _ in range(64)]
     torch.cuda.synchronize()
     assert addresses & {tensor.data_ptr() for tensor in taken}

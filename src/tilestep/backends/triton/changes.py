@@ -12,7 +12,7 @@ from .support import INTERPRETED, libdevice, loop_bound
 WORDS = 512
 """Words that a program reads: 16,384 weights."""
 
-POINTERS = ["tap_words", "blocks", "counts", "found", "values"]
+POINTERS = ["tap_words", "blocks", "counts", "indices", "values"]
 
 
 @triton.jit
