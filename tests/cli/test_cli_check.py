@@ -151,6 +151,12 @@ def test_a_state_that_is_not_as_its_format_needs_it_fails_there() -> None:
     assert over_rows.passed and "states kept so agree" in over_rows.text
 
 
+@pytest.mark.parametrize("kept", ["bfloat16", "float8_e4m3", "int8", "int4"])
+def test_a_state_begins_as_a_value_of_its_format(kept: str) -> None:
+    """Rprop's step size begins with the learning rate, which few formats have as such."""
+    assert checked("Rprop", f"{kept} states").passed
+
+
 def checked(name: str, item: str, **given: Any) -> Verdict:
     """The verdict of one item on a rule of tilestep's."""
     rule, graphs = load_rule(name), dict[int, Graph]()

@@ -84,6 +84,17 @@ class Snapshot:
         exact = exact_values(param, {}) if master_kind(param.dtype, group) is None else param.detach().float()
         return cls(exact, param.grad.detach().clone(), buffers, 1.0)
 
+    def kept_as(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Round states to what they are kept in: they begin as values of their formats, and not as exact ones."""
+        for name, value in self.states.items():
+            blocks = kept_in_blocks(state, name)
+            if blocks is not None:
+                arrays = {array.name: torch.empty_like(state[array.name]) for array in blocks.arrays(name)}
+                stored_in(blocks, arrays, name, value, shape=param.shape)
+                self.states[name] = values_of(blocks, arrays, name, shape=param.shape)
+            elif isinstance(state.get(name), torch.Tensor):
+                self.states[name] = value.to(state[name].dtype).to(value.dtype)
+
 
 def expected(
     rule: Rule, before: Snapshot, hyperparameters: Mapping[str, Any], dtype: torch.dtype
@@ -331,11 +342,14 @@ class Trial:
             self._snapshot(index, param) if param.grad is not None else param.detach().clone()
             for index, param in enumerate(self.params)
         ]
+        begin = [not self.state(index) for index in range(len(self.params))]
         hyperparameters = [self.hyperparameters(index) for index in range(len(self.params))]
         if limit is not None:
             self._clip(before, limit)
         self.step()
         for index, (param, old) in enumerate(zip(self.params, before)):
+            if begin[index] and isinstance(old, Snapshot):
+                old.kept_as(param, self.state(index))
             label = f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}"
             if isinstance(old, Snapshot):
                 rule, coarse = self.subject.rule, self.subject.has_matrices
