@@ -178,11 +178,12 @@ def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: st
     gc.collect()
     gc.unfreeze()
     taken = [torch.full_like(like, 7.0, device="cuda") for _ in range(64)]
-    # Memory that was asked for in the updates' own stream is given to that stream alone.
-    with torch.cuda.stream(lane):
-        taken += [torch.full_like(like, 7.0, device="cuda") for _ in range(64)]
     torch.cuda.synchronize()
-    assert addresses & {tensor.data_ptr() for tensor in taken}
+    # Memory that only the updates' own stream is given, or that waits for it, is there now.
+    later = [torch.empty_like(like, device="cuda") for _ in range(64)]
+    with torch.cuda.stream(lane):
+        later += [torch.empty_like(like, device="cuda") for _ in range(64)]
+    assert addresses & {tensor.data_ptr() for tensor in (*taken, *later)}
     assert all(bool((tensor == 7).all()) for tensor in taken)
 
 
