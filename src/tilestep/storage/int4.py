@@ -38,11 +38,8 @@ class Int4Blocks:
 
     def load(self, elements: Sequence[Term]) -> Term:
         pair, scale = elements
-        # As the last bits of 2^23, less that.
-        code = (pair.nibble() | 0x4B000000).of_bits()
-        if self.signed:
-            return expanded(code - (2.0**23 + 8), scale, 7)
-        return squared(code - 2.0**23, scale, 15)
+        code = pair.nibble()
+        return expanded((code - 8).number(), scale, 7) if self.signed else squared(code.number(), scale, 15)
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
