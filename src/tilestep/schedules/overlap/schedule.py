@@ -157,12 +157,7 @@ class Trial:
 class OverlapSchedule(Schedule):
     """The schedule of an overlapped optimizer; the optimizer has its public methods, `offers`, while it is attached.
 
-    Args:
-        optimizer: the optimizer.
-        model: has its parameters.
-        grouping: what is updated together.
-        device: where the parameters are.
-        during, scaler, comm_hook, early_norm: as for `overlap`.
+    What it is made of is explained at `overlap`; `grouping` says what is updated together.
     """
 
     not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
