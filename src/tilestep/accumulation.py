@@ -255,7 +255,7 @@ class GradientRounds:
         apart = not self._accumulates
         self._readiness = [first, *(GradReadiness(size, by_stream=by_stream) for _ in self._buckets[1:] if apart)]
         self.writers = [{} if apart else self._stream.writers for _ in self._buckets]
-        self.awaited = [self._readiness[place * apart].awaited() for place in range(len(self._buckets))]
+        self.awaited = [self._readiness[place if apart else 0].awaited() for place in range(len(self._buckets))]
         self._place_of, self._all_trains = {}, b""
         for number, (params, awaited) in enumerate(zip(self._buckets, self.awaited)):
             for place, param in enumerate(params):

@@ -207,10 +207,10 @@ def agrees_over_meshes() -> None:
     alone = ReductionGroup.of_tensors([("tp", on_tp)])
     assert alone.ranks == sorted(root["tp"].mesh.tolist()) and alone.share(on_tp) == 2 / size
     for listed in ([("dp", on_dp), ("tp", on_tp)], [("both", on_both), ("dp", on_dp)]):
-        agreement = ReductionGroup.of_tensors(listed)
-        assert agreement.ranks == [*range(size)]
-        assert agreement.share(on_dp) == 2 / size and agreement.share(on_tp) == 1 / size
-        assert agreement.share(on_both) == 2 / size and agreement.share(one) == 1 / size
+        ranks = ReductionGroup.of_tensors(listed)
+        assert ranks.ranks == [*range(size)]
+        assert ranks.share(on_dp) == 2 / size and ranks.share(on_tp) == 1 / size
+        assert ranks.share(on_both) == 2 / size and ranks.share(one) == 1 / size
     pairs = DeviceMesh(device(), torch.arange(size).view(-1, 2))
     crossed = DeviceMesh(device(), torch.arange(size).view(2, -1).t().contiguous())
     first = DTensor.from_local(

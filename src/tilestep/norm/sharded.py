@@ -33,11 +33,11 @@ class Shares:
         for name, tensor in placed:
             if tensor.device_mesh.get_coordinate() is None:
                 raise GradientError(f"{name} lies on {tensor.device_mesh}, to which this rank does not belong")
-        self.agreement = ReductionGroup.of_tensors(placed)
+        self.ranks = ReductionGroup.of_tensors(placed)
         self.partial = [place for place, tensor in enumerate(tensors) if _is_partial(tensor)]
         partial, self.places = set(self.partial), dict[float, list[int]]()
         for place, tensor in enumerate(tensors):
-            share = self.agreement.share(_summed(tensor) if place in partial else tensor)
+            share = self.ranks.share(_summed(tensor) if place in partial else tensor)
             self.places.setdefault(share, []).append(place)
 
 
@@ -46,7 +46,7 @@ class ShardedNorm:
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: Shares, positions: Positions | None) -> None:
         self._tensors = tensors
-        self._agreement = shares.agreement
+        self._ranks = shares.ranks
         self._local = [as_real(ready(part)) for part in local_parts(tensors)]
         self._recipe = _recipe(self._local, positions)
         if not shares.partial and len(shares.places) == 1:
@@ -71,12 +71,12 @@ class ShardedNorm:
             totals = [self._total(*part, norm_type) for part in self._parts]
             total = combine(torch.cat(totals), norm_type, root=False).reshape(1)
             if order is Order.SMALLEST:
-                self._agreement.largest(total.neg_())
+                self._ranks.largest(total.neg_())
                 total.neg_()
             elif order is Order.LARGEST:
-                self._agreement.largest(total)
+                self._ranks.largest(total)
             else:
-                self._agreement.add(total)
+                self._ranks.add(total)
             total = combine(total, norm_type)
         wide = any(tensor.dtype == torch.float64 for tensor in self._local)
         return total.reshape(()).to(torch.float64 if wide else torch.float32)
@@ -96,7 +96,7 @@ class ShardedNorm:
         device = self._local[0].device
         counts = [part.count_nonzero().to(device) for _, own, _ in self._parts for part in own]
         nonzero = (torch.stack(counts) != 0).to(torch.float64)
-        self._agreement.largest(nonzero)
+        self._ranks.largest(nonzero)
         return nonzero.sum()
 
     def scale(self, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:

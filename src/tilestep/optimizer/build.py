@@ -271,14 +271,14 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph))
     planned = [one for one in planned if not one.is_unreal]
     sharded = [(one.label, one.param) for one in planned if is_distributed(one.param)]
-    agreement = ReductionGroup.of_tensors(sharded) if sharded else None
+    mesh_ranks = ReductionGroup.of_tensors(sharded) if sharded else None
     for one in planned:
         before = state.get(one.param)
         is_ahead = ahead or (one.param.grad is None and not together)
         if before:
             is_ahead = isinstance(before, ParameterState) and before.is_ahead
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=is_ahead)
-    engines, controls, places, members = _engines(optimizer, planned, agreement)
+    engines, controls, places, members = _engines(optimizer, planned, mesh_ranks)
     stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
     plan = StepPlan(
         engines=engines,
@@ -289,22 +289,22 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         params=params,
         state=state,
         state_changes=state.changes,
-        masters=Masters(stated, fresh, have_parts=agreement is not None),
-        agreement=agreement,
-        ranks=agreement,
-        sharers=agreement,
+        masters=Masters(stated, fresh, have_parts=mesh_ranks is not None),
+        mesh_ranks=mesh_ranks,
+        ranks=mesh_ranks,
+        sharers=mesh_ranks,
         places=places,
         controls=controls,
         home=home,
         further_rounds=further_rounds(optimizer),
         ahead=[one.param for one in planned if state[one.param].is_ahead],
     )
-    if agreement is not None:
+    if mesh_ranks is not None:
         plan.local_gradients = [
             LocalGradients([entry.label for entry in engine.entries], params)
             for engine, params in zip(engines, plan.members)
         ]
-        plan.shared_sums = [SharedSums(agreement, engine.segments) for engine in engines]
+        plan.shared_sums = [SharedSums(mesh_ranks, engine.segments) for engine in engines]
     plan.complex_members = _complex_members(plan)
     return plan
 
@@ -472,7 +472,7 @@ def loaded_states(
 
 
 def _engines(
-    optimizer: Optimizer, planned: Sequence[_Planned], agreement: ReductionGroup | None
+    optimizer: Optimizer, planned: Sequence[_Planned], mesh_ranks: ReductionGroup | None
 ) -> tuple[list[DeviceEngine], list[DeviceControl], Any, list[list[torch.Tensor]]]:
     """Engines of planned parameters, which get their states now; the engines' places, and their parameters."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
@@ -485,7 +485,7 @@ def _engines(
         entry = _entry(optimizer, one)
         if one.spec.draws:
             _count_elements(optimizer, one, entry, ordinals)
-        entry.share = 1.0 if agreement is None else agreement.share(one.param)
+        entry.share = 1.0 if mesh_ranks is None else mesh_ranks.share(one.param)
         optimizer.memory.on_entry(one.spec, entry)
         members[id(entry)] = one.param
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)

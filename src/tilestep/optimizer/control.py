@@ -447,11 +447,11 @@ def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
     return clips
 
 
-def _agree(inputs: StepInputs, agreement: ReductionGroup, *, has_whole_norm: bool) -> None:
-    """Let all ranks know what each has found: the norm of all gradients, and whether one of them overflowed."""
+def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> None:
+    """Let all ranks know the norm of all gradients, and whether one of them overflowed."""
     if has_whole_norm:
         whole, inputs.power_sum = inputs.power_sum, None
-        _agree(inputs, agreement, has_whole_norm=False)
+        _agree(inputs, group, has_whole_norm=False)
         inputs.power_sum = whole
         return
     numbers = [number for number in (inputs.power_sum, inputs.loss, inputs.found_inf) if number is not None]
@@ -461,17 +461,17 @@ def _agree(inputs: StepInputs, agreement: ReductionGroup, *, has_whole_norm: boo
     if len(numbers) == 1 and numbers[0].dtype is torch.float64 and numbers[0] is inputs.power_sum:
         # What computes it does so anew at every step, for the decision alone.
         inputs.power_sum = numbers[0] if numbers[0].dim() == 1 else numbers[0].reshape(1)
-        agreement.add(inputs.power_sum)
+        group.add(inputs.power_sum)
         return
     if inputs.loss is not None:
         # The ranks' losses are averaged.
         numbers.append(torch.ones_like(inputs.loss))
     together = torch.cat([moved(number, device).to(torch.float64).reshape(1) for number in numbers])
-    agreement.add(together)
+    group.add(together)
     if inputs.loss is not None:
-        *together, ranks = together.split(1)
+        *together, count = together.split(1)
         together = torch.cat(together)
-        inputs.loss = together[int(inputs.power_sum is not None) :][:1] / ranks
+        inputs.loss = together[int(inputs.power_sum is not None) :][:1] / count
     if inputs.power_sum is not None:
         inputs.power_sum = together[:1]
     if inputs.found_inf is not None:

@@ -110,7 +110,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     require(bool(devices), "no parameter of the optimizer trains")
     require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")
     plan.engines[0].require_kernels(alone=alone)
-    require(plan.agreement is None, BY_RANKS)
+    require(plan.mesh_ranks is None, BY_RANKS)
     require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
     require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
     try:
@@ -145,7 +145,7 @@ def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
     require(
         len(plan.engines) == 1, f"its parameters are on {len(plan.engines)} devices; a graph holds the steps of one"
     )
-    require(plan.agreement is None, BY_RANKS)
+    require(plan.mesh_ranks is None, BY_RANKS)
     require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
     require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
     engine, gradients = plan.engines[0], plan.gradients()

@@ -519,7 +519,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.taps.changes.list(clear=clear, gather=gather)
 
     @property
-    def agreement(self) -> ReductionGroup | None:
+    def mesh_ranks(self) -> ReductionGroup | None:
         """The ranks that decide together: of DTensors all ranks of their meshes."""
         return self._plan.ranks if self._plan is not None else None
 

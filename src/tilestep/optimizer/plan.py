@@ -45,7 +45,7 @@ class StepPlan:
     state: Any  # the optimizer's state
     state_changes: int  # how often its entries had been replaced
     masters: Masters  # the low-precision parameters whose masters do not show what other code writes to them
-    agreement: ReductionGroup | None = None  # the ranks of the meshes, if some parameters are DTensors
+    mesh_ranks: ReductionGroup | None = None  # the ranks of the meshes, if some parameters are DTensors
     ranks: Any = None  # those that decide steps together, if there are several
     sharers: Any = None  # those that hold parts of the same parameters, if there are several
     local_gradients: Sequence[LocalGradients] = ()  # then for each engine what finds the local parts of its gradients
@@ -172,7 +172,7 @@ class StepPlan:
         """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
         return (
             self._fits_lists(optimizer)
-            and (not parts or self.agreement is None or self._same_parts(self._every))
+            and (not parts or self.mesh_ranks is None or self._same_parts(self._every))
             and (not self.complex_members or all(members.lie_as_before() for members in self.complex_members))
         )
 
@@ -229,7 +229,7 @@ class StepPlan:
     def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
         """The gradients of one engine's entries; of DTensors what lies on this rank."""
         gradients = list(map(find, self.members[place]))
-        if self.agreement is not None:
+        if self.mesh_ranks is not None:
             gradients = self.local_gradients[place].parts(gradients)
         return self.complex_members[place].real_gradients(gradients) if self.complex_members else gradients
 
@@ -260,7 +260,7 @@ class StepPlan:
         """As `refresh` for some engines, of a plan that fits."""
         if find is _GRAD and self.check_unchanged(places):
             return self.no_gradients
-        if self.agreement is not None and not self._same_parts(places):
+        if self.mesh_ranks is not None and not self._same_parts(places):
             raise Stale
         gradients = list(self.no_gradients)
         for place in places:
@@ -439,7 +439,7 @@ class Scan:
         ):
             return None
         types: tuple[Any, ...] = _PLAIN
-        if plan.agreement is not None and dtensors_have_parts():
+        if plan.mesh_ranks is not None and dtensors_have_parts():
             types = (*_PLAIN, distributed_tensor_type())
         scanner = module.create(params, DTENSOR_PARTS) if all(type(param) in types for param in params) else None
         if scanner is None:

@@ -32,7 +32,7 @@ class Optimizer(Protocol):
         """The plan of its steps, if there is one."""
 
     @property
-    def agreement(self) -> ReductionGroup | None:
+    def mesh_ranks(self) -> ReductionGroup | None:
         """What ranks decide together, if there are several."""
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:

@@ -58,12 +58,12 @@ class Placement:
         return Origin(param)
 
     def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
-        """The ranks that hold parts of the same parameters, where no tables know them; None for none."""
+        """The ranks that hold parts of the same parameters, where no plan knows them; None for none."""
         parts = [("a parameter", param) for param in params if is_distributed(param)]
         return ReductionGroup.of_tensors(parts) if parts else None
 
     def take_part(self, plan: Any) -> None:
-        """Have the tables of steps know which ranks decide them together and combine their reductions."""
+        """Have a plan know which ranks decide its steps together and combine its reductions."""
 
 
 LOCAL = Placement()

@@ -63,17 +63,17 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
 
 
 def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
-    """Capture a step that works on the tables of `updating`."""
+    """Capture a step that works on the plan of `updating`."""
     if updating is not optimizer:
         require_no_waits(optimizer)
-    tables = prepare_capture(updating, alone=work is None)
-    engine = tables.engines[0]
+    plan = prepare_capture(updating, alone=work is None)
+    engine = plan.engines[0]
     choices = HostBranches(engine.segments)
     table = None
     if work is None:
         _require_unscaled(optimizer)
         with choices.left_out():
-            seen = engine.check_capture(tables.gradients()[0])
+            seen = engine.check_capture(plan.gradients()[0])
         table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
     before = [param.grad for param in engine.params]
     captured_before = updating.graphs.captured
@@ -96,7 +96,7 @@ class CapturedStep:
 
     Args:
         optimizer: whose step it is.
-        updating: the optimizer whose tables it works on.
+        updating: the optimizer whose plan it works on.
         graph: the CUDA graph.
         output: what the captured function has returned: tensors that each replay writes anew.
         table: the table of addresses that the graph reads, to be kept.
@@ -117,7 +117,7 @@ class CapturedStep:
         assert updating.plan is not None
         self.output = output
         self._optimizer, self._updating = weakref.ref(optimizer), weakref.ref(updating)
-        self._tables = weakref.ref(updating.plan)
+        self._plan = weakref.ref(updating.plan)
         self._graph = graph
         self._table = table
         self._choices = choices
@@ -143,27 +143,27 @@ class CapturedStep:
         if self._is_alone:
             _require_unscaled(optimizer)
         with optimizer.schedule.for_graph(optimizer, alone=self._is_alone, replays=True) as updating:
-            tables = self._current()
+            plan = self._current()
             try:
-                tables.engines[0].push_hypers()
+                plan.engines[0].push_hypers()
             except Stale as stale:
                 raise _stale(str(stale)) from None
             with marked(REPLAY) if self._is_alone else nullcontext():
-                tables.begin_states(updating, all_of_them=True)
+                plan.begin_states(updating, all_of_them=True)
                 if not self._choices.suffices():
                     with torch.no_grad():
                         optimizer.schedule.step(optimizer.update)
                     return self.output
-                if tables.masters:
-                    tables.sync_masters()
-                    tables.record_versions()
+                if plan.masters:
+                    plan.sync_masters()
+                    plan.record_versions()
                 self._graph.replay()
                 self._choices.replayed()
         return self.output
 
     @property
     def is_stale(self) -> bool:
-        """Whether `replay()` would refuse because of the optimizer's tables, parameters or gradients."""
+        """Whether `replay()` would refuse because of the optimizer's plan, parameters or gradients."""
         try:
             self._current()
         except CaptureError:
@@ -178,13 +178,13 @@ class CapturedStep:
 
     def _current(self) -> StepPlan:
         self._known_optimizer()
-        updating, tables = self._updating(), self._tables()
-        if updating is None or tables is None or updating.plan is not tables or not tables.same_groups(updating):
+        updating, plan = self._updating(), self._plan()
+        if updating is None or plan is None or updating.plan is not plan or not plan.same_groups(updating):
             raise _stale(CHANGED)
         reason = self._memory.reason()
         if reason:
             raise _stale(reason)
-        return tables
+        return plan
 
 
 def _stale(reason: str) -> CaptureError:
@@ -206,10 +206,10 @@ class _Memory:
     else still holds their old memory are found by looking at some of them at each replay.
     """
 
-    def __init__(self, tables: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
-        engine = tables.engines[0]
+    def __init__(self, plan: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
+        engine = plan.engines[0]
         self._lost: list[str] = []
-        self._tables = weakref.ref(tables)
+        self._plan = weakref.ref(plan)
         labels = [entry.label for entry in engine.entries]
         self._addresses = list(engine.addresses)
         self._turns = _chunks(len(labels), _ADDRESSES_AT_ONCE)
@@ -229,9 +229,9 @@ class _Memory:
         """Why the graph must not be replayed; empty while it may."""
         if self._lost:
             return f"the memory of {self._lost[0]} was given back; {KEEP}"
-        tables = self._tables()
-        assert tables is not None
-        engine = tables.engines[0]
+        plan = self._plan()
+        assert plan is not None
+        engine = plan.engines[0]
         turn = self._turn
         self._turn += 1
         if not addresses_equal(engine.params, self._addresses, self._turns[turn % len(self._turns)]):

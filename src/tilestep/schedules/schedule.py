@@ -31,7 +31,7 @@ class Schedule:
         return ()
 
     makes_plan = True
-    """Whether updates work on tables of the optimizer itself."""
+    """Whether updates work on a plan of the optimizer itself."""
 
     def step(self, plain: Callable[[], None]) -> None:
         """Take a step."""
@@ -69,7 +69,7 @@ class Schedule:
         return None
 
     def making_plan(self) -> AbstractContextManager[None]:
-        """A block in which tables are made anew."""
+        """A block in which the plan is made anew."""
         return _NOTHING
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Schedule:
         return optimizer.memory.unscale(optimizer, unscale, *args, **kwargs)
 
     def updating(self, optimizer: Any) -> Any:
-        """The optimizer on whose tables the updates work: itself, or that of this rank's pieces."""
+        """The optimizer on whose plan the updates work: itself, or that of this rank's pieces."""
         return optimizer
 
     def states_replaced(self, optimizer: Any) -> None:

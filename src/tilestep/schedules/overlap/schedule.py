@@ -218,9 +218,9 @@ class OverlapSchedule(Schedule):
 
     def _slowest(self, times: torch.Tensor) -> None:
         """Replace times by those of the slowest rank."""
-        agreement = self._optimizer().agreement
-        if agreement is not None:
-            agreement.largest(times)
+        mesh_ranks = self._optimizer().mesh_ranks
+        if mesh_ranks is not None:
+            mesh_ranks.largest(times)
             return
         for wrapper in wrappers(self.model)[:1]:
             there = times.to(self.grouping.groups[0].params[0].device)
@@ -318,25 +318,25 @@ class OverlapSchedule(Schedule):
         self.lane.join()
         optimizer = self._optimizer()
         with self.lane.after():
-            tables, gradients = optimizer.prepared()
-            tables.begin_states(optimizer, all_of_them=True)
-            tables.sync_masters()
+            plan, gradients = optimizer.prepared()
+            plan.begin_states(optimizer, all_of_them=True)
+            plan.sync_masters()
             if hasattr(optimizer, "found_inf"):
                 # A scaler has divided the gradients since backward, which their versions do not tell.
                 self.norms.forget()
             elif optimizer.control.needs_norm(optimizer.param_groups):
-                self.norms.complete(tables)
-            optimizer.control.update_control(optimizer, tables)
+                self.norms.complete(plan)
+            optimizer.control.update_control(optimizer, plan)
             self.norms.forget()
-            measures = optimizer.taps is not None and optimizer.taps.begin(tables.engines) and optimizer.taps.measures
-            self._count_versions(tables)
+            measures = optimizer.taps is not None and optimizer.taps.begin(plan.engines) and optimizer.taps.measures
+            self._count_versions(plan)
             groups = self.deferred.order(self.grouping.groups)
             held = {group: self._take_gradients(group) for group in groups}
-            tables.release()
+            plan.release()
             self._had_gradients = any(held.values())
             if not self._had_gradients:
                 refuse_replaced(self.model, self.params)
-            works = [(group, self._work(tables, gradients, group, held[group])) for group in groups if held[group]]
+            works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()
             taken = [gradient for listed in held.values() for gradient in listed]
@@ -364,16 +364,16 @@ class OverlapSchedule(Schedule):
                 stacklevel=6,
             )
 
-    def _count_versions(self, tables: StepPlan) -> None:
+    def _count_versions(self, plan: StepPlan) -> None:
         """Tell autograd which parameters are going to be written."""
-        for place, engine in enumerate(tables.engines):
-            if place in tables.scans:
-                tables.scans[place].mark_written(engine.looking_threads)
+        for place, engine in enumerate(plan.engines):
+            if place in plan.scans:
+                plan.scans[place].mark_written(engine.looking_threads)
             else:
                 torch.autograd.graph.increment_version(engine.gradients.active)
-        for engine in tables.engines:
+        for engine in plan.engines:
             engine.note_written()
-        tables.record_versions()
+        plan.record_versions()
 
     def _take_gradients(self, group: Group) -> list[torch.Tensor]:
         gradients = [param.grad for param in group.params]
@@ -383,19 +383,19 @@ class OverlapSchedule(Schedule):
 
     def _work(
         self,
-        tables: StepPlan,
+        plan: StepPlan,
         gradients: list[list[torch.Tensor | None]],
         group: Group,
         held: list[torch.Tensor],
     ) -> Callable[[], None]:
-        places, is_measured = tables.places.get(group.index, ()), self._optimizer().taps is not None
+        places, is_measured = plan.places.get(group.index, ()), self._optimizer().taps is not None
         runs_later = self.lane.stream is None
 
         def work() -> None:
             if runs_later:
                 for place in places:
-                    tables.engines[place].follow_memory()
-            tables.update(gradients, places, counts_versions=False, measures=is_measured)
+                    plan.engines[place].follow_memory()
+            plan.update(gradients, places, counts_versions=False, measures=is_measured)
             held.clear()
             for place in places:
                 gradients[place] = []

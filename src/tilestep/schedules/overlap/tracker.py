@@ -46,25 +46,25 @@ class EarlyNorms:
         self._joint: JointNorm | None = None
         self._seen: dict[int, Seen] = {}
 
-    def put(self, tables: StepPlan, places: Sequence[int]) -> None:
+    def put(self, plan: StepPlan, places: Sequence[int]) -> None:
         """Sum the gradients of some engines."""
         for place in places:
-            joint = tables.engines[place].joint
-            if joint is None or not joint.takes_pieces or len(tables.controls) > 1:
+            joint = plan.engines[place].joint
+            if joint is None or not joint.takes_pieces or len(plan.controls) > 1:
                 return
             if joint is not self._joint:
                 self._joint, self._seen = joint, {}
-            joint.put(tables.engines[place])
-            self._seen[place] = _look(tables.members[place])
+            joint.put(plan.engines[place])
+            self._seen[place] = _look(plan.members[place])
 
-    def complete(self, tables: StepPlan) -> None:
+    def complete(self, plan: StepPlan) -> None:
         """Before the step's norm pass: sum what is missing or has changed, if anything can be kept."""
         joint = self._joint
-        if joint is None or not tables.engines or tables.engines[0].joint is not joint:
+        if joint is None or not plan.engines or plan.engines[0].joint is not joint:
             return
-        kept = {place for place, seen in self._seen.items() if _same(seen, tables.members[place])}
+        kept = {place for place, seen in self._seen.items() if _same(seen, plan.members[place])}
         if kept:
-            for place, engine in enumerate(tables.engines):
+            for place, engine in enumerate(plan.engines):
                 if place not in kept:
                     joint.put(engine)
             joint.is_put = True
@@ -243,9 +243,9 @@ class BackwardTracker:
         if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
         moved = self.follow_later_wrappers() if self._later_wrappers else _NONE
-        tables = optimizer.fitting_plan(parts=False)
-        if tables.ahead:
-            tables.begin_states(optimizer, all_of_them=True)
+        plan = optimizer.fitting_plan(parts=False)
+        if plan.ahead:
+            plan.begin_states(optimizer, all_of_them=True)
         control, scaler = optimizer.control, self._scaler
         needs_norm = control.needs_norm(optimizer.param_groups)
         scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
@@ -258,14 +258,14 @@ class BackwardTracker:
         if not self.applies:
             return moved
         if optimizer.taps is not None:
-            optimizer.taps.begin(tables.engines)
-        if not tables.decided_plainly or tables.follows:
+            optimizer.taps.begin(plan.engines)
+        if not plan.decided_plainly or plan.follows:
             with self._lane.after():
-                if not tables.decided_plainly:
-                    control.update_control(optimizer, tables)
-                if tables.follows:
-                    tables.sync_masters()
-                    tables.record_versions()
+                if not plan.decided_plainly:
+                    control.update_control(optimizer, plan)
+                if plan.follows:
+                    plan.sync_masters()
+                    plan.record_versions()
         return moved
 
     def is_awaited_again(self, bucket: int, param: torch.Tensor) -> bool:
@@ -372,20 +372,20 @@ class BackwardTracker:
     def _sum(self, group: Group) -> None:
         """Sum the squares of a group's gradients, for a norm that the step finishes."""
         optimizer = self._optimizer()
-        tables = optimizer.plan
-        if tables is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
+        plan = optimizer.plan
+        if plan is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
             return
         if group.is_copied_to_host:
             _await_copies(group)
-        places = tables.places.get(group.index, ())
+        places = plan.places.get(group.index, ())
         with self._lane.after(*self._take_writers(group)):
             try:
-                tables.refresh_places(places)
+                plan.refresh_places(places)
             except (Stale, GradientError):
                 # The step says so, if it is still true then.
                 return
-            self.norms.put(tables, places)
-        tables.release()
+            self.norms.put(plan, places)
+        plan.release()
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
         """Whether gradients may be memory of other streams than the one that completes them."""
@@ -416,11 +416,11 @@ class BackwardTracker:
             for param in group.params:
                 if id(param) in self._updated:
                     param.grad = None
-        tables = optimizer.fitting_plan(parts=False)
+        plan = optimizer.fitting_plan(parts=False)
         changed = [
             group.name
             for group in self.applied
-            if any(tables.engines[place].hypers_changed for place in tables.places.get(group.index, ()))
+            if any(plan.engines[place].hypers_changed for place in plan.places.get(group.index, ()))
         ]
         # What was reduced has been given to the parameters at the end of backward.
         self._reduced.clear()

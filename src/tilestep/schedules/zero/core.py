@@ -37,10 +37,10 @@ class PieceSchedule(Schedule):
 
     begins_together = True
     times_made = 0
-    """How often tables, and with them states, were made."""
+    """How often the plan, and with it states, was made."""
 
     def making_plan(self) -> AbstractContextManager[None]:
-        """A block in which tables are made anew."""
+        """A block in which the plan is made anew."""
         self.times_made += 1
         return super().making_plan()
 

@@ -75,7 +75,7 @@ class ShardedSchedule(Schedule):
         self._consolidated: dict[str, Any] | None = None
         """What `consolidate_state_dict` has gathered for the next `state_dict`."""
         self._shown = 0
-        """How often tables of the pieces had been made when their states were last put into `state`."""
+        """How often the plan of the pieces had been made when their states were last put into `state`."""
         self._overflows_are_shared = False
         """Whether overflows that a scaler has found since the last step are known on all ranks."""
 
