@@ -109,16 +109,14 @@ class GradReadiness:
 
     def __init__(self, tensors: int, *, by_stream: bool) -> None:
         self._module = native.module(tensors)
-        self.is_native = self._module is not None
-        """Whether they are counted in C++."""
+        self.is_native = self._module is not None  # whether they are counted in C++
         self._pass = None
         self.follow: Callable[[int], object] = _nothing
         """Counts the gradients of another backward pass from now on: of that with this number, see
         `compat.backward_pass`; with -1 of none, and each gradient is a function call."""
         self.know_stream: Callable[[torch.Tensor], object] = _nothing
         """Until the next `follow`, the current stream of a tensor's device is one that is known to write gradients."""
-        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey
-        """`tensor_watch.survey`."""
+        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `tensor_watch.survey`
         if self._module is not None:
             self._pass = self._module.new_pass(by_stream)
             self.follow = partial(self._module.follow, self._pass)
@@ -191,33 +189,24 @@ class GradientRounds:
         self._owner: Callable[[], Any] = weakref.ref(owner)
         self._stream, self._eager, self._accumulates = stream, eager, accumulates
         self.hooks = GradientHooks(announce or self.arrived)
-        self.elsewhere: set[int] = set()
-        """Parameters whose gradients no hook announces, by `id`."""
+        self.elsewhere: set[int] = set()  # parameters whose gradients no hook announces, by `id`
         self._buckets: list[list[torch.Tensor]] = []
         self._params: list[torch.Tensor] = []
-        self._place_of: dict[int, tuple[int, int]] = {}
-        """For each parameter, by `id`, its bucket and its place there."""
+        self._place_of: dict[int, tuple[int, int]] = {}  # for each parameter, by `id`, its bucket and its place there
         self._readiness: list[GradReadiness] = []
-        self.awaited: list[AwaitedGradients] = []
-        """For each bucket what it waits for."""
+        self.awaited: list[AwaitedGradients] = []  # for each bucket what it waits for
         self.writers: list[dict[int, torch.cuda.Stream]] = []
         """For each bucket the streams that have written gradients, by number."""
         self.trains: list[bytes] = []
         """For each bucket a one for each parameter that did train when that was last noted, else a zero."""
         self._all_trains = b""
-        self.is_native = False
-        """Whether gradients are counted in C++."""
-        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey
-        """`tensor_watch.survey`."""
-        self.syncing = True
-        """Whether the next backward is the last one before a step."""
+        self.is_native = False  # whether gradients are counted in C++
+        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `tensor_watch.survey`
+        self.syncing = True  # whether the next backward is the last one before a step
         self.is_open = False
-        self.ends_with_pass = False
-        """Whether the round ends with the backward that runs."""
-        self._pass: int | None = None
-        """The backward pass whose gradients are counted."""
-        self._passes: set[int | None] = set()
-        """All passes of the same backward."""
+        self.ends_with_pass = False  # whether the round ends with the backward that runs
+        self._pass: int | None = None  # the backward pass whose gradients are counted
+        self._passes: set[int | None] = set()  # all passes of the same backward
         self._running: set[int | None] = set()
 
     @contextmanager

@@ -60,8 +60,7 @@ class CompiledRegion:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.is_entered = False
-        """Whether the module is being called."""
+        self.is_entered = False  # whether the module is being called
         self._users = 0
         self._module = weakref.ref(module)
         self._guarded: list[GuardedParameters] = []
@@ -116,8 +115,7 @@ class CompiledRegion:
             replace_compiled_call(module, call)
 
 
-_REGION = "tilestep_region"
-"""The attribute of a call that is a region's: the region, and the compiled call."""
+_REGION = "tilestep_region"  # the attribute of a call that is a region's: the region, and the compiled call
 
 
 def _put_around(call: Any) -> tuple[CompiledRegion | None, Callable[..., Any] | None]:

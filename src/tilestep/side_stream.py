@@ -32,8 +32,7 @@ class Mark(NamedTuple):
 class SideStream:
     """A line of work of one device, in the order in which it is asked for."""
 
-    in_order = False
-    """Whether what is asked for runs in that order by itself, without the host waiting."""
+    in_order = False  # whether what is asked for runs in that order by itself, without the host waiting
 
     def __init__(self, device: torch.device, *, own: bool = True, priority: int = 0) -> None:
         self._device, self._is_gpu = device, has_streams(device)

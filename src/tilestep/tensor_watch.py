@@ -39,8 +39,7 @@ class TensorFingerprint:
         self._indices = list(range(len(tensors)))
         self._module: Any = None
         self._known: Any = None
-        self.times_remembered = 0
-        """How often addresses were taken as the known ones."""
+        self.times_remembered = 0  # how often addresses were taken as the known ones
         self.remember_addresses(tensors)
 
     def _guard(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -127,8 +126,7 @@ class FixedTensors:
         self._watch = TensorFingerprint(self._parts)
         self._module: Any = None
         self._fixed: Any = None
-        self.look: Callable[[int], bool] = self.are_unmoved
-        """`are_unmoved`; C++'s own once there is one."""
+        self.look: Callable[[int], bool] = self.are_unmoved  # `are_unmoved`; C++'s own once there is one
         self.count_writes: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
         """Counts a version of each of some tensors, as torch does for what is written in place."""
 
@@ -183,8 +181,5 @@ def sum_of_versions(tensors: list[torch.Tensor]) -> int:
     return survey(tensors).versions
 
 
-_SAME, _CHANGED = 0, 2
-"""Answers of the C++ comparison."""
-
-_WORTH_NATIVE = 100
-"""Fewer tensors than this are compared in Python as fast."""
+_SAME, _CHANGED = 0, 2  # answers of the C++ comparison
+_WORTH_NATIVE = 100  # fewer tensors than this are compared in Python as fast

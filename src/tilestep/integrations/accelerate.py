@@ -27,8 +27,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         scaler: what scales losses, or None.
     """
 
-    _is_accelerate_prepared = True
-    """accelerate does not wrap what is marked so again."""
+    _is_accelerate_prepared = True  # accelerate does not wrap what is marked so again
 
     def __init__(self, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
         self._is_sharded = "shard" in optimizer.attached

@@ -20,11 +20,8 @@ class StateMemory:
     another one; a new kind of memory is a class derived from this one.
     """
 
-    is_beside = True
-    """Whether state lies beside its parameters, in memory that begins and goes with them."""
-
-    not_copied = ""
-    """Why an optimizer whose state is here cannot be copied or pickled; empty if it can."""
+    is_beside = True  # whether state lies beside its parameters, in memory that begins and goes with them
+    not_copied = ""  # why an optimizer whose state is here cannot be copied or pickled; empty if it can
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The tensor that kernels update for a parameter."""
@@ -62,11 +59,8 @@ class StateMemory:
     def wait(self) -> None:
         """Have the host see what steps have written to the buffers."""
 
-    looks_at_gradients = False
-    """Whether `gradients` must be asked at every step."""
-
-    keeps_gradients = False
-    """Whether gradients are taken from the parameters while backward runs."""
+    looks_at_gradients = False  # whether `gradients` must be asked at every step
+    keeps_gradients = False  # whether gradients are taken from the parameters while backward runs
 
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
@@ -97,8 +91,7 @@ class StateMemory:
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
         """Before a step, where gradients are kept: note whether there are any."""
 
-    had_gradients = False
-    """Whether there were gradients for the last step that are used up."""
+    had_gradients = False  # whether there were gradients for the last step that are used up
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have a scaler's function unscale the gradients, wherever they are."""

@@ -243,8 +243,7 @@ def _batches(flats: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield torch.cat(kept)
 
 
-_BEHIND = 4
-"""How many chunks the copies of gradients may be behind the computation that makes them."""
+_BEHIND = 4  # how many chunks the copies of gradients may be behind the computation that makes them
 
 
 @dataclass
@@ -521,22 +520,13 @@ class OffloadedState(StateMemory):
 
     is_beside = False
     not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
-    where = ""
-    """Where updates run, as reports say it."""
-
-    reason = ""
-    """Why there."""
-
+    where = ""  # where updates run, as reports say it
+    reason = ""  # why there
     _owner: Callable[[], Optimizer | None]
     device: torch.device
-    kept: HostGradients | None = None
-    """Gradients that are taken from the parameters while backward runs, if they are."""
-
-    host_bytes = 0
-    """Host memory taken for state, and for copies of parameters and gradients."""
-
-    device_bytes = 0
-    """Device memory of buffers, once the first step has made them."""
+    kept: HostGradients | None = None  # gradients that are taken from the parameters while backward runs, if they are
+    host_bytes = 0  # host memory taken for state, and for copies of parameters and gradients
+    device_bytes = 0  # device memory of buffers, once the first step has made them
 
     def attach_to(self, optimizer: Optimizer, where: str, reason: str) -> None:
         """Be the memory of an optimizer, once that is complete.
@@ -645,8 +635,7 @@ class ChunkedPasses:
         # The segment has this: a cycle would keep the state in host memory until it is collected.
         self._segment_ref = weakref.ref(segment)
         self._in_slices = bool(segment.spec.program.slices.views)
-        self.chunks: Sequence[Any] = ()
-        """What its derived classes bring and send."""
+        self.chunks: Sequence[Any] = ()  # what its derived classes bring and send
 
     @property
     def _segment(self) -> Segment:

@@ -20,8 +20,7 @@ class Buffer:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.free: Event = None
-        """When the last chunk has left it."""
+        self.free: Event = None  # when the last chunk has left it
 
 
 class StreamedState(StateOnHost):
@@ -33,8 +32,7 @@ class StreamedState(StateOnHost):
         self.looks_at_gradients = keeps_gradients
         self.buffers = [Buffer() for _ in range(buffers)]
         self.updates: list[StreamedUpdate] = []
-        self.buffer_size = 0
-        """Bytes that the largest chunk takes."""
+        self.buffer_size = 0  # bytes that the largest chunk takes
         self._chunks = 0
         self._returning: set[int] = set()
         """Parts whose gradients come back for the step, by `id`: matrix operations take tensors of the device."""

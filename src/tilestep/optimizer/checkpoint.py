@@ -113,15 +113,9 @@ def _placed(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
     )
 
 
-_NESTED = "__bnb_optimizer_quant_state__"
-"""Where bitsandbytes has the tensors of a state."""
-
-_CODES, _SCALES = "::quantized", "::scales"
-"""What FlashOptim adds to the names of states."""
-
-_CORRECTION = "error_bits"
-"""What FlashOptim keeps beside a parameter of 16 bits."""
-
+_NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes has the tensors of a state
+_CODES, _SCALES = "::quantized", "::scales"  # what FlashOptim adds to the names of states
+_CORRECTION = "error_bits"  # what FlashOptim keeps beside a parameter of 16 bits
 _MARKS = {_NESTED, "state1", _CORRECTION, *(f"{name}{_CODES}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"))}
 
 _PLAIN_STATES = {torch.Tensor, torch.nn.Parameter, int, float, type(None)}
@@ -507,8 +501,7 @@ class _StateReader:
         self._starts = {name: start for name, start in starts.items() if start.shape != "scalar"}
         beside = {scale for name in starts for scale in scale_names(name)}
         self._beside = beside
-        self.names = {"step", *starts, *beside}
-        """What a state of the rule may have."""
+        self.names = {"step", *starts, *beside}  # what a state of the rule may have
 
     def check_names(self, label: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Raise if a checkpoint has buffers that neither the rule nor this parameter's state knows."""

@@ -59,9 +59,7 @@ if TYPE_CHECKING:
     from .protocol import Optimizer
 
 
-LIMITS_KEY = "limits"
-"""Key of the first group of a state_dict for what adaptive limits remember."""
-
+LIMITS_KEY = "limits"  # key of the first group of a state_dict for what adaptive limits remember
 _MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
 """Keys of the first group of a state_dict, and their places in the control numbers."""
 
@@ -195,8 +193,7 @@ class DeviceControl:
     def __init__(self, device: torch.device) -> None:
         self.numbers = fresh_control(device)
         self.overflow = torch.zeros((), dtype=torch.float32, device=device)
-        self.launchers: dict[Any, Any] = {}
-        """Of kernels that write the numbers, by what a step is decided from."""
+        self.launchers: dict[Any, Any] = {}  # of kernels that write the numbers, by what a step is decided from
         self._kernels = control_kernels(self.numbers)
         self._was_trivial = True
         self._plain = self.numbers[: UNSCALE + 1].clone()
@@ -248,19 +245,15 @@ class StepControl:
 
     def __init__(self, policy: SkipPolicy) -> None:
         self.policy, self._policy_needs_norm = policy, policy.needs_norm
-        self._constants = vars(policy.inputs())
-        """What of the inputs is the same at every step."""
+        self._constants = vars(policy.inputs())  # what of the inputs is the same at every step
         self.history = StepHistory()
         self.numbers: torch.Tensor | None = None
         """The control numbers of one of the devices: those of the last step, or what the next one carries on with."""
-        self.checks_overflow = False
-        """Set by `GradScaler` for one step: gradients that are not finite are an overflow."""
+        self.checks_overflow = False  # set by `GradScaler` for one step: gradients that are not finite are an overflow
         self.gradients_scaled: bool | None = None
         """Set by `GradScaler`: from `scale` until the gradients are unscaled or used they carry a loss scale."""
-        self.joint: JointGradNorm | None = None
-        """What shares its norm with other optimizers."""
-        self.flat_part = ""
-        """What messages call the first piece of one of FSDP1's flat parameters."""
+        self.joint: JointGradNorm | None = None  # what shares its norm with other optimizers
+        self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
 
     def __getstate__(self) -> dict[str, Any]:
         return {"policy": self.policy, "history": self.history, "numbers": self.numbers}

@@ -45,8 +45,7 @@ class CapturedGradRefs:
     """Gradients that were there before a capture by hand; those made inside it are memory of the graph."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
-        self.lost: list[str] = []
-        """Those whose memory was given back after a graph had begun to read it."""
+        self.lost: list[str] = []  # those whose memory was given back after a graph had begun to read it
         self._before = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
         self._labels = list(labels)
         self._read: list[Any] = []

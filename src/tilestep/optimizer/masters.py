@@ -15,10 +15,7 @@ from ..rules import State
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
 from ..tensor_watch import sum_of_versions
 
-MasterWeights = bool | str
-"""What `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`."""
-
-
+MasterWeights = bool | str  # what `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
 
 MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())

@@ -97,21 +97,13 @@ class Optimizer(torch.optim.Optimizer):
 
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
-    schedule: Schedule = AT_STEP
-    """When updates run: the object that `shard` or `overlap` have attached, if they have."""
-
-    placement: Placement = LOCAL
-    """Where parameters lie, if they do not say it themselves, as DTensors do."""
-
-    memory: StateMemory
-    """Where state lives: the object that `offload` has attached, if it has."""
-
+    schedule: Schedule = AT_STEP  # when updates run: the object that `shard` or `overlap` have attached, if they have
+    placement: Placement = LOCAL  # where parameters lie, if they do not say it themselves, as DTensors do
+    memory: StateMemory  # where state lives: the object that `offload` has attached, if it has
     attached: tuple[str, ...] = ()
     """What `shard`, `overlap`, `offload` and `joint_norm` have attached, as `combinations.REFUSED` calls it."""
 
-    taps: Taps | None = None
-    """What it gives out beside updates."""
-
+    taps: Taps | None = None  # what it gives out beside updates
     workspace_limit: int | None = None
     """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""
 

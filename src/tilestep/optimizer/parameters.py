@@ -68,9 +68,7 @@ def _bytes_of(memory: np.ndarray, tensor: torch.Tensor, first: int) -> np.ndarra
     return np.lib.stride_tricks.as_strided(begin, shape=shape, strides=strides)
 
 
-LISTED_TWICE = "a param group lists a parameter twice"
-"""What messages say where each parameter must be there once."""
-
+LISTED_TWICE = "a param group lists a parameter twice"  # what messages say where each parameter must be there once
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 

@@ -102,8 +102,7 @@ class StepPlan:
         """Whether two lists hold the same objects; C++'s own once there is one."""
         self.built_ahead: set[bool] = set()
         """For which steps kernels were built together: those that unscale, or those that do not."""
-        self.kind: Any = None
-        """What the last step was decided from, as far as passes must know."""
+        self.kind: Any = None  # what the last step was decided from, as far as passes must know
         self.decided_plainly = False
         """Whether control numbers are those of a step that nothing is asked of, which need not be written again."""
 

@@ -186,8 +186,7 @@ def _in_blocks(
     return chosen
 
 
-ROUNDINGS = ("nearest", "stochastic")
-"""What `rounding` can say."""
+ROUNDINGS = ("nearest", "stochastic")  # what `rounding` can say
 
 
 def check_rounding(group: Mapping[str, Any]) -> None:
@@ -434,8 +433,7 @@ def plain_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": plain}
 
 
-TRAINING = "training_param"
-"""State key of the weights that train, while the parameter holds those to evaluate."""
+TRAINING = "training_param"  # state key of the weights that train, while the parameter holds those to evaluate
 
 
 @dataclass
@@ -466,8 +464,7 @@ class BufferRequest:
 
 _STEP = State(0.0, shape="scalar")
 
-BufferRequests = dict[str, list[BufferRequest]]
-"""Buffers to be made, by their name."""
+BufferRequests = dict[str, list[BufferRequest]]  # buffers to be made, by their name
 
 
 def storages(

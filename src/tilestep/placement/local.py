@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from ..graph import Value
 
 
-Over = tuple[int, int]
-"""The first of some neighbouring dimensions, and the one after the last."""
-
-
+Over = tuple[int, int]  # the first of some neighbouring dimensions, and the one after the last
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -14,8 +14,7 @@ from ..errors import GradientError
 from .local import slices_here
 from .reduction import group_of
 
-Bounds = tuple[tuple[int, int], tuple[int, int]]
-"""First row and the one after the last; the same of columns."""
+Bounds = tuple[tuple[int, int], tuple[int, int]]  # first row and the one after the last; the same of columns
 
 
 class Exchanges:
@@ -49,8 +48,7 @@ class MatrixExchange:
         self._along, self._everywhere = list(along), everywhere
         self._ranks, self._rank = len(members), members.index(dist.get_rank())
         self._shapes: list[torch.Size] = []
-        self._bounds: list[list[Bounds]] = []
-        """For each matrix and rank which rows and which columns that rank has."""
+        self._bounds: list[list[Bounds]] = []  # for each matrix and rank which rows and which columns that rank has
         self._owners: list[int] | None = None
 
     def add(self, label: str, param: Any) -> int:

@@ -66,8 +66,7 @@ class Placement:
         """Have a plan know which ranks decide its steps together and combine its reductions."""
 
 
-LOCAL = Placement()
-"""The plain placement, which every optimizer begins with."""
+LOCAL = Placement()  # the plain placement, which every optimizer begins with
 
 
 class Pieces(Placement):

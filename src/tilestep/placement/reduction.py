@@ -223,8 +223,7 @@ class Awaited(NamedTuple):
             raise
 
 
-ARRIVED = Awaited((), None)
-"""What runs in the order of the current stream: there is nothing to wait for."""
+ARRIVED = Awaited((), None)  # what runs in the order of the current stream: there is nothing to wait for
 
 
 class Ranks:
@@ -242,8 +241,7 @@ class Ranks:
         self.rank = dist.get_rank(shard)
         self.size = dist.get_world_size(shard)
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
-        self.count = self.size * self.copies
-        """All ranks, those that hold copies too."""
+        self.count = self.size * self.copies  # all ranks, those that hold copies too
         self.monitor = monitor
         self.reductions = self.with_others(())
         """Reductions over the ranks that split the state; copies hold the same results."""

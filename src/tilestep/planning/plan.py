@@ -23,9 +23,7 @@ from ..optimizer.states import compute_dtype
 from ..rules import Rule
 from ..schedules.zero.buckets import default_sizes
 
-ASSUMED = "assumed"
-"""How the source of a constant begins that was not measured."""
-
+ASSUMED = "assumed"  # how the source of a constant begins that was not measured
 _DEFAULTS = Path(__file__).with_name("constants.json")
 
 
@@ -153,13 +151,8 @@ def footprint(
     return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))
 
 
-BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)
-"""MiB of gradients in a bucket, those that `best_bucket` looks at."""
-
-_CLOSE = 1.005
-"""Iterations that differ by less are taken for equal."""
-
-
+BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, those that `best_bucket` looks at
+_CLOSE = 1.005  # iterations that differ by less are taken for equal
 Regime = Literal["eager", "blocks", "whole"]
 """How the model runs: eager, every block compiled by itself, or compiled as a whole."""
 

@@ -19,9 +19,7 @@ class Schedule:
     `plain` is always what the optimizer does by itself; it is passed in so that a schedule may do something around it.
     """
 
-    not_copied = ""
-    """Why an optimizer with this schedule cannot be copied or pickled; empty if it can."""
-
+    not_copied = ""  # why an optimizer with this schedule cannot be copied or pickled; empty if it can
     begins_together = False
     """Whether the state of all parameters begins at the first step, and not that of each with its first gradient."""
 
@@ -30,8 +28,7 @@ class Schedule:
         """The groups that were updated since the last step, before the next one."""
         return ()
 
-    makes_plan = True
-    """Whether updates work on a plan of the optimizer itself."""
+    makes_plan = True  # whether updates work on a plan of the optimizer itself
 
     def step(self, plain: Callable[[], None]) -> None:
         """Take a step."""
@@ -121,5 +118,4 @@ class Schedule:
         push(optimizer)
 
 
-AT_STEP = Schedule()
-"""The plain schedule, which every optimizer begins with."""
+AT_STEP = Schedule()  # the plain schedule, which every optimizer begins with

@@ -19,8 +19,7 @@ from ..runtime import segment_class
 from ..runtime.taps import WORD, extent_of
 from ..tensor_watch import sum_of_versions
 
-Change = tuple[str, torch.Tensor, torch.Tensor]
-"""A parameter's name, flat indices of weights, and their values."""
+Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
 
 
 class Names(NamedTuple):
@@ -101,8 +100,7 @@ class Changes:
         self._words: list[torch.Tensor] = []
         self._written: dict[int, _Written] = {}
         self._counts: dict[int, int] = {}
-        self._of_steps = 0
-        """Versions of watched tensors that steps have counted, those that `_written` has left out."""
+        self._of_steps = 0  # versions of watched tensors that steps have counted, those that `_written` has left out
         self._version: int | None = None
         self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 _NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
 
-_OPTIONS = ("stats", "track_changes")
-"""Options that are the optimizer's, and no param group's."""
+_OPTIONS = ("stats", "track_changes")  # options that are the optimizer's, and no param group's
 
 
 def require_no_taps(group: Mapping[str, Any]) -> None:
@@ -60,16 +59,13 @@ class Taps:
         if not isinstance(track_changes, bool):
             raise TypeError(f"Invalid track_changes: {track_changes!r}; it is True or False")
         self.asked, self.tracks = stats, track_changes
-        self.calls = 0
-        """Steps that were called."""
+        self.calls = 0  # steps that were called
         self.measured: StepStats | None = None
         self.changes = Changes() if track_changes else None
-        self.measures = False
-        """Whether the step that is being taken measures."""
+        self.measures = False  # whether the step that is being taken measures
         self._measurer: Measurer | None = None
         self._first: tuple[list[str], torch.Tensor] | None = None
-        self._room: dict[int, tuple[SegmentTaps, int]] = {}
-        """Where each parameter is measured, by `id`."""
+        self._room: dict[int, tuple[SegmentTaps, int]] = {}  # where each parameter is measured, by `id`
 
     @classmethod
     def of(cls, stats: Any, track_changes: Any) -> Taps | None:

@@ -103,12 +103,10 @@ _UPDATE_KERNELS = re.compile(
 )
 _UPDATE_OPERATORS = re.compile(r"aten::(_foreach_|_amp_|_fused_(adam|adamw|adagrad|sgd)_).*")
 """Outside of backward an optimizer's, a clip's or a scaler's."""
-_LIST_KERNEL = "multi_tensor_apply_kernel"
-"""torch's for lists of tensors, outside of backward likewise."""
+_LIST_KERNEL = "multi_tensor_apply_kernel"  # torch's for lists of tensors, outside of backward likewise
 _COMMUNICATION_KERNELS = re.compile(r".*(nccl|symm_mem|multimem).*", re.IGNORECASE)
 _COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional|fsdp)::.*")
-_COMMUNICATION_RANGES = re.compile(r"(gloo|nccl|mpi|ucc):\w+")
-"""Collectives in a backend's own thread."""
+_COMMUNICATION_RANGES = re.compile(r"(gloo|nccl|mpi|ucc):\w+")  # collectives in a backend's own thread
 _BACKWARD = "autograd::engine::evaluate_function"
 _STEP = re.compile(rf"Optimizer\.step#.*|{REPLAY}")
 """What ends an iteration, if the user has not said so."""

@@ -31,8 +31,7 @@ _COLORS = {
     "copies": "#d9a441",
     "host": "#8a9ba8",
 }
-_FINEST = 1 / 3000
-"""Gaps smaller than this part of the picture's width are drawn over: they could not be seen."""
+_FINEST = 1 / 3000  # gaps smaller than this part of the picture's width are drawn over: they could not be seen
 
 
 def draw(report: Report, path: Path, title: str) -> None:
@@ -77,8 +76,7 @@ def _visible(spans: Intervals, width: float) -> Intervals:
     return drawn
 
 
-LANES = tuple(_COLORS)
-"""The lanes that are shown, by name."""
+LANES = tuple(_COLORS)  # the lanes that are shown, by name
 
 
 @dataclass(frozen=True)

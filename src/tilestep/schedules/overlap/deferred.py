@@ -52,12 +52,10 @@ class DeferredUpdates:
     def __init__(self, model: nn.Module, grouping: Grouping, lane: SideStream) -> None:
         self._grouping = grouping
         self._lane = lane
-        self.updates: dict[int, _Update] = {}
-        """Updates that may still have to be run or waited for, by group."""
+        self.updates: dict[int, _Update] = {}  # updates that may still have to be run or waited for, by group
         self._made: dict[int, torch.cuda.Event] = {}
         """Events of updates that backward has made, which its step waits for."""
-        self._needed: list[int] = []
-        """Groups in the order in which they were asked for since the last step."""
+        self._needed: list[int] = []  # groups in the order in which they were asked for since the last step
         self.compiled = False
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         guard_model(model, self, lambda param: True)

@@ -30,20 +30,11 @@ from ..schedule import Schedule
 from .groups import Group, Grouping
 from .tracker import BackwardTracker, CommHook, scale_error, wrappers
 
-TRIED = ("serial", "forward")
-"""Schedules that take gradients at `step()`, and so mean the same to a training loop."""
-
-WARM_UP = 3
-"""Steps before the first that counts: they build kernels and grow memory."""
-
-BLOCK = 4
-"""Steps of one schedule before the other's turn; the first belongs to both."""
-
-ROUNDS = 3
-"""Blocks of each schedule."""
-
-WORTH = 0.995
-"""What part of the serial iteration's time another must take at most: less than that is noise."""
+TRIED = ("serial", "forward")  # schedules that take gradients at `step()`, and so mean the same to a training loop
+WARM_UP = 3  # steps before the first that counts: they build kernels and grow memory
+BLOCK = 4  # steps of one schedule before the other's turn; the first belongs to both
+ROUNDS = 3  # blocks of each schedule
+WORTH = 0.995  # what part of the serial iteration's time another must take at most: less than that is noise
 
 
 @dataclass(frozen=True)
@@ -118,10 +109,8 @@ class Trial:
         self._marks: list[Any] = []
         self._blocks: list[tuple[str, list[Any]]] = []
         self._steps = 0
-        self.during = TRIED[0]
-        """The schedule of the coming step."""
-        self.report: OverlapReport | None = None
-        """What was chosen, once it is."""
+        self.during = TRIED[0]  # the schedule of the coming step
+        self.report: OverlapReport | None = None  # what was chosen, once it is
 
     def note_step(self, slowest: Callable[[torch.Tensor], None]) -> None:
         """After a step; `slowest` replaces times by those of the slowest rank."""

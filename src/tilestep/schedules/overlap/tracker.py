@@ -142,15 +142,12 @@ class BackwardTracker:
     def _begin(self) -> None:
         self._sums = False
         self.applies = False
-        self.meets_a_scaler = False
-        """Whether updates have waited only because of a scaler that nothing has told of."""
+        self.meets_a_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
         self.applied: list[Group] = []
-        self._updated: set[int] = set()
-        """Parameters of the applied groups, by id."""
+        self._updated: set[int] = set()  # parameters of the applied groups, by id
         self._reduced: dict[int, torch.Tensor] = {}
         """Gradients that are somewhere else than in their parameter's `grad`."""
-        self._announced: set[int] = set()
-        """Parameters whose gradients have been taken from their collective, by id."""
+        self._announced: set[int] = set()  # parameters whose gradients have been taken from their collective, by id
         self._awaited: deque[tuple[Any, Callable[[], None]]] = deque()
         """Reductions that a CPU's threads are busy with, and what to do once they are done."""
 

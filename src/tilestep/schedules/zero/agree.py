@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules of models that have a sharded optimizer."""
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models that have a sharded optimizer
 
 
 def plain_module(model: nn.Module) -> nn.Module:
@@ -199,9 +198,7 @@ def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
     return ranks if is_first else ranks.apart()
 
 
-_BITS = 11
-"""Of each part of a digest: as float32 numbers, sums of thousands of them are exact."""
-
+_BITS = 11  # of each part of a digest: as float32 numbers, sums of thousands of them are exact
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 

@@ -19,9 +19,7 @@ ALIGNMENT = 16
 """Elements to which parameters and ranks' sections are aligned: at least 16 bytes in every dtype, 8-bit ones too."""
 
 
-LEAST_PADDING = 2**20
-"""Bytes of padding that are worth another mesh."""
-
+LEAST_PADDING = 2**20  # bytes of padding that are worth another mesh
 _LARGEST_SHARED_UNIT = 128
 """Units that divide it share buckets with each other; those of any other unit have buckets of their own."""
 
@@ -29,9 +27,7 @@ LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
 """Bytes between which the first and last buckets are where no size is given: smaller ones cost the host more than the
 network, and the last of larger ones is waited for too long."""
 
-PARTS = 16
-"""Such a part of all are the first and last buckets: little that backward does not hide."""
-
+PARTS = 16  # such a part of all are the first and last buckets: little that backward does not hide
 LARGEST_PARTS = 6
 """No bucket between them is a larger part of all: what is communicated has ended soon after what it runs beside."""
 
@@ -299,9 +295,7 @@ def _in_row(sizes: Sequence[int], place: int, start: int, stop: int) -> list[Box
     return [Box((place, *box.offsets), (1, *box.sizes), base + box.start) for box in inner]
 
 
-_CALLER = 6
-"""Frames from a warning about buckets to the call of `shard`."""
-
+_CALLER = 6  # frames from a warning about buckets to the call of `shard`
 _BUFFERS = ("contiguous", "bucket")
 
 
@@ -394,8 +388,7 @@ class Bucket:
         peers: PeerMemory | None = None,
     ) -> None:
         self.layout = layout
-        self.peers = peers
-        """What it lies in, if the other ranks read its memory by themselves."""
+        self.peers = peers  # what it lies in, if the other ranks read its memory by themselves
         self.params = list(params)
         self.ranks = ranks
         self.dtype = memory.dtype

@@ -42,18 +42,10 @@ class ShardedTensorPiece(torch.Tensor):
     Made by `of` and `alone`.
     """
 
-    local: torch.Tensor
-    """What of it is here, flat."""
-
-    here: tuple[int, int]
-    """First element and one past the last, in the order of the dimensions in memory."""
-
-    ranges: tuple[tuple[int, int], ...]
-    """The range of every rank."""
-
-    order: tuple[int, ...]
-    """Its dimensions from the slowest in memory to the fastest."""
-
+    local: torch.Tensor  # what of it is here, flat
+    here: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory
+    ranges: tuple[tuple[int, int], ...]  # the range of every rank
+    order: tuple[int, ...]  # its dimensions from the slowest in memory to the fastest
     ranks: Any
 
     @staticmethod

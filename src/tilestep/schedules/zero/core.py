@@ -22,8 +22,7 @@ from ...storage import BLOCK, entries_before, rows_of, shape_of_entries
 from ..schedule import Schedule
 from .buckets import ALIGNMENT, Bucket, Division, Options, Slot, make_buckets, memory_order, view_of
 
-ANCHOR = "anchor"
-"""Key of a param group that only exists so that a rank without pieces takes part in decisions."""
+ANCHOR = "anchor"  # key of a param group that only exists so that a rank without pieces takes part in decisions
 
 
 @rule
@@ -36,8 +35,7 @@ class PieceSchedule(Schedule):
     """When this rank's pieces are updated: when the optimizer that is sharded says so; all states begin together."""
 
     begins_together = True
-    times_made = 0
-    """How often the plan, and with it states, was made."""
+    times_made = 0  # how often the plan, and with it states, was made
 
     def making_plan(self) -> AbstractContextManager[None]:
         """A block in which the plan is made anew."""
@@ -87,8 +85,7 @@ def _in_blocks(param: torch.Tensor) -> Division:
     return Division(None, unit, by_rows) if cut else Division(cost=param.numel())
 
 
-STRUCTURE = ("params", "param_names", "rule")
-"""Keys of a param group that are not hyperparameters."""
+STRUCTURE = ("params", "param_names", "rule")  # keys of a param group that are not hyperparameters
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +171,7 @@ class Sharding:
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
-        self.places = self._lay_out(optimizer, names)
-        """For each bucket the places of its parameters among all."""
+        self.places = self._lay_out(optimizer, names)  # for each bucket the places of its parameters among all
         self.device = self.buckets[0].flat.device
         self._align(self.buckets)
         self._align_others()

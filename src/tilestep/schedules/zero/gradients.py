@@ -25,8 +25,7 @@ class GradientBucket:
     def __init__(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
         self.bucket = bucket
         self._memory = memory
-        self.keeps_memory = memory is not None
-        """Whether its memory is always there."""
+        self.keeps_memory = memory is not None  # whether its memory is always there
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         # Of fixed size, and so are their values: what is allocated after a backward has the allocator tidy up what that
@@ -34,15 +33,13 @@ class GradientBucket:
         self.filled = bytearray(len(bucket.params))
         """A one for each parameter whose gradient of this rank is in the bucket, else a zero."""
         self._none, self._all = bytearray(len(self.filled)), bytearray(b"\1" * len(self.filled))
-        self.section: torch.Tensor | None = None
-        """This rank's section of the summed gradients, once they are there."""
+        self.section: torch.Tensor | None = None  # this rank's section of the summed gradients, once they are there
         self.was_summed = False
         """Whether there was such a section since the last step, which may have been dropped since."""
         self.carried: torch.Tensor | None = None
         """That of earlier rounds since the last step, to be added to the next one."""
         self.work: Any = None
-        self.comes_averaged = False
-        """Whether what comes from the other ranks is divided by their number already."""
+        self.comes_averaged = False  # whether what comes from the other ranks is divided by their number already
         self.own_section = None if memory is None else bucket.section_of(memory)
         """Where this rank's section of the sums goes, if the bucket's memory is always there: into it."""
         self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
@@ -183,16 +180,13 @@ class GradientSync:
         """Its own are begun by `finish`, too."""
         self.sums: list[GradientBucket] = []
         self._places: list[list[int]] = []
-        self.params: list[torch.Tensor] = []
-        """All parameters by place."""
+        self.params: list[torch.Tensor] = []  # all parameters by place
         self._used_here = bytearray()
         """For each parameter a one if this rank has had a gradient of it since the last step, else a zero."""
         self._next = 0
         self._rounds = 0
-        self._is_awaited = False
-        """Whether communication has begun and was not waited for."""
-        self.summed_in_graph = False
-        """Whether the last round is a part of a CUDA graph that is being captured."""
+        self._is_awaited = False  # whether communication has begun and was not waited for
+        self.summed_in_graph = False  # whether the last round is a part of a CUDA graph that is being captured
         self._place_of: dict[int, int] = {}
         self.take_in(buckets, places)
         follow_wrappers(self, model)
@@ -248,8 +242,7 @@ class GradientSync:
         self._used_work: Any = None
         self._used_known = bytes(self._none_used)
         self._used_sent = self.used.clone()
-        self._used_is_due = False
-        """Whether there was a round since other ranks were last told."""
+        self._used_is_due = False  # whether there was a round since other ranks were last told
         self.digest.reset()
         self.rounds.count(sums.bucket.params for sums in self.sums)
 

@@ -33,8 +33,7 @@ class GatherGroup:
         self._channel = channel
         self._work: Any = None
         self._travel: list[tuple[Bucket, torch.Tensor]] = []
-        self.mark: Mark | None = None
-        """After it in the line of communication, where that is a stream."""
+        self.mark: Mark | None = None  # after it in the line of communication, where that is a stream
 
     def choose(self, updated: Sequence[Bucket]) -> bool:
         """Note which buckets are gathered; whether there are any, which is the same on every rank."""
@@ -116,8 +115,7 @@ class GatherGroup:
         self.is_pending = False
 
 
-PARTS = 6
-"""A group has at most this part of all bytes, but for the last group: many are gathered while a forward runs."""
+PARTS = 6  # a group has at most this part of all bytes, but for the last group: many are gathered while a forward runs
 
 
 def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
@@ -154,10 +152,8 @@ class ParameterSync:
         self._buckets: list[Bucket] = []
         self._groups: list[GatherGroup] = []
         self._of: dict[int, GatherGroup] = {}
-        self.is_pending = False
-        """Whether a bucket may still be on its way."""
-        self._which = b""
-        """For each bucket a one if it was updated the last time, else a zero."""
+        self.is_pending = False  # whether a bucket may still be on its way
+        self._which = b""  # for each bucket a one if it was updated the last time, else a zero
         self._updated: list[Bucket] = []
         self._updated_groups: list[GatherGroup] = []
         self._handles: list[Any] = []

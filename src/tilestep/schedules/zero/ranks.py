@@ -50,9 +50,7 @@ def _shard_dimension(names: Sequence[str] | None) -> int:
     return 1
 
 
-PATIENCE = 10.0
-"""Seconds that a process has to answer."""
-
+PATIENCE = 10.0  # seconds that a process has to answer
 _LOG = logging.getLogger("tilestep")
 _SIGNS = "signs_of_life"
 
