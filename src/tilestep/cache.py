@@ -43,12 +43,7 @@ _WORD = 10.0
 
 
 def content_key(*parts: str) -> str:
-    """A short name for content: the hash of the parts and of tilestep's version.
-
-    Example:
-        >>> content_key("a", "b") == content_key("a", "b") != content_key("ab")
-        True
-    """
+    """A short name for content: the hash of the parts and of tilestep's version."""
     digest = hashlib.sha256(__version__.encode())
     for part in parts:
         encoded = part.encode()
@@ -95,11 +90,7 @@ def _chosen_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """The directory new files are put in: `TILESTEP_CACHE_DIR`, else the user's cache directory.
-
-    A directory that cannot be made or written to, or that others may write to, is replaced by a temporary one for this
-    process, with one warning.
-    """
+    """The directory new files are put in: `TILESTEP_CACHE_DIR`, else the user's cache directory."""
     directory = _chosen_directory()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -58,11 +58,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes.
-
-    >>> GPT(Size(layers=1, width=8, heads=2, context=16))(torch.zeros(3, 16, dtype=torch.long)).shape
-    torch.Size([3, 16, 256])
-    """
+    """A decoder over bytes."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -87,11 +83,7 @@ class GPT(nn.Module):
 
 
 def documentation() -> Tensor:
-    """Return the text of `pydoc_data.topics` as a 1-D uint8 tensor.
-
-    >>> bytes(documentation()[:400].tolist()).decode().isprintable() or documentation().numel() > 100_000
-    True
-    """
+    """Return the text of `pydoc_data.topics` as a 1-D uint8 tensor."""
     topics = pydoc_data.topics.topics
     text = "\n\n".join(f"{name}\n\n{topics[name].strip()}" for name in sorted(topics))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -119,12 +111,7 @@ class Recipe:
     size: Size = field(default_factory=Size)  # of the model
 
     def rate(self, step: int) -> float:
-        """Return the learning rate's factor for a step counted from 0.
-
-        >>> recipe = Recipe(torch.device("cpu"), steps=100)
-        >>> [round(recipe.rate(step), 2) for step in (0, 9, 54, 99)]
-        [0.1, 1.0, 0.55, 0.1]
-        """
+        """Return the learning rate's factor for a step counted from 0."""
         warmup = max(self.steps // 10, 1)
         if step < warmup:
             return (step + 1) / warmup
@@ -198,10 +185,7 @@ def _tilestep(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim
 def train(
     competing: Sequence[Entry], recipe: Recipe, progress: Callable[[int, int, float], object] = lambda *done: None
 ) -> list[Run]:
-    """Train one model for each entry from the recipe's seed and measure the optimizer's part of every step.
-
-    The trainings take turns of some steps, so that whatever else the machine does meets them alike.
-    """
+    """Train one model for each entry from the recipe's seed and measure the optimizer's part of every step."""
     trainings = [_Training(entry, recipe) for entry in competing]
     for done in range(0, recipe.steps, TURN):
         for index, training in enumerate(trainings):

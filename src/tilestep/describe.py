@@ -76,13 +76,7 @@ def spec_for(
     device_type: str = "cpu",
     taps: Taps | None = None,
 ) -> KernelSpec:
-    """What an optimizer for parameters of this kind builds its kernels from.
-
-    Example:
-        >>> from tilestep.rules import registry
-        >>> [array.name for array in spec_for(registry["Lion"]).arrays]
-        ['param', 'exp_avg']
-    """
+    """What an optimizer for parameters of this kind builds its kernels from."""
     given = {**rule.hyperparameters, **(hyperparameters or {})}
     rule.check(given)
     check_group(rule, given)
@@ -122,14 +116,7 @@ def describe(
     dims: int = 2,
     taps: Taps | None = None,
 ) -> RuleDescription:
-    """Trace a rule and say what a step with it does.
-
-    Example:
-        >>> from tilestep.rules import registry
-        >>> lion = describe(registry["Lion"], dtype=torch.bfloat16)
-        >>> lion.bytes_read, lion.bytes_written, lion.launches
-        (6, 4, ['lion_scalar_pass_0', 'lion_tile_pass_0'])
-    """
+    """Trace a rule and say what a step with it does."""
     spec = spec_for(
         rule,
         hyperparameters,

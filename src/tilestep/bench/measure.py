@@ -46,12 +46,7 @@ class NotRecorded(RuntimeError):
 
 
 def trace(call: Callable[[], object], device: torch.device) -> Trace:
-    """Profile one call.
-
-    >>> seen = trace(lambda: torch.ones(1000).add(1.0), torch.device("cpu"))
-    >>> seen.kernels, seen.calls, seen.peak_bytes
-    (0, 2, 8012)
-    """
+    """Profile one call."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces each start on stderr
     activities = [ProfilerActivity.CPU]
     gpu = has_streams(device)
@@ -160,11 +155,7 @@ class Timing:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return median and quartiles.
-
-    >>> spread([4.0, 1.0, 2.0, 3.0, 100.0])
-    Spread(median=3.0, low=2.0, high=4.0, count=5)
-    """
+    """Return median and quartiles."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0], 1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -186,16 +177,7 @@ def measure(
     busy: bool = True,
     until: float | None = None,
 ) -> list[Timing]:
-    """Measure contenders in interleaved rounds, each round in another order.
-
-    A contender that raises is reported with its reason and left out of the later rounds.
-
-    >>> cpu = torch.device("cpu")
-    >>> numbers = torch.ones(1000)
-    >>> sum_, broken = measure([Contender("sum", numbers.sum), Contender("no", lambda: 1 / 0)], cpu, rounds=3)
-    >>> sum_.wall.count, broken.failure
-    (3, 'ZeroDivisionError: division by zero')
-    """
+    """Measure contenders in interleaved rounds, each round in another order."""
     runs = [_Run(contender, Timing(contender.name, contender.bytes_moved)) for contender in contenders]
     for run in runs:
         for _ in range(warmup):
@@ -363,22 +345,14 @@ extern "C" void update_2(uint16_t *p, uint16_t *g, uint16_t *m, uint16_t *v, int
 
 
 def copy(device: torch.device, size: int) -> Contender:
-    """Return a copy of one buffer to another; it moves every byte twice.
-
-    >>> copy(torch.device("cpu"), 1000).bytes_moved
-    2000
-    """
+    """Return a copy of one buffer to another; it moves every byte twice."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Contender(COPY, lambda: target.copy_(source), bytes_moved=2 * size)
 
 
 def flat_reads(device: torch.device, size: int) -> list[Contender]:
-    """Return reductions that read one flat fp32 buffer once; the fastest of them is what a read can reach.
-
-    >>> [contender.bytes_moved for contender in flat_reads(torch.device("cpu"), 1000)]
-    [1000, 1000]
-    """
+    """Return reductions that read one flat fp32 buffer once; the fastest of them is what a read can reach."""
     flat = torch.full((size // 4,), 1e-3, device=device)
     bytes_moved = flat.numel() * 4
     contenders = [
@@ -391,14 +365,7 @@ def flat_reads(device: torch.device, size: int) -> list[Contender]:
 
 
 def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
-    """Return a compiled loop over four flat arrays with AdamW's traffic, reading four and writing three of them.
-
-    Without a compiler there is none: None.
-
-    >>> loop = plain_loop(1000, torch.float32)
-    >>> loop is None or loop.bytes_moved == 28000
-    True
-    """
+    """Return a compiled loop over four flat arrays with AdamW's traffic, reading four and writing three of them."""
     size = dtype.itemsize
     update = _compiled(f"update_{size}")
     if update is None:
@@ -414,12 +381,7 @@ def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
 
 
 def loop_over_tensors(sizes: Sequence[int], dtype: torch.dtype) -> Contender | None:
-    """Return `plain_loop` over as many arrays as a model has tensors, each an allocation of its own.
-
-    >>> loop = loop_over_tensors([10, 990], torch.float32)
-    >>> loop is None or loop.bytes_moved == 28000
-    True
-    """
+    """Return `plain_loop` over as many arrays as a model has tensors, each an allocation of its own."""
     update = _compiled(f"update_each_{dtype.itemsize}")
     if update is None:
         return None

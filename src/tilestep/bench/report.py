@@ -51,11 +51,7 @@ def _table(group: Group) -> Table:
 
 
 def _time(figure: Spread | None) -> str:
-    """Median and half the distance between the quartiles.
-
-    >>> _time(Spread(median=12.5, low=12.0, high=13.0, count=15))
-    '12.5 ±0.5'
-    """
+    """Median and half the distance between the quartiles."""
     if figure is None:
         return ""
     half = (figure.high - figure.low) / 2

@@ -24,11 +24,7 @@ from .measure import Spread, Timing
 
 
 def device_name(device: torch.device) -> str:
-    """Return the marketing name of a GPU, or the CPU's model and core count.
-
-    >>> "core" in device_name(torch.device("cpu"))
-    True
-    """
+    """Return the marketing name of a GPU, or the CPU's model and core count."""
     if has_streams(device):
         return torch.cuda.get_device_name(device)
     return (
@@ -37,11 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device | None = None) -> dict[str, str]:
-    """Return the names and versions that a result or a bug report should carry.
-
-    >>> environment(torch.device("cpu"))["tilestep"] == __version__
-    True
-    """
+    """Return the names and versions that a result or a bug report should carry."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     described = {
         "tilestep": __version__,
@@ -154,10 +146,7 @@ class Row:
 
 @dataclass
 class Group:
-    """Contenders that did the same work, and the bandwidth (bytes a second, and whose) that they are held against.
-
-    `tags` say what the work was, where a title does not do.
-    """
+    """Contenders that did the same work, and the bandwidth (bytes a second, and whose) that they are held against."""
 
     title: str
     rows: list[Row]

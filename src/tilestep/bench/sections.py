@@ -39,21 +39,13 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """The name with counts.
-
-        >>> Workload("tiny", ((1024,), (976,)), torch.bfloat16).title
-        'tiny: 2 bfloat16 tensors, 0.002 M elements'
-        """
+        """The name with counts."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.name}: {len(self.shapes):,} {dtype} tensors, {self.elements / 1e6:,.4g} M elements"
 
 
 def gpu_workloads(quick: bool = False) -> list[Workload]:
-    """Return what `norm` and `step` run: many tensors of random sizes, a language model, many small tensors.
-
-    >>> [round(workload.elements / 1e6) for workload in gpu_workloads()]
-    [131, 1194, 5]
-    """
+    """Return what `norm` and `step` run: many tensors of random sizes, a language model, many small tensors."""
     return [
         _random_sizes(quick),
         _llama(quick),
@@ -62,11 +54,7 @@ def gpu_workloads(quick: bool = False) -> list[Workload]:
 
 
 def cpu_workloads(quick: bool = False) -> list[Workload]:
-    """Return what `cpu` runs: large tensors, many small ones, all-bf16.
-
-    >>> [(len(workload.shapes), workload.elements) for workload in cpu_workloads()]
-    [(200, 50000000), (2000, 16384000), (200, 50000000)]
-    """
+    """Return what `cpu` runs: large tensors, many small ones, all-bf16."""
     shrink = 100 if quick else 1
     large = ((250_000 // shrink,),) * 200
     return [
@@ -88,11 +76,7 @@ def _llama(quick: bool) -> Workload:
 
 
 def small_llama(quick: bool = False) -> Workload:
-    """Return what rules that decompose matrices run: two layers of width 1024, untied embeddings.
-
-    >>> small_llama().title
-    'small llama: 21 bfloat16 tensors, 88.09 M elements'
-    """
+    """Return what rules that decompose matrices run: two layers of width 1024, untied embeddings."""
     return _llama_of("small llama", *((2, 64, 16, 172, 500) if quick else (2, 1024, 256, 2816, 32000)))
 
 
@@ -107,12 +91,7 @@ def _llama_of(name: str, layers: int, width: int, key_value: int, inner: int, vo
 
 
 def make_parameters(workload: Workload, device: torch.device, seed: int = 0) -> list[Tensor]:
-    """Return parameters with gradients, each its own allocation as in a model.
-
-    >>> parameters = make_parameters(gpu_workloads(quick=True)[2], torch.device("cpu"))
-    >>> len(parameters), parameters[0].shape == parameters[0].grad.shape
-    (50, True)
-    """
+    """Return parameters with gradients, each its own allocation as in a model."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def drawn(deviation: float) -> list[Tensor]:
@@ -127,14 +106,7 @@ def make_parameters(workload: Workload, device: torch.device, seed: int = 0) -> 
 
 
 def adamw_bytes(parameters: Sequence[Tensor], clip: bool, master_weights: bool = False) -> int:
-    """Return the least traffic of an AdamW step in bytes: gradients read (twice with a clip), all else also written.
-
-    >>> parameter = torch.zeros(1000, dtype=torch.bfloat16)
-    >>> [adamw_bytes([parameter], clip) for clip in (False, True)]
-    [14000, 16000]
-    >>> adamw_bytes([parameter], clip=False, master_weights=True)  # fp32 master and moments; parameter only written
-    28000
-    """
+    """Return the least traffic of an AdamW step in bytes: gradients read (twice with a clip), all else also written."""
     total = 0
     for parameter in parameters:
         size = parameter.element_size()
@@ -207,11 +179,7 @@ PEERS = [
 
 
 def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = ()) -> list[Peer]:
-    """Return the optimizers that can take part here.
-
-    >>> [peer.name for peer in peers(torch.device("cpu"), names=["torch fused"])]
-    ['torch fused']
-    """
+    """Return the optimizers that can take part here."""
     return [
         peer
         for peer in PEERS
@@ -223,16 +191,7 @@ def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = (
 
 
 def step_of(peer: Peer, parameters: Sequence[Tensor], max_grad_norm: float | None) -> Callable[[], object]:
-    """Return a function that takes one step, clipping by the global norm first where asked.
-
-    >>> fused = peers(torch.device("cpu"), names=["torch fused"])[0]
-    >>> parameter = torch.ones(3, requires_grad=True)
-    >>> parameter.grad = torch.ones(3)
-    >>> step = step_of(fused, [parameter], max_grad_norm=0.5)
-    >>> step()
-    >>> bool((parameter < 1).all()), round(float(parameter.grad.norm()), 3)
-    (True, 0.5)
-    """
+    """Return a function that takes one step, clipping by the global norm first where asked."""
     if peer.clips and max_grad_norm is not None:
         optimizer = peer.build(parameters, max_grad_norm=max_grad_norm)
     else:

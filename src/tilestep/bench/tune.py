@@ -75,12 +75,7 @@ def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> Op
 
 
 def has_matrix_work(optimizer: Optimizer) -> bool:
-    """Whether a step also works on whole matrices, which a count of bytes says nothing about.
-
-    >>> import torch
-    >>> has_matrix_work(Optimizer([torch.zeros(2, 2, requires_grad=True)], "SGD"))
-    False
-    """
+    """Whether a step also works on whole matrices, which a count of bytes says nothing about."""
     engines = optimizer.fitting_plan(ahead=True).engines
     return any(segment.spec.program.matrices.passes for engine in engines for segment in engine.segments)
 
@@ -90,12 +85,7 @@ def _spec(optimizer: Optimizer) -> KernelSpec:
 
 
 def tiled_rules() -> list[Rule]:
-    """Every registered rule whose step is tile passes alone, without work on whole matrices.
-
-    Example:
-        >>> {"AdamW", "SGD", "LAMB"} <= {rule.name for rule in tiled_rules()}
-        True
-    """
+    """Every registered rule whose step is tile passes alone, without work on whole matrices."""
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
     tiled = []
@@ -143,14 +133,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 class _Turns:
-    """An optimizer of a job's signature, and what its step took with each shape, in milliseconds.
-
-    Args:
-        job: the signature.
-        device: where it steps.
-        elements: of all parameters.
-        tick: called at the beginning of a shape's turn.
-    """
+    """An optimizer of a job's signature, and what its step took with each shape, in milliseconds."""
 
     def __init__(self, job: Job, device: torch.device, elements: int, tick: Callable[[str], object]) -> None:
         self._optimizer = _optimizer(job.rule, job.kind, elements, device)
@@ -207,11 +190,7 @@ def _measure(
     until: float,
     tick: Callable[[str], object],
 ) -> tuple[dict[TileShape, float], TileShape]:
-    """Milliseconds of a step with the shape in use, the first candidate, and with others; the fastest of them.
-
-    All take one turn, as far as there is time; those close to the fastest take more. At the end the fastest and the one
-    in use take turns by themselves, and these alone are their figures.
-    """
+    """Milliseconds of a step with the shape in use, the first candidate, and with others; the fastest of them."""
     turns, before = _Turns(job, device, elements, tick), candidates[0]
     turns.build(candidates)
     decide = until - (until - time.monotonic()) / 4 if math.isfinite(until) else until
@@ -239,17 +218,7 @@ def tune(
     seconds: float = 0,
     tick: Callable[[Job, str], object] = lambda job, text: None,
 ) -> Iterator[Outcome]:
-    """Measure jobs one after the other and put what is faster into the device's table, each as soon as it is known.
-
-    Args:
-        listed: what to measure.
-        device: where.
-        rounds: timed turns of each shape that may be the fastest.
-        elements: of all parameters; 0 fits the device.
-        save: whether to change the table.
-        seconds: for all jobs together, each of which ends early when its part of what is left is over; 0 for no limit.
-        tick: called with a job and what it does now.
-    """
+    """Measure jobs one after the other and put what is faster into the device's table, each as soon as it is known."""
     end = time.monotonic() + seconds if seconds else math.inf
     for index, job in enumerate(listed):
         now = time.monotonic()

@@ -130,11 +130,7 @@ def compare(
     hyperparameters: Mapping[str, Any],
     coarse: bool = False,
 ) -> None:
-    """Raise if a parameter or its state after a step is not what the formula gives.
-
-    Each value may be off by rounding to the type it is stored in, and by a few roundings of the type that is computed
-    in, or a few times what the rule's own code is off in that type.
-    """
+    """Raise if a parameter or its state after a step is not what the formula gives."""
     if not param.numel():
         return  # formulas with extrema are not defined there
     compute = torch.float64 if param.dtype is torch.float64 else torch.float32

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the named device; the empty name means the GPU if there is one, else the CPU.
-
-    >>> chosen_device("cpu")
-    device(type='cpu')
-    """
+    """Return the named device; the empty name means the GPU if there is one, else the CPU."""
     import torch
 
     available = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
@@ -42,11 +38,7 @@ def require_plotting() -> None:
 
 
 def load_rule(name: str) -> Rule:
-    """The rule of this name.
-
-    >>> load_rule("adamw").name
-    'AdamW'
-    """
+    """The rule of this name."""
     from ..rules import Rule, registry, rule
 
     if ":" not in name:
@@ -79,11 +71,7 @@ def _imported(module_name: str, attributes: str) -> Any:
 
 
 def parse_settings(settings: Sequence[str], rule: Rule) -> dict[str, Any]:
-    """Hyperparameters from `name=value` words.
-
-    >>> parse_settings(["amsgrad=true", "betas=(0.8, 0.9)", "lr=1e-2"], load_rule("adamw"))
-    {'amsgrad': True, 'betas': (0.8, 0.9), 'lr': 0.01}
-    """
+    """Hyperparameters from `name=value` words."""
     values = {}
     for word in settings:
         key, equals, text = word.partition("=")
@@ -95,12 +83,7 @@ def parse_settings(settings: Sequence[str], rule: Rule) -> dict[str, Any]:
 
 
 def parse_formats(state_dtype: str, master_weights: str, rounding: str = "nearest") -> dict[str, Any]:
-    """What options say of storage formats.
-
-    >>> parse_formats("int8", "true"), parse_formats("", "")  # doctest: +NORMALIZE_WHITESPACE
-    ({'state_dtype': 'int8', 'master_weights': True, 'rounding': 'nearest'},
-     {'state_dtype': None, 'master_weights': False, 'rounding': 'nearest'})
-    """
+    """What options say of storage formats."""
     from ..optimizer.masters import check_choice
     from ..optimizer.states import check_rounding
     from ..storage import state_format

@@ -37,11 +37,7 @@ class Buffer(str, Enum):
 
 
 def elements_of(text: str) -> float:
-    """A number of elements.
-
-    >>> elements_of("1.2B"), elements_of("350m"), elements_of("12,000")
-    (1200000000.0, 350000000.0, 12000.0)
-    """
+    """A number of elements."""
     match = re.fullmatch(r"([\d.,_]+)\s*([KMBGT]?)", text.strip().upper())
     try:
         assert match is not None
@@ -52,11 +48,7 @@ def elements_of(text: str) -> float:
 
 
 def mesh_of(text: str) -> tuple[int, int]:
-    """Ranks that split the state, and copies: `8`, `8x4`.
-
-    >>> mesh_of("8x4"), mesh_of("16")
-    ((8, 4), (16, 1))
-    """
+    """Ranks that split the state, and copies: `8`, `8x4`."""
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
     if match is None or 0 in (sizes := (int(match[1]), int(match[2] or 1))):
         raise typer.BadParameter(f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4")

@@ -40,12 +40,7 @@ def fake_tensors() -> Any:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor has a shape and no data, as those have that are made under a `FakeTensorMode`.
-
-    Example:
-        >>> is_fake(torch.zeros(2))
-        False
-    """
+    """Whether a tensor has a shape and no data, as those have that are made under a `FakeTensorMode`."""
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -54,12 +49,7 @@ _active_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def fake_mode_is_active() -> bool:
-    """Whether operations give fake tensors just now.
-
-    Example:
-        >>> fake_mode_is_active()
-        False
-    """
+    """Whether operations give fake tensors just now."""
     if not _active_modes():
         return False
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
@@ -115,11 +105,7 @@ current_stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurren
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A check that other tensors have the same `description` as these, in one C++ call.
-
-    It also compares their types and `requires_grad`. Falls back to comparing descriptions in Python, about four times
-    slower.
-    """
+    """A check that other tensors have the same `description` as these, in one C++ call."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -134,12 +120,7 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def description(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a kernel must know of a tensor beside its address.
-
-    Example:
-        >>> description(torch.zeros(2)) == description(torch.zeros(2)[:, None].t()[0])
-        True
-    """
+    """What a kernel must know of a tensor beside its address."""
     subclass = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.is_nested
@@ -156,12 +137,7 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zero
 
 
 def operation_name(operation: Any) -> str:
-    """The name of an operation without its namespace and overload.
-
-    Example:
-        >>> operation_name(torch.ops.aten.add_.Tensor)
-        'add_'
-    """
+    """The name of an operation without its namespace and overload."""
     return str(operation._schema.name.split("::")[-1])
 
 
@@ -176,16 +152,7 @@ def returns_view(operation: Any) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor can be reached by its address; one without elements needs none.
-
-    Example:
-        >>> tensor = torch.zeros(4)[1:]
-        >>> has_memory(tensor), has_memory(torch.zeros(4, device="meta")), has_memory(torch.zeros(0))
-        (True, False, True)
-        >>> _ = tensor.untyped_storage().resize_(0)
-        >>> has_memory(tensor)
-        False
-    """
+    """Whether the elements of a tensor can be reached by its address; one without elements needs none."""
     if not tensor.numel():
         return True
     try:
@@ -197,12 +164,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds its values: lazy negation and conjugation done, zeros that have no memory made.
-
-    Example:
-        >>> resolved(torch._neg_view(torch.ones(2))).is_neg(), resolved(torch._efficientzerotensor(2))
-        (False, tensor([0., 0.]))
-    """
+    """A tensor whose memory holds its values: lazy negation and conjugation done, zeros that have no memory made."""
     if is_zero_tensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_conj().resolve_neg()
@@ -219,14 +181,7 @@ def addresses_equal(tensors: list[torch.Tensor], addresses: list[int], indices: 
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors into others; on a GPU in a few launches, without the private call in one for each.
-
-    Example:
-        >>> target = torch.zeros(2)
-        >>> copy_all([target], [torch.tensor([1.0, 2.0])])
-        >>> target
-        tensor([1., 2.])
-    """
+    """Copy tensors into others; on a GPU in a few launches, without the private call in one for each."""
     together = getattr(torch, "_foreach_copy_", None)
     if together is not None and targets:
         together(targets, sources)
@@ -236,14 +191,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:
-    """Fill tensors with zeros; on a GPU in a few launches, without the private call in one for each.
-
-    Example:
-        >>> values = [torch.ones(2), torch.ones(1)]
-        >>> zero_all(values)
-        >>> values
-        [tensor([0., 0.]), tensor([0.])]
-    """
+    """Fill tensors with zeros; on a GPU in a few launches, without the private call in one for each."""
     together = getattr(torch, "_foreach_zero_", None)
     # It knows no floating point numbers of 8 bits.
     tensors = [tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8) for tensor in tensors]
@@ -261,14 +209,7 @@ Result = TypeVar("Result")
 
 
 def opaque(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A Python function as one call that compilers leave alone; compilers are not imported before it is called.
-
-    Where torch has no such wrapper, they are imported at once.
-
-    Example:
-        >>> opaque(lambda one, other: one + other)(1, 2)
-        3
-    """
+    """A Python function as one call that compilers leave alone; compilers are not imported before it is called."""
     lazily = getattr(torch, "_disable_dynamo", None)
     return torch.compiler.disable(function) if lazily is None else lazily(function)
 
@@ -284,10 +225,8 @@ def is_flat_part(param: Any) -> bool:
 
 
 def before_gathering(module: Any, prepare: Callable[[list[Any]], None]) -> bool:
-    """Have something called before an FSDP2 module's parameters are read to be gathered, whatever code asks for that.
-
-    A hook on the module's forward would not do: other modules may prefetch its parameters.
-    """
+    """Have something called before an FSDP2 module's parameters are read to be gathered, whoever asks for that."""
+    # Not by a hook on the module's forward: other modules may prefetch its parameters.
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     groups = [group for group in groups if group is not None]
@@ -341,10 +280,7 @@ def _name_of_compiled_call(module: torch.nn.Module) -> str:
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What runs when a compiled module is called; None if it is not compiled, or where torch keeps that elsewhere.
-
-    Compiled is a module after `module.compile()`, or what `torch.compile` has made of one.
-    """
+    """What runs when a compiled module is called; None if it is not compiled, or where torch keeps that elsewhere."""
     return vars(module).get(_name_of_compiled_call(module))
 
 
@@ -404,10 +340,7 @@ def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:
 
 
 def is_dropping_gradients() -> bool:
-    """Whether this is called by `Module.zero_grad`, which goes through parameters and reads none of them.
-
-    Said by the call stack: False where torch goes through them otherwise.
-    """
+    """Whether this is called by `Module.zero_grad`, which goes through parameters and reads none of them."""
     code, frame = torch.nn.Module.zero_grad.__code__, sys._getframe(1)
     for _ in range(10):
         if frame.f_code is code:
@@ -441,10 +374,7 @@ def after_backward(callback: Callable[[], None]) -> bool:
 
 
 def is_in_another_backward() -> bool:
-    """Whether the backward pass that this is called in was begun by a function's backward, as reentrant checkpoints do.
-
-    Said by the call stack, since torch's engine does not say it: False where torch calls such functions otherwise.
-    """
+    """Whether a function's backward began the backward pass that this is called in, as reentrant checkpoints do."""
     calls = getattr(getattr(torch.autograd.function, "BackwardCFunction", None), "apply", None)
     code, frame = getattr(calls, "__code__", None), sys._getframe(1)
     while code is not None and frame is not None:
@@ -487,14 +417,7 @@ _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def marked(name: str) -> contextlib.AbstractContextManager[object]:
-    """A block whose work carries a name in traces.
-
-    Nothing is recorded, and next to no time is spent, while no profiler runs; all is where torch cannot tell.
-
-    Example:
-        >>> with marked(UPDATE):
-        ...     pass
-    """
+    """A block whose work carries a name in traces."""
     return record_function(name) if _profiler_enabled is None or _profiler_enabled() else _NOTHING
 
 
@@ -503,10 +426,7 @@ _NAMES = ("_clip_grads_with_norm_", "clip_grad_value_")
 
 
 def watch_clips(look: Callable[[list[Any]], None]) -> bool:
-    """Have something see the parameters whose gradients torch is going to clip; it may raise.
-
-    `clip_grad_norm_` looks its second half up in its module, so calls of one that was imported before are seen too.
-    """
+    """Have something see the parameters whose gradients torch is going to clip; it may raise."""
     if look in _watched:
         return True
     module: Any = sys.modules.get("torch.nn.utils.clip_grad")
@@ -547,10 +467,7 @@ def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
 
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything listens to an optimizer's steps: hooks, its own or of all optimizers, or a profiler.
-
-    Where torch keeps hooks otherwise the answer is yes.
-    """
+    """Whether anything listens to an optimizer's steps: hooks, its own or of all optimizers, or a profiler."""
     try:
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         recording = _profiler_enabled
@@ -572,12 +489,7 @@ def step_is_ordinary() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of being run.
-
-    Example:
-        >>> is_capturing()
-        False
-    """
+    """Whether what is launched now goes into a CUDA graph instead of being run."""
     # Without a driver the question itself may fail, with the error of an earlier call to the driver: a profiler's.
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -658,12 +570,7 @@ def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[
 
 
 class CheckpointTypes:
-    """What torch.distributed.checkpoint asks of tensors that lie on several ranks.
-
-    Their classes have not moved since torch 2.1; the methods that ask for them are `__create_write_items__`,
-    `__create_chunk_list__` and `__get_tensor_shard__` (torch.distributed._checkpointable). Without these a checkpoint
-    refuses such a tensor.
-    """
+    """What torch.distributed.checkpoint asks of tensors that lie on several ranks."""
 
     def chunk(self, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
         """A block of a tensor."""
@@ -710,15 +617,9 @@ def dtensors_have_parts() -> bool:
 
 
 def local_parts(tensors: Iterable[Any]) -> list[Any]:
-    """What of each DTensor lies on this rank; anything else is its own part.
-
-    A public `to_local()` costs 50 times more: it is a call of autograd's, and gives another tensor at each call.
-
-    Example:
-        >>> local_parts([None, 1])
-        [None, 1]
-    """
+    """What of each DTensor lies on this rank; anything else is its own part."""
     kind = distributed_tensor_type()
+    # A public `to_local()` costs 50 times more: it is a call of autograd's, and gives another tensor at each call.
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     with torch.no_grad():
@@ -735,11 +636,7 @@ def ready(part: Any) -> Any:
 def distributed_like(
     part: torch.Tensor, like: Any, shape: torch.Size, stride: Sequence[int], placements: Sequence[Any]
 ) -> Any:
-    """A DTensor around a part that is on another device than its mesh: state on the host of parameters on a GPU.
-
-    `DTensor.from_local` would move it. Without the private constructor, which FSDP uses for offloaded parameters, the
-    part itself is returned: steps work as well, checkpoints of one rank then have its part alone.
-    """
+    """A DTensor around a part that is on another device than its mesh: state on the host of parameters on a GPU."""
     try:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -864,10 +761,7 @@ def reduce_by_halves() -> None:
 def direct_launch(
     compiled: Any, grid: tuple[int, int, int], device: torch.device, constants: tuple[Any, ...]
 ) -> Callable[[tuple[torch.Tensor | float, ...]], bool] | None:
-    """What launches a kernel of a known Triton with addresses in place of tensors, or None.
-
-    Given tensors, Triton asks each for its address and the driver whether it may be used: half the cost of a launch.
-    """
+    """What launches a kernel of a known Triton with addresses in place of tensors, or None."""
     import triton
     from triton import knobs
     from triton.runtime import driver
@@ -897,10 +791,7 @@ def _is_hooked(hook: Any) -> bool:
 
 
 def compile_together(compilations: Sequence[Callable[[], object]], threads: int) -> None:
-    """Let a known Triton compile several kernels at a time into its caches; others do nothing here.
-
-    What fails leaves no trace: the next launch of that kernel compiles it, and sees why.
-    """
+    """Let a known Triton compile several kernels at a time into its caches; others do nothing here."""
     import triton
 
     if threads < 2 or len(compilations) < 2 or not triton.__version__.startswith(_KNOWN_TRITON):
@@ -922,10 +813,7 @@ def _compile_in_threads(compilations: Sequence[Callable[[], object]], threads: i
 
 
 class _Compilers:
-    """What Triton hands compilations to: behind each it also builds the C that launches such kernels, once a signature.
-
-    Triton does that when a kernel is loaded, one after the other; it takes about as long as compiling the kernel.
-    """
+    """What Triton hands compilations to: behind each it builds the C that launches such kernels, once a signature."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool

@@ -18,20 +18,7 @@ _POSITIVE: Bounds = (0.0, math.inf)
 
 
 def never_negative(graph: Graph, state: str, hypers: Mapping[str, Bounds] | None = None) -> bool:
-    """Whether a state that begins without negative elements never gets one: sums, products and maxima of squares.
-
-    Args:
-        graph: the rule's.
-        state: the state's name.
-        hypers: between what hyperparameters are, by the names that the graph has for them.
-
-    Example:
-        >>> from tilestep.graph import trace
-        >>> from tilestep.rules import registry
-        >>> graph = trace(registry["AdamW"], registry["AdamW"].hyperparameters)
-        >>> [never_negative(graph, state, {"betas.1": (0.0, 1.0)}) for state in ("exp_avg", "exp_avg_sq")]
-        [False, True]
-    """
+    """Whether a state that begins without negative elements never gets one: sums, products and maxima of squares."""
     output = graph.outputs.get(state)
     if output is None:
         return False
@@ -132,24 +119,12 @@ def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it.
-
-    Example:
-        >>> displacement(torch.tensor([3.0]), torch.tensor([1.0]))
-        tensor([2.])
-    """
+    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it."""
     return _displacement(new, old)
 
 
 def difference(build: Builder, new: Value, old: Value) -> Value:
-    """The value of `new - old`, simplified where `new` is `old`, scaled and added to.
-
-    Example:
-        >>> build = Builder()
-        >>> param, update = build.load("param"), build.load("update")
-        >>> difference(build, build.apply("sub", param, update), param) is build.apply("neg", update)
-        True
-    """
+    """The value of `new - old`, simplified where `new` is `old`, scaled and added to."""
     moved = _moved(build, new, old)
     return build.apply("sub", new, old) if moved is None else moved
 

@@ -351,14 +351,7 @@ IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
 
 
 def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[str] = ()) -> bool | None:
-    """How a branch goes, as far as it can be told before the step.
-
-    Example:
-        >>> build = Builder()
-        >>> has_momentum = build.apply("ne", build.hyper("momentum"), build.constant(0.0))
-        >>> outcome(has_momentum, {"momentum": 0.0}), outcome(has_momentum, {}, ["momentum"]), outcome(has_momentum, {})
-        (False, True, None)
-    """
+    """How a branch goes, as far as it can be told before the step."""
     reached = ancestors([condition])
     needed = [node for node in reached if node.operation == "hyper" and node.attribute not in numbers]
     if any(node.is_measured for node in reached):

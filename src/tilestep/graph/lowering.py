@@ -213,14 +213,7 @@ _BY_OPERATION = {operation: text for text, operations in _NEAREST.items() for op
 
 
 def nearest(operation: str) -> str:
-    """What works and comes nearest to an operation.
-
-    Example:
-        >>> nearest("aten.std.correction").split(",")[0]
-        'write ((x - x.mean()) ** 2).mean()'
-        >>> nearest("aten.special_bessel_j0.default") is ALTERNATIVE
-        True
-    """
+    """What works and comes nearest to an operation."""
     _, _, rest = operation.rpartition("aten.")
     return _RANDOM if operation in RANDOM else _BY_OPERATION.get(rest.split(".")[0].rstrip("_"), ALTERNATIVE)
 
@@ -619,24 +612,14 @@ def _size_name(from_end: int) -> str:
 
 
 def size_from_end(name: str) -> int:
-    """Which size of the parameter a number of the scalar pass is, counted from the last as 1; 0 if it is none.
-
-    Example:
-        >>> size_from_end("columns"), size_from_end("rows"), size_from_end("size.-3"), size_from_end("lr")
-        (1, 2, 3, 0)
-    """
+    """Which size of the parameter a number of the scalar pass is, counted from the last as 1; 0 if it is none."""
     if name.startswith(_FAR_SIZE):
         return int(name.removeprefix(_FAR_SIZE))
     return next((from_end for from_end, near in _SIZES.items() if near == name), 0)
 
 
 def sizes_of(shape: Sequence[int]) -> dict[str, float]:
-    """The sizes of a parameter by the names that they have among the numbers of the scalar pass.
-
-    Example:
-        >>> sizes_of((5, 3, 2))
-        {'numel': 30.0, 'columns': 2.0, 'rows': 3.0, 'size.-3': 5.0}
-    """
+    """The sizes of a parameter by the names that they have among the numbers of the scalar pass."""
     sizes = {_size_name(from_end): float(size) for from_end, size in enumerate(reversed(shape), start=1)}
     return {"numel": float(math.prod(shape)), **sizes}
 

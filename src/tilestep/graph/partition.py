@@ -81,16 +81,7 @@ class TilePass:
 
 @dataclass(frozen=True)
 class View:
-    """Arrays as a batch of matrices, whose rows and columns tiles are cut along.
-
-    Example:
-        >>> view = View(over=None, dims=4, rows=(2, 3))
-        >>> view.extents((8, 3, 5, 7)), view.place((3, 4)), view.place((2, 3)), view.place((2, 4)), view.place((1, 4))
-        ((24, 5, 7), 'row', 'column', 'matrix', 'other')
-
-    Args:
-        over: the dimensions that the arrays have not, because they hold one number a slice; None for elements.
-    """
+    """Arrays as a batch of matrices, whose rows and columns tiles are cut along."""
 
     over: Over | None
     dims: int  # how many dimensions are left
@@ -122,13 +113,7 @@ def _left(block: Over, over: Over | None) -> Over:
 def choose_views(
     over: Over | None, dims: int, reduced: Sequence[Over], read: Sequence[Over]
 ) -> list[tuple[View, list[Over]]]:
-    """The views in which a pass can make its reductions, with those made in each; the first suits what it reads too.
-
-    Example:
-        >>> [(view, done)] = choose_views(None, 3, [(2, 3), (1, 2)], [])
-        >>> view.rows, done
-        ((1, 2), [(2, 3), (1, 2)])
-    """
+    """The views in which a pass can make its reductions, with those made in each; the first suits what it reads too."""
     first, stop = over or (0, 0)
     left = dims - (stop - first)
     waiting = list(dict.fromkeys(reduced))
@@ -160,12 +145,7 @@ def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
 
 
 def slice_word(over: Over | None, dims: int) -> str:
-    """A word for slices without these dimensions.
-
-    Example:
-        >>> slice_word((1, 2), 2), slice_word((0, 1), 2), slice_word((1, 4), 4)
-        ('row', 'column', 'slice_1_4')
-    """
+    """A word for slices without these dimensions."""
     if over is None:
         return "tile"
     words = {(dims - 1, dims): "row", (dims - 2, dims - 1): "column", (dims - 2, dims): "matrix"}
@@ -374,10 +354,7 @@ def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, 
 
 
 def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
-    """When each value is needed: one of these conditions must be as it says; None for always.
-
-    What stands in one branch of a `where` on hyperparameters and the step is needed only if that branch is taken.
-    """
+    """When each value is needed: one of these conditions must be as it says; None for always."""
     needed: dict[int, list[Condition] | None] = {id(value): None for value in graph.outputs.values()}
     for node in reversed(graph.values()):
         chooses = node.operation == "where" and node.args[0].level is Level.GROUP
@@ -504,15 +481,7 @@ class Program:
 
 
 def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
-    """Cut a graph into passes.
-
-    Example:
-        >>> from tilestep.graph import trace
-        >>> from tilestep.rules import registry
-        >>> cut = partition(trace(registry["Lion"], registry["Lion"].hyperparameters))
-        >>> len(cut.tiles), cut.tiles[0].reads()
-        (1, ['param', 'exp_avg', 'grad'])
-    """
+    """Cut a graph into passes."""
     stages = _stages(graph)
     last = max((stages[id(value)] for value in graph.outputs.values()), default=0)
     scalars = [ScalarPass() for _ in range(last + 1)]
@@ -560,10 +529,7 @@ def _stages(graph: Graph) -> dict[int, int]:
 
 
 def _store_early(tiles: list[TilePass], stages: dict[int, int], exact: set[str], has_matrices: bool) -> None:
-    """Move stores to the first pass that knows the value, where no later pass needs the old one.
-
-    With matrix work between the passes also those of buffers that round, if no later pass needs the new value either.
-    """
+    """Move stores to the first pass that knows the value, where no later pass needs the old one."""
     last = tiles[-1]
     for name, value in list(last.stores.items()):
         stage = stages[id(value)]

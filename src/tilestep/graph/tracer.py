@@ -30,12 +30,7 @@ from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest, rewr
 
 
 def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The hyperparameters that are numbers or tensors, tuples entry by entry as `name.index`.
-
-    Example:
-        >>> flat_numbers({"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False})
-        [('lr', 0.1), ('betas.0', 0.9), ('betas.1', 0.99)]
-    """
+    """The hyperparameters that are numbers or tensors, tuples entry by entry as `name.index`."""
     flat: list[tuple[str, Any]] = []
     for key, value in hyperparameters.items():
         value = as_python(value)
@@ -46,24 +41,14 @@ def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float], set[str]]:
-    """The hyperparameters that are numbers by name, and the names of those that are tensors.
-
-    Example:
-        >>> known_numbers({"lr": 0.1, "momentum": torch.tensor(0.9), "nesterov": True})
-        ({'lr': 0.1}, {'momentum'})
-    """
+    """The hyperparameters that are numbers by name, and the names of those that are tensors."""
     flat = flat_numbers(hyperparameters)
     numbers = {name: value for name, value in flat if not isinstance(value, torch.Tensor)}
     return numbers, {name for name, _ in flat} - set(numbers)
 
 
 def group_value(group: Mapping[str, Any], name: str) -> Any:
-    """The entry of a group that a column of the hyperparameter table holds.
-
-    Example:
-        >>> group_value({"betas": (0.9, 0.99)}, "betas.1")
-        0.99
-    """
+    """The entry of a group that a column of the hyperparameter table holds."""
     key, index = _column(name)
     value = group.get(key)
     return value if index is None or value is None else value[index]
@@ -164,11 +149,8 @@ _ONCE = (
 
 @contextlib.contextmanager
 def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
-    """A block in which calls of `random`, numpy's generators and clocks raise, if these functions may make any.
-
-    What they give would be a constant of the kernel. Calls are watched only where a function refers to such a module,
-    for watching slows everything down.
-    """
+    """A block in which calls of `random`, numpy's generators and clocks raise, if these functions may make any."""
+    # Watching slows everything down.
     if not any(_may_call(function) for function in functions):
         yield
         return
@@ -277,10 +259,7 @@ def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
 
 
 class Memory:
-    """Remembers, for tensors made by aliasing operations, whose memory they lie in and in which order they walk it.
-
-    Tensors must be kept alive by the caller: they are known by identity.
-    """
+    """Remembers, for tensors made by aliasing operations, whose memory they lie in and in which order they walk it."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
@@ -502,10 +481,7 @@ class Recorder(TensorDispatch):
         return RuleError(f"{place}: in rule {self.rule.name}: {what}; use torch.where instead of if{instead}")
 
     def branch(self, tensor: Any) -> bool:
-        """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard.
-
-        A function of the step is taken to be positive where the rule only asks whether it is zero.
-        """
+        """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard."""
         value = self.value_of(tensor)
         if id(value) in self.moving:
             return True
@@ -611,14 +587,7 @@ def _sizes(dims: int) -> tuple[int, ...]:
 
 
 def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: Sequence[int] | None = None) -> Graph:
-    """Run a rule once on fake tensors and return its graph.
-
-    Example:
-        >>> from tilestep.rules import registry
-        >>> graph = trace(registry["Lion"], registry["Lion"].hyperparameters)
-        >>> sorted(graph.outputs), graph.states
-        (['exp_avg', 'param'], ('exp_avg',))
-    """
+    """Run a rule once on fake tensors and return its graph."""
     recorder = Recorder(rule, hyperparameters, (1,) * dims if sizes is None else sizes)
     shape = _sizes(dims)
     with torch.device("cpu"), fake_tensors():
@@ -772,11 +741,7 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
 
 
 def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs: Mapping[str, Value]) -> None:
-    """Raise for a new parameter or state that the rule has computed and not returned.
-
-    A rule that works in place returns nothing; what it gives the name of a buffer instead, as in `m = 0.9 * m + grad`,
-    would be lost.
-    """
+    """Raise for a new parameter or state that the rule has computed and not returned."""
     code = getattr(rule.function, "__code__", None)
     own = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else set()
     buffers = (recorder.buffers[0], *recorder.buffers[2:])

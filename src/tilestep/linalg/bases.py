@@ -30,10 +30,7 @@ def _orthogonal_basis(operands: Sequence[torch.Tensor], _: Sequence[float], out:
 
 
 def _finite(squares: torch.Tensor) -> torch.Tensor:
-    """The matrices, with the identity for those that have overflowed: LAPACK raises for them, or gives NaN.
-
-    What is turned by the identity is updated as Adam would update it.
-    """
+    """The matrices, with the identity for those that have overflowed: LAPACK raises for them, or gives NaN."""
     identity = torch.eye(squares.size(-1), dtype=squares.dtype, device=squares.device)
     return torch.where(squares.isfinite().all(dim=-1).all(dim=-1)[..., None, None], squares, identity)
 
@@ -71,46 +68,15 @@ _descending_op = _registered("descending", 2, _descending)
 
 
 def eigenbasis(square: torch.Tensor) -> torch.Tensor:
-    """The eigenvectors of a symmetric matrix as columns, that of the largest eigenvalue first.
-
-    On a GPU the host waits for the decomposition.
-
-    Args:
-        square: symmetric, [side, side].
-
-    Example:
-        >>> eigenbasis(torch.tensor([[1.0, 0.0], [0.0, 3.0]])).abs()
-        tensor([[0., 1.],
-                [1., 0.]])
-    """
+    """The eigenvectors of a symmetric matrix as columns, that of the largest eigenvalue first."""
     return _eigenbasis_op(square)
 
 
 def orthogonal_basis(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthogonal columns that span what the first columns of a square matrix span: Q of its QR decomposition.
-
-    Args:
-        matrix: [side, side].
-
-    Example:
-        >>> orthogonal_basis(torch.tensor([[0.0, 2.0], [3.0, 1.0]])).abs()
-        tensor([[0., 1.],
-                [1., 0.]])
-    """
+    """Orthogonal columns that span what the first columns of a square matrix span: Q of its QR decomposition."""
     return _orthogonal_basis_op(matrix)
 
 
 def descending(ahead: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """The permutation that sorts a basis by how large a symmetric matrix is along its columns, largest first.
-
-    Args:
-        ahead: the symmetric matrix times the basis, [side, side].
-        basis: columns, [side, side]; `basis @ descending(ahead, basis)` are they, sorted.
-
-    Example:
-        >>> square = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
-        >>> descending(square @ torch.eye(2), torch.eye(2))
-        tensor([[0., 1.],
-                [1., 0.]])
-    """
+    """The permutation that sorts a basis by how large a symmetric matrix is along its columns, largest first."""
     return _descending_op(ahead, basis)

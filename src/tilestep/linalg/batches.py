@@ -23,10 +23,7 @@ _RUNS_BEFORE = 2
 
 
 class RecordedPass:
-    """A pass that launches the same work on the same memory at every step, recorded at its third run.
-
-    Inside another capture, and where the recording fails, the work is launched as ever.
-    """
+    """A pass that launches the same work on the same memory at every step, recorded at its third run."""
 
     def __init__(self, device: torch.device, work: Callable[[], None], pool: Any) -> None:
         self._device = device
@@ -76,11 +73,7 @@ class RecordedPass:
 
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that recordings are made on: the default one takes none.
-
-    Its first product makes the matrix library's workspace for this stream, which would otherwise be memory of the
-    first graph and stay there after it.
-    """
+    """The stream that recordings are made on: the default one takes none."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         for dtype in (torch.bfloat16, torch.float32):
@@ -128,10 +121,7 @@ class SharedMatrices:
         return exchange.owns(place)
 
     def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int]]) -> None:
-        """Run a matrix pass.
-
-        Every rank sends and receives, whatever the step needs of the pass: ranks may know of different needs.
-        """
+        """Run a matrix pass."""
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
         gathered = self._gathered(inputs)
         for batch in self._batches:
@@ -190,12 +180,7 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
 
 
 def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
-    """An operation of the graph by torch's function of the same name.
-
-    Example:
-        >>> elementwise("maximum", [torch.tensor([1.0, 5.0]), torch.tensor(3.0)])
-        tensor([3., 5.])
-    """
+    """An operation of the graph by torch's function of the same name."""
     function = _OTHERWISE.get(operation) or getattr(torch, operation)
     return function(*arguments)
 

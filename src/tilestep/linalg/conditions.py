@@ -16,11 +16,7 @@ from .operations import MATRIX_OPERATIONS
 
 
 class StepBounds:
-    """Least and greatest value that each step count may have.
-
-    Counts on the CPU are read. Of counts on a GPU the host knows how many steps it has launched; where a step may have
-    been skipped there, it learns the truth from a copy that arrives some steps later.
-    """
+    """Least and greatest value that each step count may have."""
 
     def __init__(self, steps: torch.Tensor) -> None:
         self.steps = steps

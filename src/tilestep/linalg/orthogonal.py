@@ -21,10 +21,7 @@ _STEEPEST = 4.0
 
 
 def takes(batch: torch.Tensor, numbers: Sequence[float]) -> bool:
-    """Whether a batch is worked on faster this way: on a GPU, large, one side longer, with coefficients that allow it.
-
-    Steep coefficients make what rounding leaves grow too fast.
-    """
+    """Whether a batch is faster this way: on a GPU, large, one side longer, and no coefficients that grow roundings."""
     steps, a, _, c, _ = numbers
     short, long = sorted(batch.shape[-2:])
     return long >= _ELONGATED * short and steps >= 1 and abs(a) <= _STEEPEST and c != 0 and pays(batch)

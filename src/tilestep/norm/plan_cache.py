@@ -74,10 +74,7 @@ class Recipe:
         return torch.cat(totals) if len(totals) > 1 else totals[0]
 
     def scale(self, tensors: list[torch.Tensor], norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
-        """Multiply the tensors by min(1, max_norm / (norm + 1e-6)); the caller holds the lock.
-
-        Tensors that are not dense are multiplied by torch, and so are all where some overlap: then the order counts.
-        """
+        """Multiply by min(1, max_norm / (norm + 1e-6)), by torch where tensors overlap; the caller holds the lock."""
         dense = self._dense(tensors)
         self._follow(dense)
         if self._overlap is None:

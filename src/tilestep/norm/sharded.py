@@ -107,10 +107,7 @@ class ShardedNorm:
 
 
 def as_from_torch(norm: torch.Tensor) -> torch.Tensor:
-    """A norm of DTensors with the methods that torch's has, which is a DTensor: `full_tensor` and `to_local`.
-
-    It stays a plain tensor, since a DTensor is not formatted, mixed with plain tensors or sent by collectives.
-    """
+    """A norm of DTensors with the methods that torch's has, which is a DTensor: `full_tensor` and `to_local`."""
     # Methods of another tensor with the same memory, as its own would keep it alive in a circle.
     norm.full_tensor = norm.to_local = norm.detach().detach  # type: ignore[attr-defined]
     return norm

@@ -13,19 +13,7 @@ from .triton_backend import TritonNorm
 
 
 class NormTable:
-    """Tiles of a fixed list of tensors' memory on one device; addresses come at each launch.
-
-    One table serves one stream at a time: its partial results are overwritten by the next launch.
-
-    Example:
-        >>> tensors = [torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.bfloat16)]
-        >>> table = NormTable(torch.device("cpu"), [2, 1], [tensor.dtype for tensor in tensors])
-        >>> addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-        >>> out = torch.empty(1, dtype=torch.float64)
-        >>> table.launch(addresses, out, root=True)
-        >>> out.item()
-        5.0
-    """
+    """Tiles of a fixed list of tensors' memory on one device; addresses come at each launch."""
 
     def __init__(
         self,
@@ -49,20 +37,11 @@ class NormTable:
 
         float64 tensors are summed in float64, all others in float32; tiles are summed in float64, in an order that
         makes two runs equal to the bit.
-
-        Args:
-            addresses: int64[N] on the table's device; 0 for an absent tensor, which contributes nothing.
-            out: float64[1] or float32[1] on the device. Receives sum |x|^p; max |x| for p = inf; min |x| for p = -inf;
-                for p = 0 the number of tensors that hold a nonzero, which is what torch counts.
         """
         self._backend.norm(addresses, out, float(norm_type), root)
 
     def launch_tiles(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """On a GPU, only the first launch of the 2-norm, for a caller that adds up the tiles itself.
-
-        Returns:
-            Sums of squares float64[tiles] and their number int64[1], on the device; None where there is one launch.
-        """
+        """On a GPU, only the first launch of the 2-norm, for a caller that adds up the tiles itself."""
         return self._backend.tiles(addresses) if isinstance(self._backend, TritonNorm) else None
 
     def tiles_launch(self, addresses: torch.Tensor) -> Launch | None:
@@ -96,13 +75,5 @@ class NormTable:
         self._tiled.finish(out)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
-        """Multiply the tensors by min(1, max_norm / (norm + 1e-6)) in place: one launch, no synchronization.
-
-        The coefficient is computed on the device; where it is 1 nothing is written. Torch's own formula, see
-        `torch.nn.utils.clip_grads_with_norm_`.
-
-        Args:
-            addresses: int64[N] on the table's device; 0 for an absent tensor. The tensors do not overlap.
-            norm: float32[1] or float64[1], on the device.
-        """
+        """Multiply the tensors by min(1, max_norm / (norm + 1e-6)) in place: one launch, no synchronization."""
         self._backend.scale(addresses, norm, max_norm if isinstance(max_norm, torch.Tensor) else float(max_norm))

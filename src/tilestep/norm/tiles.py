@@ -31,12 +31,7 @@ class Order(enum.IntEnum):
 
 
 def order_of(norm_type: float) -> Order:
-    """The kind of a p-norm.
-
-    Example:
-        >>> order_of(2.0), order_of(float("-inf"))
-        (<Order.SQUARES: 0>, <Order.SMALLEST: 5>)
-    """
+    """The kind of a p-norm."""
     if norm_type == 2:
         return Order.SQUARES
     if norm_type == 1:
@@ -49,15 +44,7 @@ def order_of(norm_type: float) -> Order:
 
 
 def combine(parts: torch.Tensor, norm_type: float, *, root: bool = True) -> torch.Tensor:
-    """The norm of the whole from what its parts gave before the root.
-
-    Args:
-        parts: float64[number of parts], each sum |x|^p, max |x|, min |x| or a count.
-
-    Example:
-        >>> combine(torch.tensor([9.0, 16.0], dtype=torch.float64), 2.0)
-        tensor(5., dtype=torch.float64)
-    """
+    """The norm of the whole from what its parts gave before the root."""
     order = order_of(norm_type)
     if order is Order.SMALLEST:
         return torch.cat((parts, parts.new_full((1,), math.inf))).amin()
@@ -84,24 +71,14 @@ class NormTiles:
         return len(self.tensor_of)
 
     def places_of(self, tensors: Sequence[int]) -> np.ndarray:
-        """The tiles of some tensors, in the order of these.
-
-        Example:
-            >>> cut([5, 0, 9], [torch.float32] * 3, 4).places_of([2, 0])
-            array([2, 3, 4, 0, 1])
-        """
+        """The tiles of some tensors, in the order of these."""
         ends = np.append(self.rows[1:, 1], self.count)
         spans = [np.arange(self.rows[tensor, 1], ends[tensor]) for tensor in tensors]
         return np.concatenate([np.empty(0, dtype=np.int64), *spans])
 
 
 def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> NormTiles:
-    """Cut tensors of these lengths into tiles; an empty tensor has none.
-
-    Example:
-        >>> cut([5, 0, 9], [torch.float32] * 3, 4).tensor_of.tolist()
-        [0, 0, 2, 2, 2]
-    """
+    """Cut tensors of these lengths into tiles; an empty tensor has none."""
     codes = {dtype: code for code, dtype in enumerate(DTYPES)}
     for index, dtype in enumerate(dtypes):
         if dtype not in codes:
@@ -121,13 +98,11 @@ is gone; but as nothing writes to it, what has the same contents is there once, 
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on a device, without waiting for the device.
-
-    Pinned memory goes back to torch's allocator, which hands it out again only once the copy has run.
-    """
+    """The array as a tensor on a device, without waiting for the device."""
     host = torch.from_numpy(np.ascontiguousarray(values))
     if not has_streams(device):
         return host.to(device)
+    # Torch's allocator hands pinned memory out again only once the copy has run.
     pinned = source_of_graphs(host) if torch.cuda.is_current_stream_capturing() else host.pin_memory()
     return pinned.to(device, non_blocking=True)
 

@@ -14,11 +14,7 @@ FINISH_BLOCK = 8192
 
 
 def tile_shape(elements: int) -> tuple[int, int, int]:
-    """Elements of a tile, elements of a step within it, and warps of its program.
-
-    The finishing program reads one number per tile at the speed of one multiprocessor, so many elements take larger
-    tiles; a program walks its tile in steps, so that few registers hold what is in flight.
-    """
+    """Elements of a tile, elements of a step within it, and warps of its program."""
     return (16384, 2048, 4) if elements < 2**28 else (32768, 2048, 4)
 
 
@@ -257,12 +253,7 @@ def scale_tiles(
 
 
 def norm_source(dtypes: Sequence[torch.dtype], order: Order) -> str:
-    """Source of `norm_tiles` and `norm_finish` for these dtypes and this kind of norm.
-
-    Example:
-        >>> "tl.sqrt" in norm_source([torch.float32], Order.SQUARES)
-        True
-    """
+    """Source of `norm_tiles` and `norm_finish` for these dtypes and this kind of norm."""
     bits = order in (Order.LARGEST, Order.SMALLEST)
     total = "tl.zeros((BLOCK,), tl.float64)"
     if bits:

@@ -86,10 +86,7 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
 
 
 def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:
-    """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can.
-
-    Without it, and for kernels that are not known here, each is built when it is launched.
-    """
+    """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can."""
     if build_threads() <= 1 or is_capturing():
         return
     for engine in engines:
@@ -366,10 +363,7 @@ class DeviceEngine:
             segment.take_gradients_from(table[members.start : members.stop])
 
     def norm(self) -> torch.Tensor:
-        """Launch the norm pass over this device's gradients: their sum of squares, float64[1] on the device.
-
-        Of tensors that several ranks hold it has this rank's share: the sum over all ranks has them once.
-        """
+        """Launch the norm pass: the sum of squares of this rank's gradients or shares, float64[1] on the device."""
         if self._sum_squares is None:
             shared = SharedNorm(self.device, self.entries) if self._has_shares else None
             self._sum_squares = shared.launch if shared is not None else self.own_norm_table().sum_squares

@@ -27,16 +27,7 @@ class Stale(Exception):
 
 
 def grad_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradients: its own, unless its attribute `grad_dtype` says otherwise.
-
-    None there allows any: then it is that of the gradient that the parameter has.
-
-    Example:
-        >>> weight = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
-        >>> weight.grad_dtype = torch.float32
-        >>> grad_dtype(weight)
-        torch.float32
-    """
+    """The dtype of a parameter's gradients: its own, unless its attribute `grad_dtype` says otherwise."""
     if not param.is_leaf:
         return param.dtype
     declared = getattr(param, "grad_dtype", param.dtype)
@@ -189,11 +180,9 @@ class Gradients:
         return self._layout_known and before == {index: tensor.stride() for index, tensor in seen.strided.items()}
 
     def copy_back(self) -> None:
-        """Give gradients that are not dense what kernels have written to their copies.
-
-        One whose elements share memory (an expanded one) cannot take it and stays as it is.
-        """
+        """Give gradients that are not dense what kernels have written to their copies."""
         for gradient, copy in self._copies:
+            # One whose elements share memory cannot take it.
             expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
             if not expanded and not is_zero_tensor(gradient):
                 gradient.copy_(copy)
@@ -274,17 +263,7 @@ def _check(entry: Entry, gradient: torch.Tensor) -> None:
 
 
 class GroupWatch:
-    """Watches the hyperparameters of one param group.
-
-    Example:
-        >>> group = {"lr": 0.1, "nesterov": False}
-        >>> watch = GroupWatch(0, group, ["lr", "nesterov"])
-        >>> watch.changed()
-        False
-        >>> group["lr"] = 0.2
-        >>> watch.changed(), watch.same_statics()
-        (True, True)
-    """
+    """Watches the hyperparameters of one param group."""
 
     def __init__(self, index: int, group: Mapping[str, Any], keys: Sequence[str]) -> None:
         self.index = index

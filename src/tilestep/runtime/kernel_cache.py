@@ -32,12 +32,7 @@ _specs: weakref.WeakValueDictionary[Any, KernelSpec] = weakref.WeakValueDictiona
 
 
 def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What a rule is specialized on: flags, strings and None, and which entries are numbers.
-
-    Example:
-        >>> statics_of({"lr": 0.1, "amsgrad": False})
-        (('amsgrad', False), ('lr', '<number>'))
-    """
+    """What a rule is specialized on: flags, strings and None, and which entries are numbers."""
 
     def kind(value: Any) -> Any:
         value = value if type(value) in PYTHON_TYPES else as_python(value)

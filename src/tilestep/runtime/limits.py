@@ -228,12 +228,7 @@ class Sigma(StepLimit):
 
 
 def clip_code(limit: float | ZClip) -> float:
-    """`max_grad_norm` of a group as kernels read it; below 0 where CLIP limits it too.
-
-    Example:
-        >>> clip_code(2.0), clip_code(ZClip(max_norm=3.0)), clip_code(ZClip(max_norm=None))
-        (2.0, -3.0, -inf)
-    """
+    """`max_grad_norm` of a group as kernels read it; below 0 where CLIP limits it too."""
     if not isinstance(limit, ZClip):
         return float(limit)
     return -math.inf if limit.max_norm is None else -float(limit.max_norm)
@@ -273,10 +268,7 @@ class StepHistory:
         return saved
 
     def load(self, limits: Iterable[StepLimit], saved: Mapping[str, Any]) -> None:
-        """Take over what `save` gave; limits of which it has nothing, or of another size, begin anew.
-
-        What graphs have captured is written in place.
-        """
+        """Take over what `save` gave; limits of which it has nothing, or of another size, begin anew."""
         for limit in limits:
             given = saved.get(type(limit).__name__)
             numbers = given if isinstance(given, torch.Tensor) and given.numel() == limit.size else None

@@ -42,14 +42,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def same_walk(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether both tensors are dense and element k in memory order is the same element in both.
-
-    Example:
-        >>> import torch
-        >>> image = torch.zeros(2, 3, 4, 5)
-        >>> same_walk(image, image.clone()), same_walk(image, image.to(memory_format=torch.channels_last))
-        (True, False)
-    """
+    """Whether both tensors are dense and element k in memory order is the same element in both."""
     if left.is_contiguous() and right.is_contiguous():
         return True
     order = _dense_order(left)
@@ -66,13 +59,7 @@ def check_no_overlap(tensor: torch.Tensor, label: str) -> None:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of the tensor share memory.
-
-    Example:
-        >>> memory = torch.zeros(9)
-        >>> overlaps_itself(memory.as_strided((2, 3), (3, 2))), overlaps_itself(memory.as_strided((2, 3), (2, 2)))
-        (False, True)
-    """
+    """Whether two elements of the tensor share memory."""
     if tensor.is_contiguous() or tensor.numel() <= 1:
         return False
     dims = [dim for dim in range(tensor.dim()) if tensor.size(dim) > 1]
@@ -130,13 +117,7 @@ class ViewTiles:
 
 
 def cut_view(extents: Sequence[Block], choose: Callable[[int, int, int], Block]) -> ViewTiles:
-    """Cut tensors seen as matrices into tiles; an empty tensor has none.
-
-    Example:
-        >>> tiles = cut_view([(1, 3, 5), (1, 2, 2)], lambda matrices, rows, columns: (1, 2, 4))
-        >>> tiles.tile_tensor.tolist(), tiles.parts.tolist(), tiles.part_counts
-        ([0, 0, 0, 0, 1], [[0, 0], [6, 10]], (8, 12))
-    """
+    """Cut tensors seen as matrices into tiles; an empty tensor has none."""
     sizes = np.asarray(extents, dtype=np.int64).reshape(-1, 3)
     blocks = np.asarray([choose(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
     grid = -(-sizes // blocks)
@@ -592,10 +573,7 @@ def _address(entry: Entry, name: str) -> int:
 
 
 def strides_of(entry: Entry) -> tuple[int, ...]:
-    """How elements are counted in the whole tensor along the dimensions of what is here.
-
-    Along its memory, as pieces of it are; in the order of indices where that has gaps.
-    """
+    """Strides by which elements count in the whole tensor: along its memory, or its indices where that has gaps."""
     if entry.strides is not None:
         return entry.strides
     if is_dense(entry.param):

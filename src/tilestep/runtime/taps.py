@@ -18,12 +18,7 @@ WORD = 32
 
 
 def extent_of(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last in memory, gaps included.
-
-    Example:
-        >>> extent_of(torch.zeros(3, 4)[:, :2])
-        10
-    """
+    """Elements from a tensor's first to its last in memory, gaps included."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -35,13 +30,7 @@ def words_of(tensor: torch.Tensor) -> int:
 
 
 class SegmentTaps:
-    """Room for what a segment puts out, and the way round where its kernels cannot do it.
-
-    Passes over rows and columns, and eager ones, put nothing out: then the parameters are copied before the step and
-    compared after it.
-
-    stats: whether some steps measure. changes: whether bits of changed weights are wanted.
-    """
+    """Room for what a segment puts out, and the way round where its kernels cannot do it."""
 
     def __init__(self, segment: Any, *, stats: bool, changes: bool) -> None:
         self._segment, self.stats, self.changes = segment, stats, changes
@@ -194,10 +183,7 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mark(bits: torch.Tensor, flags: torch.Tensor, like: torch.Tensor) -> None:
-    """Set the bits of the elements that have a flag.
-
-    bits: int32[words]. flags: bool, of the parameter's shape. like: the parameter, along whose memory bits count.
-    """
+    """Set the bits, int32[words], of the elements that have a flag; they count along the memory of `like`."""
     if not len(bits):
         return
     laid = torch.zeros(len(bits) * WORD, dtype=torch.int32, device=bits.device)
@@ -207,13 +193,7 @@ def _mark(bits: torch.Tensor, flags: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def chunks_of(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of at most so many of each tensor's tiles: first and one past the last of each run, and of each tensor's.
-
-    Example:
-        >>> runs, tensors = chunks_of(np.asarray([5, 0, 2]), 4)
-        >>> runs.tolist(), tensors.tolist()
-        ([[0, 4, 5], [4, 5, 7]], [[0, 2, 2], [2, 2, 3]])
-    """
+    """Runs of at most so many of each tensor's tiles: first and one past the last of each run, and of each tensor's."""
     runs = -(-counts // size)
     stops, ends = np.cumsum(counts), np.cumsum(runs)
     within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - runs, runs)

@@ -16,12 +16,7 @@ BLOCK = 128
 
 
 def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """The dimensions that count rows of blocks, and the elements of a row.
-
-    Example:
-        >>> rows_of((1000, 300)), rows_of((64, 32, 3, 3)), rows_of((5000,)), rows_of(())
-        (((1000,), 300), ((64,), 288), ((), 5000), ((), 1))
-    """
+    """The dimensions that count rows of blocks, and the elements of a row."""
     if not shape:
         return (), 1
     dim, columns = len(shape) - 1, int(shape[-1])
@@ -32,23 +27,13 @@ def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def lie_in_rows(shape: Sequence[int], dim: int) -> bool:
-    """Whether no block goes across rows that are everything from a dimension on, however these are cut at blocks.
-
-    Example:
-        >>> lie_in_rows((1000, 300), 1), lie_in_rows((8, 64, 3, 3), 1), lie_in_rows((8, 64, 3, 3), 3)
-        (True, True, False)
-    """
+    """Whether no block goes across rows that are everything from a dimension on, however these are cut at blocks."""
     columns, row = rows_of(shape)[1], math.prod(shape[dim:])
     return row == columns or (row % max(columns, 1) == 0 and columns % BLOCK == 0)
 
 
 def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
-    """The shape of an array with one entry for so many neighbours in a row.
-
-    Example:
-        >>> shape_of_entries((1000, 300), BLOCK), shape_of_entries((1000, 300), 2), shape_of_entries((9, 4, 3), 1)
-        ((1000, 3), (1000, 150), (9, 4, 3))
-    """
+    """The shape of an array with one entry for so many neighbours in a row."""
     if elements == 1:
         return tuple(shape)
     lead, columns = rows_of(shape)
@@ -56,12 +41,7 @@ def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
 
 
 def entries_before(shape: Sequence[int], element: int, elements: int) -> int:
-    """How many entries of an array, as `shape_of_entries` has it, come before an element that begins a block.
-
-    Example:
-        >>> entries_before((1000, 300), 556, BLOCK), entries_before((1000, 300), 556, 2)
-        (5, 278)
-    """
+    """How many entries of an array, as `shape_of_entries` has it, come before an element that begins a block."""
     if not element or elements == 1:
         return element
     columns = rows_of(shape)[1]

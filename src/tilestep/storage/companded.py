@@ -36,11 +36,7 @@ def divisor(scale: Term) -> Term:
 
 
 def unit_of(divisor: Term, least: int = 0) -> Term:
-    """The power of two that a block's numbers are multiplied with, which rounds nothing: their scale is 1 to 2 then.
-
-    A scale of zero or denormals counts as one with the exponent `least`; that of an infinite block is an infinity, and
-    makes NaN of all.
-    """
+    """The power of two that a block's numbers are multiplied with, which rounds nothing: their scale is 1 to 2 then."""
     exponent = divisor.bits() & 0x7F800000
     return (0x7F000000 - (maximum(exponent, least << 23) if least else exponent)).of_bits().named("unit")
 

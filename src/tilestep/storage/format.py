@@ -17,13 +17,7 @@ _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without `torch.`.
-
-    Example:
-        >>> import torch
-        >>> dtype_name(torch.bfloat16)
-        'bfloat16'
-    """
+    """The name of a dtype without `torch.`."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -177,21 +171,16 @@ maximum = _pairwise(lambda left, right: left > right)
 
 
 def if_rounds_to(high: Term, value: Term) -> Term:
-    """A number that is kept as the 16-bit element nearest to it and something more; the element's where it is not.
-
-    Then other code has written to the element, and what more is kept belongs to another number. By bits: NaN is as good
-    as any number, and a zero has a sign.
-    """
+    """A number that is kept as the 16-bit element nearest to it and something more; the element's where it is not."""
+    # Where not, other code has written to the element. By bits: NaN is as good as any number, and a zero has a sign.
     rounded = value.element(getattr(torch, high.value.dtype)).named("rounded")
     return where(high.bits().same(rounded.bits()), value, high.number()).named("followed")
 
 
 def near_bits(high: Term, distance: Term) -> Term:
-    """The float32 number whose bits are so far from those of a bfloat16; the bfloat16's where there is no such number.
-
-    A distance that leads across zero or beyond infinity belongs to another bfloat16: other code wrote to this one.
-    """
+    """The float32 whose bits are so far from those of a bfloat16; the bfloat16 itself where there is no such number."""
     number = (high.number().bits() + distance).of_bits().named("number")
+    # A distance that leads across zero or beyond infinity belongs to a bfloat16 that other code has overwritten.
     # Of 16 bits at most, a distance leads across zero only from zero itself, and then to NaN.
     return where(isnan(number), high.number(), number).named("followed")
 
@@ -321,15 +310,7 @@ def values_of(
     shape: Sequence[int] | None = None,
     columns: int | None = None,
 ) -> torch.Tensor:
-    """A buffer's values as a new tensor.
-
-    Example:
-        >>> from tilestep.storage import Remainder, stored_in
-        >>> tensors = {"x": torch.zeros(2, dtype=torch.bfloat16), "remainder_x": torch.zeros(2, dtype=torch.int16)}
-        >>> stored_in(Remainder(), tensors, "x", torch.tensor([1.0, 1 / 3]))
-        >>> torch.equal(values_of(Remainder(), tensors, "x"), torch.tensor([1.0, 1 / 3]))
-        True
-    """
+    """A buffer's values as a new tensor."""
     codec = codec_of(storage)
     given = {array.name: tensors[own.name] for array, own in zip(codec.arrays, storage.arrays(name))}
     if codec.has_blocks:
@@ -357,10 +338,7 @@ def stored_in(
     columns: int | None = None,
     random: torch.Tensor | None = None,
 ) -> None:
-    """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`.
-
-    With random bits for each element, int32, as the format rounds by them; without, to the nearest.
-    """
+    """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`."""
     storage = getattr(storage, "nearest", storage) if random is None else storage
     codec = codec_of(storage)
     number = values if codec.is_plain else values.to(torch.float32)

@@ -70,15 +70,7 @@ def scale_names(name: str) -> tuple[str, ...]:
 
 
 def state_format(choice: Any, signed: bool = True) -> Storage:
-    """The format that a dtype or a name stands for.
-
-    Example:
-        >>> str(state_format("bfloat16"))
-        'bfloat16'
-        >>> state_format("int7")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: Invalid state_dtype: 'int7'; a state can be kept as 'float32', 'bfloat16', 'float16', ...
-    """
+    """The format that a dtype or a name stands for."""
     is_dtype = isinstance(choice, torch.dtype)
     name = dtype_name(choice) if is_dtype else choice
     if (is_dtype and not choice.is_floating_point) or not isinstance(name, str) or name not in STATE_FORMATS:

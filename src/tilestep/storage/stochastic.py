@@ -183,16 +183,7 @@ def random_tensor(stream: int, count: int, slot: int, index: torch.Tensor) -> to
 
 
 def stream_of(seed: int, ordinal: int) -> int:
-    """The 64 bits, as a signed number, that make the random bits of a parameter its own.
-
-    Args:
-        seed: the param group's.
-        ordinal: the parameter's place among all of the optimizer, in the order of checkpoints.
-
-    Example:
-        >>> stream_of(0, 0) == stream_of(0, 0), len({stream_of(seed, place) for seed in (0, 1) for place in (0, 1)})
-        (True, 4)
-    """
+    """The 64 bits, as a signed number, that make the random bits of a parameter its own."""
     bits = _mixed(_mixed(seed) + ordinal)
     return bits - (bits >> 63 << 64)
 

@@ -21,14 +21,10 @@ from ...errors import BuildError
 
 
 def keep_triton_key() -> None:
-    """Take Triton's hash of itself from the cache: it reads its 200 MB compiler for it in every process (0.3 s).
-
-    The kept hash belongs to the sizes and times of Triton's files. Where Triton keeps its hash otherwise, nothing is
-    done.
-    """
+    """Take Triton's hash of itself from the cache: it reads its 200 MB compiler for it in every process (0.3 s)."""
     compute_and_root = triton_hash()
     if compute_and_root is None:
-        return
+        return  # Triton keeps its hash otherwise
     compute, root = compute_and_root
     try:
         files = [*root.glob("_C/libtriton.*"), *root.glob("*/*.py"), *root.glob("language/**/*.py")]
@@ -47,10 +43,7 @@ def available() -> bool:
 
 
 def load_module(title: str, source: str) -> ModuleType:
-    """Make a module of Triton source, and write it to the cache for debuggers, profilers and people to read.
-
-    What runs is the source itself, not what is found in the cache.
-    """
+    """Make a module of Triton source, and write it to the cache for debuggers, profilers and people to read."""
     if not available():
         raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")
     _keep_triton_files_private()
@@ -185,11 +178,7 @@ Launch = tuple[Launcher, Sequence[torch.Tensor | float]]
 
 
 def build_together(launches: Sequence[Launch], device: torch.device) -> None:
-    """Let Triton compile what these launches need, several kernels at a time; nothing is loaded or launched.
-
-    Each launcher finds its kernel in Triton's caches afterwards. Where `build_threads` is 1, Triton cannot do that or a
-    compilation fails, nothing is done here: launchers build at their first call, one after the other.
-    """
+    """Let Triton compile what these launches need, several kernels at a time; nothing is loaded or launched."""
     waiting = [(launcher, arguments) for launcher, arguments in launches if not launcher.is_built]
     if len(waiting) < 2:
         return
@@ -201,12 +190,7 @@ def build_together(launches: Sequence[Launch], device: torch.device) -> None:
 
 
 def build_threads() -> int:
-    """How many kernels of a first step are compiled at a time: TILESTEP_BUILD_THREADS, or 8; no more than processors.
-
-    Example:
-        >>> 1 <= build_threads() <= 8
-        True
-    """
+    """Kernels of a first step that are compiled at a time: TILESTEP_BUILD_THREADS, or 8; no more than processors."""
     wanted = os.environ.get(_THREADS, "8")
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ValueError(f"Invalid {_THREADS}: {wanted!r}; it is the number of kernels to compile at a time")
@@ -226,12 +210,7 @@ def prepare(
     num_warps: int = 4,
     **options: Any,
 ) -> Launcher:
-    """A launcher of a `triton.jit` kernel with everything that stays the same from call to call.
-
-    The kernel is compiled at the first call (or by `build`), launched on the stream and under the capture that are
-    current at each call. In Triton's interpreter, and where a compiled kernel cannot be called directly, it goes
-    through `kernel[grid](...)`.
-    """
+    """A launcher of a `triton.jit` kernel with everything that stays the same from call to call."""
     return Launcher(kernel, grid, device, constants or {}, {"num_warps": num_warps, **options})
 
 

@@ -163,12 +163,10 @@ class CudaSegment(Segment):
         self._launches()
 
     def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
-        """The tables, tiles and strided tiles of passes that measure; what combines their partials is made with them.
-
-        Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
-        """
+        """Tables, tiles and strided tiles of passes that measure; what combines their partials is made with them."""
         assert self.taps is not None
         spans = min(max(self.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
+        # Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
         spans = 1 if self.spec.reduction_count or self.tile_ranges else spans
         if spans not in self._cuts:
             cut = cut_tiles(self.tiles.numel.tolist(), self.tiles.size * spans)

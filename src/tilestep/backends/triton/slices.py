@@ -60,15 +60,7 @@ _COMBINED_SLICES, _COMBINED_PARTS = 128, 8
 
 
 def elements_of(total: int) -> int:
-    """Elements of a tile that a program walks.
-
-    Args:
-        total: elements of all tensors together.
-
-    Example:
-        >>> elements_of(10_000), elements_of(50_000_000), elements_of(1_000_000_000)
-        (4096, 8192, 32768)
-    """
+    """Elements of a tile that a program walks."""
     return min(max(_power_below(total // _PROGRAMS), _FEWEST_ELEMENTS), _MOST_ELEMENTS)
 
 
@@ -78,19 +70,7 @@ def _power_below(number: int) -> int:
 
 
 def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int], Block]:
-    """A function from matrices, rows and columns of a tensor to the block of its tiles.
-
-    Sides are powers of two from a short list: each block that occurs is built and launched once.
-
-    Args:
-        elements: the elements of a tile that a program walks; tiles of a few rows or small matrices are held whole.
-        in_blocks: whether tiles that are no whole row must have whole blocks of a row.
-
-    Example:
-        >>> choose = block_of(32768)
-        >>> choose(1, 4096, 4096), choose(1, 4096, 320), choose(1, 4096, 10), choose(64, 3, 3), choose(1, 1, 4096)
-        ((1, 256, 128), (1, 512, 64), (1, 2048, 16), (64, 4, 4), (1, 1, 1024))
-    """
+    """A function from matrices, rows and columns of a tensor to its tiles' block: one of few, as each is built."""
 
     def side(size: int, most: int) -> int:
         return min(next((side_length for side_length in _SIDES if size <= side_length), most), most)
@@ -111,16 +91,7 @@ def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int]
 
 
 def held_rows(block: Block, bytes_read: float) -> int:
-    """Rows of a tile that are held at once: enough bytes in flight, few enough registers.
-
-    Args:
-        block: the tile's sides.
-        bytes_read: what a pass reads for each element.
-
-    Example:
-        >>> held_rows((1, 256, 128), 2), held_rows((1, 256, 128), 4), held_rows((64, 4, 4), 4)
-        (16, 8, 4)
-    """
+    """Rows of a tile that are held at once: enough bytes in flight, few enough registers."""
     matrices, rows, columns = block
     elements = min(max(_power_below(int(_HELD_BYTES // max(bytes_read, 1))), _FEWEST_HELD), _MOST_HELD)
     return rows if matrices > 1 else min(rows, max(elements // columns, 1))

@@ -139,10 +139,7 @@ class TapText:
         return next((name for name, own in self._math.inputs if own == buffer), None)
 
     def before(self, body: TileBody, *, strided: bool) -> None:
-        """Load what the pass itself does not, and remember what the parameter's arrays had.
-
-        What is walked without a mask is of a step that is kept: the others are walked with one.
-        """
+        """Load what the pass itself does not, and remember what the parameter's arrays had."""
         taps, lines, indent = self._taps, body.lines, body.indent
         body.in_pairs = True
         if self.stats:
@@ -536,11 +533,7 @@ class _SliceKernel(TileMath):
         return whole
 
     def _prologue(self) -> list[str]:
-        """Every table load, and which matrices, rows and columns the tile covers.
-
-        Where a tile lies in its tensor needs 64 bits; what it spans is known to fit 32, as are the numbers of tiles:
-        these take half the registers and are divided faster.
-        """
+        """Every table load, and which matrices, rows and columns the tile covers."""
         slots = [*(self._slot(value) for _, value in self.slices), *(slot for slot, _ in self.tile.kept)]
         kinds = sorted({self._kind(slot) for slot in slots})
         lines = [

@@ -141,10 +141,7 @@ class _QuickWriter(Writer):
 
 
 class _FusingWriter(_QuickWriter):
-    """Fuses products that are only added to something with that, in every kernel of a rule alike.
-
-    What is not bound by memory alone needs it: kernels with blocks.
-    """
+    """Fuses products that are only added to something with that, in every kernel of a rule alike."""
 
     def write(self, values: Iterable[Value]) -> None:
         ordered = list(values)
@@ -396,25 +393,13 @@ its slots, reductions and arrays."""
 
 
 class TritonNames(Names):
-    """Hands out identifiers for a Triton function and the kernels that call it.
-
-    A kernel's own variable that takes a rule's name loses the rule's value, and one that a loop carries changes its
-    type. A test reads the generated kernels and names what is missing from this list.
-
-    Example:
-        >>> names = TritonNames(["param_array"])
-        >>> [names.fresh(wanted) for wanted in ("update", "update", "size", "SPAN", "start_1", "param_array")]
-        ['update', 'update_2', 'size_2', 'SPAN_', 'start_1_', 'param_array_2']
-    """
+    """Hands out identifiers for a Triton function and the kernels that call it."""
 
     reserved, slots = _RESERVED, _CONSTANT_OR_SLOT
 
 
 def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]]:
-    """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`.
-
-    Quick ones round as quick math does, beside which numbers are off as far anyway.
-    """
+    """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`."""
     functions: list[list[str]] = []
     for title, codec in {storage.title: codec_of(storage) for storage in storages}.items():
         if codec.is_plain:
