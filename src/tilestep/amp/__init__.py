@@ -3,5 +3,3 @@
 from __future__ import annotations
 
 from .grad_scaler import GradScaler
-
-__all__ = ["GradScaler"]

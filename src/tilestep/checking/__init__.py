@@ -14,8 +14,6 @@ from ..rules import Rule
 from .interpreted import check_interpreted
 from .items import DEVICE_NAMES, ITEMS, Subject, Verdict, run_item, timed, trace_all
 
-__all__ = ["Verdict", "check_rule"]
-
 
 def check_rule(
     rule: Rule, hyperparameters: Mapping[str, Any] | None = None, *, interpret: bool = True

@@ -14,8 +14,6 @@ import typer
 
 from ..errors import TilestepError
 
-__all__ = ["build_app", "main"]
-
 FAILURES = (TilestepError, ValueError, TypeError, RuntimeError, OSError, ImportError)
 
 

@@ -134,7 +134,11 @@ def _moved(build: Builder, value: Value, old: Value) -> Value | None:
     if value is old:
         return build.constant(0.0)
     if value.operation == "add":
-        return _sum_moved(build, value.args, old)
+        for base, added in sorted([value.args, value.args[::-1]], key=lambda pair: pair[0] is not old):
+            moved = _moved(build, base, old)
+            if moved is not None:
+                return added if _is_number(moved, 0.0) else build.apply("add", moved, added)
+        return None
     if value.operation == "sub":
         moved = _moved(build, value.args[0], old)
         return None if moved is None else _subtract(build, moved, value.args[1])
@@ -147,15 +151,6 @@ def _moved(build: Builder, value: Value, old: Value) -> Value | None:
     return None
 
 
-def _sum_moved(build: Builder, terms: tuple[Value, ...], old: Value) -> Value | None:
-    pairs = [terms, terms[::-1]]
-    for base, added in sorted(pairs, key=lambda pair: pair[0] is not old):
-        moved = _moved(build, base, old)
-        if moved is not None:
-            return added if _is_zero(moved) else build.apply("add", moved, added)
-    return None
-
-
 def _scaled_moved(build: Builder, value: Value, old: Value) -> Value | None:
     """(old + d) * f - old = old * (f - 1) + d * f, and (old + d) / f - old = (d - old * (f - 1)) / f."""
     is_product = value.operation == "mul"
@@ -163,31 +158,24 @@ def _scaled_moved(build: Builder, value: Value, old: Value) -> Value | None:
         moved = _moved(build, base, old) if factor.level <= Level.TENSOR else None
         if moved is None:
             continue
-        pulled = build.apply("mul", old, _less_one(build, factor))
+        less_one = build.apply("sub", factor, build.constant(1.0))
+        if factor.operation == "sub" and _is_number(factor.args[0], 1.0):
+            less_one = build.apply("neg", factor.args[1])
+        elif factor.operation == "add" and any(_is_number(arg, 1.0) for arg in factor.args):
+            less_one = factor.args[_is_number(factor.args[0], 1.0)]
+        pulled = build.apply("mul", old, less_one)
         if not is_product:
             return build.apply("div", _subtract(build, moved, pulled), factor)
-        return pulled if _is_zero(moved) else build.apply("add", pulled, build.apply("mul", moved, factor))
+        return pulled if _is_number(moved, 0.0) else build.apply("add", pulled, build.apply("mul", moved, factor))
     return None
 
 
-def _less_one(build: Builder, factor: Value) -> Value:
-    if factor.operation == "sub" and _is_one(factor.args[0]):
-        return build.apply("neg", factor.args[1])
-    if factor.operation == "add" and any(map(_is_one, factor.args)):
-        return factor.args[1] if _is_one(factor.args[0]) else factor.args[0]
-    return build.apply("sub", factor, build.constant(1.0))
-
-
 def _subtract(build: Builder, left: Value, right: Value) -> Value:
-    return build.apply("neg", right) if _is_zero(left) else build.apply("sub", left, right)
+    return build.apply("neg", right) if _is_number(left, 0.0) else build.apply("sub", left, right)
 
 
-def _is_zero(value: Value) -> bool:
-    return value.operation == "constant" and value.attribute == 0.0
-
-
-def _is_one(value: Value) -> bool:
-    return value.operation == "constant" and value.attribute == 1.0
+def _is_number(value: Value, number: float) -> bool:
+    return value.operation == "constant" and value.attribute == number
 
 
 LOWERINGS["displacement"] = difference

@@ -20,10 +20,6 @@ class Operation:
     is_bool: bool = False
 
 
-def _sign(number: float) -> float:
-    return float((number > 0) - (number < 0))
-
-
 def _maximum(left: float, right: float) -> float:
     return left if left > right or math.isnan(left) else right
 
@@ -90,106 +86,65 @@ def _hyperbolic(function: Callable[[float], float], odd: bool) -> Callable[[floa
     return apply
 
 
-def _atanh(number: float) -> float:
-    return math.copysign(math.inf, number) if abs(number) == 1 else _total(math.atanh)(number)
-
-
-def _lgamma(number: float) -> float:
-    return math.inf if number <= 0 and number % 1 == 0 else _total(math.lgamma)(number)
-
-
-OPERATIONS: dict[str, Operation] = {
-    "add": Operation(operator.add),
-    "sub": Operation(operator.sub),
-    "mul": Operation(operator.mul),
-    "div": Operation(_divide),
-    "pow": Operation(_power),
-    "remainder": Operation(_remainder),
-    "fmod": Operation(_fmod),
-    "atan2": Operation(math.atan2),
-    "copysign": Operation(math.copysign),
-    "maximum": Operation(_maximum),
-    "minimum": Operation(_minimum),
-    "neg": Operation(operator.neg),
-    "abs": Operation(abs),
-    "sqrt": Operation(_total(math.sqrt)),
-    "rsqrt": Operation(lambda number: _divide(1.0, _total(math.sqrt)(number))),
-    "exp": Operation(_total(math.exp)),
-    "exp2": Operation(_total(lambda number: 2.0**number)),
-    "expm1": Operation(_total(math.expm1)),
-    "log": Operation(_total(math.log, pole=0.0)),
-    "log2": Operation(_total(math.log2, pole=0.0)),
-    "log1p": Operation(_total(math.log1p, pole=-1.0)),
-    "log10": Operation(_total(math.log10, pole=0.0)),
-    "sin": Operation(_total(math.sin)),
-    "cos": Operation(_total(math.cos)),
-    "tan": Operation(_total(math.tan)),
-    "asin": Operation(_total(math.asin)),
-    "acos": Operation(_total(math.acos)),
-    "atan": Operation(math.atan),
-    "sinh": Operation(_hyperbolic(math.sinh, odd=True)),
-    "cosh": Operation(_hyperbolic(math.cosh, odd=False)),
-    "tanh": Operation(math.tanh),
-    "asinh": Operation(math.asinh),
-    "acosh": Operation(_total(math.acosh)),
-    "atanh": Operation(_atanh),
-    "erf": Operation(math.erf),
-    "erfc": Operation(math.erfc),
-    "lgamma": Operation(_lgamma),
-    "sign": Operation(_sign),
-    "floor": Operation(_whole(math.floor)),
-    "ceil": Operation(_whole(math.ceil)),
-    "round": Operation(_whole(round)),
-    "trunc": Operation(_whole(math.trunc)),
-    "number": Operation(float),
-    "where": Operation(lambda condition, if_true, if_false: if_true if condition else if_false),
-    "lt": Operation(operator.lt, is_bool=True),
-    "le": Operation(operator.le, is_bool=True),
-    "gt": Operation(operator.gt, is_bool=True),
-    "ge": Operation(operator.ge, is_bool=True),
-    "eq": Operation(operator.eq, is_bool=True),
-    "ne": Operation(operator.ne, is_bool=True),
-    "and": Operation(lambda left, right: bool(left) and bool(right), is_bool=True),
-    "or": Operation(lambda left, right: bool(left) or bool(right), is_bool=True),
-    "not": Operation(operator.not_, is_bool=True),
-    "isnan": Operation(math.isnan, is_bool=True),
-    "isinf": Operation(math.isinf, is_bool=True),
-    "reduce_sum": Operation(None),
-    "reduce_amax": Operation(None),
-    "reduce_amin": Operation(None),
-    "global_sum": Operation(None),
-    "global_max": Operation(None),
-    "widen": Operation(None),
-    "narrow": Operation(None),
-    "bits": Operation(None),
-    "of_bits": Operation(None),
-    "whole": Operation(None),
-    "real": Operation(None),
-    "shift_left": Operation(None),
-    "shift_right": Operation(None),
-    "bit_and": Operation(None),
-    "bit_or": Operation(None),
-    "bit_xor": Operation(None),
-    "block_max": Operation(None),
-    "nibble": Operation(None),
-    "pack": Operation(None),
-    "quotient": Operation(None),
-    "root": Operation(None),
-    "within": Operation(None),
-    "rough_quotient": Operation(None),
-    "rough_root": Operation(None),
+_NUMERIC: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg")},
+    **{name: getattr(math, name) for name in ("atan2", "copysign", "atan", "tanh", "asinh", "erf", "erfc")},
+    **{
+        name: _total(getattr(math, name))
+        for name in ("sqrt", "exp", "expm1", "sin", "cos", "tan", "asin", "acos", "acosh")
+    },
+    **{name: _total(getattr(math, name), pole=0.0) for name in ("log", "log2", "log10")},
+    **{name: _whole(getattr(math, name)) for name in ("floor", "ceil", "trunc")},
+    "div": _divide,
+    "pow": _power,
+    "remainder": _remainder,
+    "fmod": _fmod,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "abs": abs,
+    "acosh": _total(math.acosh),
+    "rsqrt": lambda number: _divide(1.0, _total(math.sqrt)(number)),
+    "exp2": _total(lambda number: 2.0**number),
+    "log1p": _total(math.log1p, pole=-1.0),
+    "sinh": _hyperbolic(math.sinh, odd=True),
+    "cosh": _hyperbolic(math.cosh, odd=False),
+    "atanh": lambda number: math.copysign(math.inf, number) if abs(number) == 1 else _total(math.atanh)(number),
+    "lgamma": lambda number: math.inf if number <= 0 and number % 1 == 0 else _total(math.lgamma)(number),
+    "sign": lambda number: float((number > 0) - (number < 0)),
+    "round": _whole(round),
+    "number": float,
+    "where": lambda condition, if_true, if_false: if_true if condition else if_false,
 }
-"""The last nineteen are for storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
-`of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,
-`block_max` from integers to the largest of their block, `nibble` and `pack` between two of four bits and a byte;
-`quotient` and `root` are `div` and `sqrt` of numbers that are far from the ends of float32, as their caller knows, and
-rough ones where units in the last place do not matter; `within` is a minimum that only roundings make one."""
+_TRUTHS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    "and": lambda left, right: bool(left) and bool(right),
+    "or": lambda left, right: bool(left) or bool(right),
+    "not": operator.not_,
+    "isnan": math.isnan,
+    "isinf": math.isinf,
+}
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})
 """From elements to one number per tensor."""
 
 GLOBAL_REDUCTIONS = frozenset({"global_sum", "global_max"})
 """From one number per tensor to one for all tensors of the optimizer."""
+
+_OF_FORMATS = """
+widen narrow bits of_bits whole real shift_left shift_right bit_and bit_or bit_xor block_max nibble pack
+quotient root within rough_quotient rough_root
+"""
+"""For storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
+`of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,
+`block_max` from integers to the largest of their block, `nibble` and `pack` between two of four bits and a byte;
+`quotient` and `root` are `div` and `sqrt` of numbers that are far from the ends of float32, as their caller knows, and
+rough ones where units in the last place do not matter; `within` is a minimum that only roundings make one."""
+
+OPERATIONS: dict[str, Operation] = {
+    **{name: Operation(evaluate) for name, evaluate in _NUMERIC.items()},
+    **{name: Operation(evaluate, is_bool=True) for name, evaluate in _TRUTHS.items()},
+    **{name: Operation(None) for name in (*sorted(REDUCTIONS | GLOBAL_REDUCTIONS), *_OF_FORMATS.split())},
+}
 
 
 class Level(IntEnum):
@@ -283,11 +238,6 @@ class Graph:
     def values(self) -> list[Value]:
         """Every value the outputs need, each after what it is computed from."""
         return ancestors(self.outputs.values())
-
-    @property
-    def has_slices(self) -> bool:
-        """Whether it has numbers for rows, columns or other slices, which passes of their own compute."""
-        return bool(self.slice_states) or any(value.level is Level.SLICE for value in self.values())
 
     @property
     def slice_ends(self) -> set[int]:

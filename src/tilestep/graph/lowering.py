@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..compat import operation_name
 from ..errors import MatrixError
 from ..linalg import MATRIX_OPERATIONS
 from ..linalg.operations import PARAMETER, Space
@@ -259,26 +258,15 @@ _add, _sub, _mul, _div, _pow = (_numeric(name) for name in ("add", "sub", "mul",
 _maximum, _minimum = _numeric("maximum"), _numeric("minimum")
 
 
-def _is_one(number: Any) -> bool:
-    return not isinstance(number, Value) and number == 1
-
-
 def _scaled(build: Builder, value: Any, factor: Any) -> Value:
-    return _number(build, value) if _is_one(factor) else _mul(build, value, factor)
+    is_one = not isinstance(factor, Value) and factor == 1
+    return _number(build, value) if is_one else _mul(build, value, factor)
 
 
 def _lower_add(build: Builder, left: Any, right: Any, alpha: Any = 1) -> Value:
     if all(isinstance(item, bool) or (isinstance(item, Value) and item.is_bool) for item in (left, right)):
         return build.apply("or", _truth(build, left), _truth(build, right))
     return _add(build, left, _scaled(build, right, alpha))
-
-
-def _lower_sub(build: Builder, left: Any, right: Any, alpha: Any = 1) -> Value:
-    return _sub(build, left, _scaled(build, right, alpha))
-
-
-def _lower_rsub(build: Builder, left: Any, right: Any, alpha: Any = 1) -> Value:
-    return _sub(build, right, _scaled(build, left, alpha))
 
 
 def _lower_div(build: Builder, left: Any, right: Any, rounding_mode: str | None = None) -> Value:
@@ -293,7 +281,7 @@ def _floor_div(build: Builder, left: Value, right: Value) -> Value:
     zero, one = build.constant(0.0), build.constant(1.0)
     rest = build.apply("fmod", left, right)
     quotient = _div(build, _sub(build, left, rest), right)
-    signs_differ = build.apply("ne", _to_number(build, "lt", right, zero), _to_number(build, "lt", rest, zero))
+    signs_differ = build.apply("ne", *(build.apply("number", build.apply("lt", side, zero)) for side in (right, rest)))
     below = build.apply("and", build.apply("ne", rest, zero), signs_differ)
     quotient = build.apply("where", below, _sub(build, quotient, one), quotient)
     floored = build.apply("floor", quotient)
@@ -302,10 +290,6 @@ def _floor_div(build: Builder, left: Value, right: Value) -> Value:
     plain = _div(build, left, right)
     floored = build.apply("where", build.apply("eq", quotient, zero), build.apply("copysign", zero, plain), floored)
     return build.apply("where", build.apply("eq", right, zero), plain, floored)
-
-
-def _to_number(build: Builder, comparison: str, left: Value, right: Value) -> Value:
-    return build.apply("number", build.apply(comparison, left, right))
 
 
 def _lower_pow(build: Builder, base: Any, exponent: Any) -> Value:
@@ -325,18 +309,6 @@ def _lower_pow(build: Builder, base: Any, exponent: Any) -> Value:
     return _pow(build, base, exponent)
 
 
-def _lower_lerp(build: Builder, start: Any, end: Any, weight: Any) -> Value:
-    return _add(build, start, _mul(build, weight, _sub(build, end, start)))
-
-
-def _lower_addcmul(build: Builder, value: Any, left: Any, right: Any, *, value_: Any = 1) -> Value:
-    return _add(build, value, _mul(build, _scaled(build, left, value_), right))
-
-
-def _lower_addcdiv(build: Builder, value: Any, left: Any, right: Any, *, value_: Any = 1) -> Value:
-    return _add(build, value, _scaled(build, _div(build, left, right), value_))
-
-
 def _lower_clamp(build: Builder, value: Any, low: Any = None, high: Any = None, **named: Any) -> Value:
     low, high = named.get("min", low), named.get("max", high)
     result = _number(build, value)
@@ -351,16 +323,8 @@ def _lower_where(build: Builder, condition: Any, if_true: Any, if_false: Any) ->
     return build.apply("where", _truth(build, condition), _number(build, if_true), _number(build, if_false))
 
 
-def _reciprocal(build: Builder, value: Any) -> Value:
-    return _div(build, 1.0, value)
-
-
-def _sigmoid(build: Builder, value: Any) -> Value:
-    return _div(build, 1.0, _add(build, 1.0, build.apply("exp", build.apply("neg", _number(build, value)))))
-
-
-def _silu(build: Builder, value: Any) -> Value:
-    return _div(build, value, _add(build, 1.0, build.apply("exp", build.apply("neg", _number(build, value)))))
+def _one_plus_exp(build: Builder, value: Any) -> Value:
+    return _add(build, 1.0, build.apply("exp", build.apply("neg", _number(build, value))))
 
 
 def _hard_sigmoid(build: Builder, value: Any) -> Value:
@@ -412,10 +376,6 @@ def _unless_nan(extremum: Lowering) -> Lowering:
     return lower
 
 
-def _signbit(build: Builder, value: Any) -> Value:
-    return build.apply("lt", build.apply("copysign", build.constant(1.0), _number(build, value)), build.constant(0.0))
-
-
 def _angle(build: Builder, value: Any) -> Value:
     number, zero = _number(build, value), build.constant(0.0)
     angle = build.apply("where", build.apply("lt", number, zero), build.constant(math.pi), zero)
@@ -454,10 +414,6 @@ def _erfinv(build: Builder, value: Any) -> Value:
         root = _sub(build, root, _div(build, _sub(build, build.apply("erf", root), number), slope))
     pole = build.apply("eq", magnitude, build.constant(1.0))
     return build.apply("where", pole, build.apply("copysign", build.constant(math.inf), number), root)
-
-
-def _normal_distribution(build: Builder, value: Any) -> Value:
-    return _mul(build, 0.5, build.apply("erfc", _mul(build, value, -math.sqrt(0.5))))
 
 
 _DIGAMMA = (1 / 12, -691 / 32760, 1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12)
@@ -525,10 +481,6 @@ def _cast(build: Builder, value: Any, *_: Any, dtype: torch.dtype | None = None,
     return number if dtype.is_floating_point else build.apply("trunc", number)
 
 
-def _copy(build: Builder, value: Any, source: Any, *_: Any, **__: Any) -> Value:
-    return _number(build, source)
-
-
 LOWERINGS: dict[str, Lowering] = {
     **{name: _numeric(name) for name in ("neg", "abs", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "sin")},
     **{name: _numeric(name) for name in ("cos", "tanh", "erf", "floor", "ceil", "trunc", "sign", "mul")},
@@ -548,16 +500,16 @@ LOWERINGS: dict[str, Lowering] = {
     "bitwise_not": _logical("not"),
     "sgn": _numeric("sign"),
     "add": _lower_add,
-    "sub": _lower_sub,
-    "rsub": _lower_rsub,
+    "sub": lambda build, left, right, alpha=1: _sub(build, left, _scaled(build, right, alpha)),
+    "rsub": lambda build, left, right, alpha=1: _sub(build, right, _scaled(build, left, alpha)),
     "div": _lower_div,
     "pow": _lower_pow,
     "square": lambda build, value: _mul(build, value, value),
     "rsqrt": _numeric("rsqrt"),
-    "reciprocal": _reciprocal,
+    "reciprocal": lambda build, value: _div(build, 1.0, value),
     "round": _rounded,
-    "sigmoid": _sigmoid,
-    "silu": _silu,
+    "sigmoid": lambda build, value: _div(build, 1.0, _one_plus_exp(build, value)),
+    "silu": lambda build, value: _div(build, value, _one_plus_exp(build, value)),
     "hardsigmoid": _hard_sigmoid,
     "hardswish": lambda build, value: _mul(build, value, _hard_sigmoid(build, value)),
     "logit": _logit,
@@ -566,16 +518,22 @@ LOWERINGS: dict[str, Lowering] = {
     "logaddexp2": _logaddexp("exp2", 1 / math.log(2)),
     "fmax": _unless_nan(_maximum),
     "fmin": _unless_nan(_minimum),
-    "signbit": _signbit,
+    "signbit": lambda build, value: build.apply(
+        "lt", build.apply("copysign", build.constant(1.0), _number(build, value)), build.constant(0.0)
+    ),
     "angle": _angle,
     "ldexp": lambda build, value, power: _mul(build, value, build.apply("exp2", _number(build, power))),
     "erfinv": _erfinv,
     "digamma": _digamma,
-    "special_ndtr": _normal_distribution,
+    "special_ndtr": lambda build, value: _mul(build, 0.5, build.apply("erfc", _mul(build, value, -math.sqrt(0.5)))),
     "relu": lambda build, value: _maximum(build, value, 0.0),
-    "lerp": _lower_lerp,
-    "addcmul": lambda build, base, left, right, value=1: _lower_addcmul(build, base, left, right, value_=value),
-    "addcdiv": lambda build, base, left, right, value=1: _lower_addcdiv(build, base, left, right, value_=value),
+    "lerp": lambda build, start, end, weight: _add(build, start, _mul(build, weight, _sub(build, end, start))),
+    "addcmul": lambda build, base, left, right, value=1: _add(
+        build, base, _mul(build, _scaled(build, left, value), right)
+    ),
+    "addcdiv": lambda build, base, left, right, value=1: _add(
+        build, base, _scaled(build, _div(build, left, right), value)
+    ),
     "clamp": _lower_clamp,
     "clamp_min": lambda build, value, low: _maximum(build, value, low),
     "clamp_max": lambda build, value, high: _minimum(build, value, high),
@@ -585,7 +543,7 @@ LOWERINGS: dict[str, Lowering] = {
     "nan_to_num": _nan_to_num,
     **{name: _same for name in ("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous")},
     "_to_copy": _cast,
-    "copy": _copy,
+    "copy": lambda build, value, source, *_, **__: _number(build, source),
     "empty_like": _filled(math.nan),  # whatever is read before it is written
     "zeros_like": _filled(0.0),
     "ones_like": _filled(1.0),
@@ -693,17 +651,9 @@ class _Reduction:
         return self.build.apply("div", total, count(self.build, self.combined)) if divided else total
 
 
-def _sum(build: Builder, value: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
-    return _Reduction(build, value, dim, keepdim).sum()
-
-
-def _mean(build: Builder, value: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
-    return _Reduction(build, value, dim, keepdim).mean()
-
-
-def _extremum(operation: str) -> Any:
+def _reduced(reduce: Callable[[_Reduction], Value]) -> Lowering:
     def lower(build: Builder, value: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
-        return _Reduction(build, value, dim, keepdim).apply(operation)
+        return reduce(_Reduction(build, value, dim, keepdim))
 
     return lower
 
@@ -736,10 +686,10 @@ def _norm(
 
 LOWERINGS.update(
     {
-        "sum": _sum,
-        "mean": _mean,
-        "amax": _extremum("reduce_amax"),
-        "amin": _extremum("reduce_amin"),
+        "sum": _reduced(_Reduction.sum),
+        "mean": _reduced(_Reduction.mean),
+        "amax": _reduced(lambda reduction: reduction.apply("reduce_amax")),
+        "amin": _reduced(lambda reduction: reduction.apply("reduce_amin")),
         "max": _whole_or_pairwise("reduce_amax", "maximum"),
         "min": _whole_or_pairwise("reduce_amin", "minimum"),
         "linalg_vector_norm": _norm,
@@ -750,19 +700,9 @@ SQUARES: dict[str, Space] = {"left": ("rows", "rows"), "right": ("columns", "col
 """Shapes of states that are square matrices on either side of the parameter."""
 
 
-def space_of(value: Value) -> Space:
-    """The shape of an element-level or matrix-level value, in words of its parameter."""
-    return value.space or PARAMETER
-
-
 def is_matrix_work(value: Value) -> bool:
     """Whether a value is computed on whole matrices between tile passes, not on tiles."""
     return value.operation in MATRIX_OPERATIONS or (value.level is Level.MATRIX and value.operation != "load")
-
-
-def is_called(func: Any) -> bool:
-    """Whether an operator is one of `tilestep.linalg`, called by a rule."""
-    return bool(func.namespace == "tilestep" and operation_name(func) in MATRIX_OPERATIONS)
 
 
 def _operand(build: Builder, item: Any, name: str) -> Value:
@@ -776,23 +716,16 @@ def _operand(build: Builder, item: Any, name: str) -> Value:
 def _apply(build: Builder, name: str, operands: Sequence[Any], numbers: Sequence[Any] = ()) -> Value:
     matrices = [_operand(build, operand, name) for operand in operands]
     values = [number if isinstance(number, Value) else build.constant(number) for number in numbers]
-    space = MATRIX_OPERATIONS[name].space(*map(space_of, matrices))
+    space = MATRIX_OPERATIONS[name].space(*(matrix.space or PARAMETER for matrix in matrices))
     level = Level.ELEMENT if space == PARAMETER else Level.MATRIX
     value = build.apply(name, *matrices, *values, level=level)
     value.space = None if space == PARAMETER else space
     return value
 
 
-def _product(build: Builder, left: Any, right: Any) -> Value:
-    return _apply(build, "matmul", [left, right])
-
-
 def _plus_product(build: Builder, base: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
-    scaled = [
-        LOWERINGS["mul"](build, value, factor)
-        for value, factor in ((base, beta), (_product(build, left, right), alpha))
-    ]
-    return LOWERINGS["add"](build, *scaled)
+    product = _apply(build, "matmul", [left, right])
+    return _lower_add(build, _mul(build, base, beta), _mul(build, product, alpha))
 
 
 def _transposed(build: Builder, matrix: Any, *dims: Any) -> Value:
@@ -814,6 +747,6 @@ def _listed(name: str) -> Any:
 
 
 OPERATIONS.update({name: Operation(None) for name in MATRIX_OPERATIONS})
-LOWERINGS.update({"mm": _product, "addmm": _plus_product})
+LOWERINGS.update({"mm": lambda build, *factors: _apply(build, "matmul", factors), "addmm": _plus_product})
 LOWERINGS.update({name: _transposed for name in ("t", "transpose", "permute")})
 LOWERINGS.update({name: _listed(name) for name in MATRIX_OPERATIONS if name not in ("matmul", "transpose")})

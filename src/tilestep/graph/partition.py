@@ -46,14 +46,10 @@ class TilePass:
 
     def leaves(self, value: Value) -> bool:
         """Whether the value is not computed here: a number per tensor, already stored, or of other slices."""
-        if value.level is Level.SLICE and id(value) not in self.loads:
-            return not self._computes_slice(value)
-        return value.level in SCALAR_LEVELS or id(value) in self.loads
-
-    def _computes_slice(self, value: Value) -> bool:
-        if value.over != self.over or value.operation in REDUCTIONS:
-            return False
-        return value.operation == "load" or self.stages[id(value)] == self.stage
+        if value.level is not Level.SLICE or id(value) in self.loads:
+            return value.level in SCALAR_LEVELS or id(value) in self.loads
+        is_ours = value.over == self.over and value.operation not in REDUCTIONS
+        return not is_ours or (value.operation != "load" and self.stages[id(value)] != self.stage)
 
     def values(self) -> list[Value]:
         """What this pass computes and reads, in order; leaves included, not what they depend on."""
@@ -195,7 +191,7 @@ class SliceCutter:
         readers = [
             self.stages[id(user)]
             for user in self.graph.values()
-            if user.over == over and any(_is_load(arg, buffer) for arg in user.args)
+            if user.over == over and any(arg.operation == "load" and arg.attribute == buffer for arg in user.args)
         ]
         self.at(stage if all(reader <= stage for reader in readers) else last, over).stores[buffer] = value
 
@@ -208,7 +204,11 @@ class SliceCutter:
                 done.add(over)
                 for value in self._passes[stage, over].slices():
                     self._keep(value)
-        self._keep_loads()
+        loads = [value for value in self.graph.values() if value.operation == "load" and id(value) in self.slices.slots]
+        for value in loads:  # copied for passes over elements or other slices before anything is written there
+            readers = [stage for (stage, _), tile in self._passes.items() if any(v is value for v in tile.slices())]
+            written = [stage for (stage, _), tile in self._passes.items() if value.attribute in tile.stores]
+            self.at(min(readers + written), value.over).kept.append((self._slot(value), value))
         self.slices.passes = [self._ordered(stage) for stage in range(len(self.tiles))]
         return self.slices
 
@@ -227,14 +227,6 @@ class SliceCutter:
         slot = self._slot(value)
         if value.operation != "load":
             self.at(self.stages[id(value)], value.over).kept.append((slot, value))
-
-    def _keep_loads(self) -> None:
-        """Copies of states for passes over elements or other slices: before anything is written there."""
-        loads = [value for value in self.graph.values() if value.operation == "load" and id(value) in self.slices.slots]
-        for value in loads:
-            readers = [stage for (stage, _), tile in self._passes.items() if any(v is value for v in tile.slices())]
-            written = [stage for (stage, _), tile in self._passes.items() if value.attribute in tile.stores]
-            self.at(min(readers + written), value.over).kept.append((self._slot(value), value))
 
     def _ordered(self, stage: int) -> list[TilePass]:
         at_stage = {over: tile for (at, over), tile in self._passes.items() if at == stage and not tile.is_empty}
@@ -261,10 +253,6 @@ class SliceCutter:
             spans = [(tile.over, over) for over in read if view.place(over) == "other"]
             self.slices.spans += [span for span in dict.fromkeys(spans) if span not in self.slices.spans]
         return passes
-
-
-def _is_load(value: Value, buffer: str) -> bool:
-    return value.operation == "load" and value.attribute == buffer
 
 
 def _extent(over: Over | None) -> int:
@@ -298,11 +286,6 @@ class MatrixProgram:
         values = [value for matrix_pass in self.passes if matrix_pass for value in matrix_pass.values]
         numbers = [arg for value in values for arg in value.args[len(_matrices(value)) :]]
         return list({id(arg): arg for arg in numbers}.values())
-
-
-def stage_of(value: Value, stages: dict[int, int]) -> int:
-    """The first tile pass that could use a value of matrix work, given its arguments' stages."""
-    return max(stages[id(arg)] + (not is_matrix_work(arg)) for arg in value.args)
 
 
 def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> MatrixProgram:
@@ -521,7 +504,7 @@ def _stages(graph: Graph) -> dict[int, int]:
     stages: dict[int, int] = {}
     for value in graph.values():
         if is_matrix_work(value):
-            stages[id(value)] = stage_of(value, stages)
+            stages[id(value)] = max(stages[id(arg)] + (not is_matrix_work(arg)) for arg in value.args)
             continue
         stage = max((stages[id(arg)] for arg in value.args), default=0)
         stages[id(value)] = stage + (value.operation in REDUCTIONS or value.operation in GLOBAL_REDUCTIONS)
@@ -544,18 +527,13 @@ def _store_early(tiles: list[TilePass], stages: dict[int, int], exact: set[str],
             tile.loads[id(value)] = name
         del last.stores[name]
         rounds = name not in exact and any(name in tile.reads() for tile in later)
-        if rounds or any(_needs_old(tile, name) for tile in later):
+        old = [v for tile in later for v in tile.values() if v.operation == "load" and id(v) not in tile.loads]
+        if rounds or any(value.attribute == name for value in old):
             for tile in later:
                 del tile.loads[id(value)]
             last.stores[name] = value
         else:
             tiles[stage].stores[name] = value
-
-
-def _needs_old(tile: TilePass, name: str) -> bool:
-    return any(
-        node.operation == "load" and node.attribute == name and id(node) not in tile.loads for node in tile.values()
-    )
 
 
 def _columns(

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..compat import TensorDispatch, decomposition, fake_tensors, is_mutable, operation_name, returns_view
 from ..errors import MatrixError, RuleError, TilestepError
+from ..linalg import MATRIX_OPERATIONS
 from ..rules import Rule
 from ..rules.protocol import at_step, changes, scalar_factory, traced_by
 from ..rules.scalars import ScalarCalls, as_python, global_reduce, precision_of
@@ -129,14 +130,11 @@ def _target(node: ast.AST) -> str:
     if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
         return node.target.id
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        return _root(node.value)
+        root: ast.AST = node.value
+        while isinstance(root, (ast.Call, ast.Attribute)):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        return root.id if isinstance(root, ast.Name) and root.id != "torch" else ""
     return ""
-
-
-def _root(node: ast.AST) -> str:
-    while isinstance(node, (ast.Call, ast.Attribute)):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) and node.id != "torch" else ""
 
 
 _MODULES = frozenset({"random", "time", "datetime", "secrets", "uuid", "os", "numpy", "numpy.random"})
@@ -156,7 +154,9 @@ def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
         return
 
     def watch(frame: types.FrameType, event: str, called: Any) -> None:
-        name = _chance(called) if event == "c_call" else _chance_of_frame(frame) if event == "call" else ""
+        name = _chance(called) if event == "c_call" else ""
+        if event == "call" and frame.f_globals.get("__name__") == "random":
+            name = f"random.{frame.f_code.co_name}"
         caller: types.FrameType | None = frame.f_back if event == "call" else frame
         while caller is not None and caller.f_globals.get("__name__") in _MODULES:
             caller = caller.f_back
@@ -191,11 +191,6 @@ def _chance(called: Any) -> str:
     if isinstance(owner, type) and module == "datetime" and name in ("now", "today", "utcnow"):
         return f"{owner.__name__}.{name}"
     return "os.urandom" if name == "urandom" else ""
-
-
-def _chance_of_frame(frame: types.FrameType) -> str:
-    """The name of a function of Python's `random` that is being called; empty for others."""
-    return f"random.{frame.f_code.co_name}" if frame.f_globals.get("__name__") == "random" else ""
 
 
 def _referred(function: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
@@ -415,7 +410,8 @@ class Recorder(TensorDispatch):
             raise self.unsupported(f"torch.ops.{func} writes through a view or an out= argument")
         lowered = torch.utils._pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
         # Work on whole matrices keeps the shape of its first operand; without fake tensors it would be done on garbage.
-        result = torch.empty_like(args[0]) if lowering.is_called(func) else func(*args, **kwargs)
+        is_called = func.namespace == "tilestep" and operation_name(func) in MATRIX_OPERATIONS
+        result = torch.empty_like(args[0]) if is_called else func(*args, **kwargs)
         self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
         try:
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])

@@ -11,8 +11,6 @@ from typing import Any
 
 from ..optimizer import Optimizer
 
-__all__ = ["plain_optimizer", "require", "set_max_grad_norm"]
-
 
 def require(name: str) -> None:
     """Raise unless a framework can be imported.

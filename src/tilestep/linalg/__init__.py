@@ -5,18 +5,3 @@ from __future__ import annotations
 from .bases import descending, eigenbasis, orthogonal_basis
 from .operations import MATRIX_OPERATIONS, MatrixOperation, keeping_to, limit_workspace, matmul, register, transpose
 from .orthogonal import COEFFICIENTS, orthogonalize
-
-__all__ = [
-    "COEFFICIENTS",
-    "MATRIX_OPERATIONS",
-    "MatrixOperation",
-    "descending",
-    "eigenbasis",
-    "keeping_to",
-    "limit_workspace",
-    "matmul",
-    "orthogonal_basis",
-    "orthogonalize",
-    "register",
-    "transpose",
-]

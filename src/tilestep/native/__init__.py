@@ -3,5 +3,3 @@
 from __future__ import annotations
 
 from .build import module, wait
-
-__all__ = ["module", "wait"]

@@ -3,5 +3,3 @@
 from .api import clip_grad_norm_, total_norm
 from .plan_cache import forget_recipes
 from .table import NormTable
-
-__all__ = ["NormTable", "clip_grad_norm_", "forget_recipes", "total_norm"]

@@ -6,5 +6,3 @@ from .checkpoint import full_precision
 from .control import TimesMean, joint_norm
 from .groups import muon_groups, param_groups
 from .optimizer import Optimizer, named_optimizers
-
-__all__ = ["Optimizer", "TimesMean", "full_precision", "joint_norm", "muon_groups", "named_optimizers", "param_groups"]

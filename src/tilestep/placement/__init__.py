@@ -6,22 +6,3 @@ from .local import LocalGradients, checked_part, distribute, is_distributed, is_
 from .matrices import Exchanges
 from .placement import LOCAL, Origin, Pieces, Placement
 from .reduction import ARRIVED, Awaited, Ranks, ReductionGroup, SharedSums
-
-__all__ = [
-    "ARRIVED",
-    "LOCAL",
-    "Awaited",
-    "Exchanges",
-    "LocalGradients",
-    "Origin",
-    "Pieces",
-    "Placement",
-    "Ranks",
-    "ReductionGroup",
-    "SharedSums",
-    "checked_part",
-    "distribute",
-    "is_distributed",
-    "is_whole",
-    "local_state",
-]

@@ -3,15 +3,3 @@
 from __future__ import annotations
 
 from .plan import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
-
-__all__ = [
-    "Constants",
-    "Footprint",
-    "Job",
-    "Plan",
-    "best_bucket",
-    "default_constants",
-    "footprint",
-    "meshes",
-    "plan",
-]

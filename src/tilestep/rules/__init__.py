@@ -8,7 +8,5 @@ import pkgutil
 from .protocol import Interval, Rule, State, at_least, between, registry, rule
 from .scalars import where
 
-__all__ = ["Interval", "Rule", "State", "at_least", "between", "registry", "rule", "where"]
-
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -9,22 +9,3 @@ from .kernel_cache import graph_for, kernel_spec
 from .limits import StepInputs
 from .norms import JointNorm, SharedNorm
 from .segment import Entry, check_no_overlap, is_dense
-
-__all__ = [
-    "StepInputs",
-    "DeviceEngine",
-    "Entry",
-    "JointNorm",
-    "SharedNorm",
-    "Stale",
-    "build_ahead",
-    "check_no_overlap",
-    "grad_dtype",
-    "graph_for",
-    "is_dense",
-    "kernel_spec",
-    "load_ahead",
-    "pass_calls",
-    "run_marked",
-    "segment_class",
-]

@@ -17,38 +17,5 @@ from .remainder import Remainder
 from .states import STATE_FORMATS, entries_of, kept_in_blocks, scale_names, state_format
 from .stochastic import Stochastic, bits_graph, keys_graph, random_tensor, stream_of
 
-__all__ = [
-    "BLOCK",
-    "MASTER_FORMATS",
-    "STATE_FORMATS",
-    "Array",
-    "Codec",
-    "Master",
-    "MasterFormat",
-    "Plain",
-    "Remainder",
-    "Storage",
-    "Stochastic",
-    "Term",
-    "bits_graph",
-    "codec_of",
-    "dtype_name",
-    "entries_before",
-    "entries_of",
-    "is_coarse",
-    "kept_in_blocks",
-    "keys_graph",
-    "lie_in_rows",
-    "random_tensor",
-    "read_arrays",
-    "rows_of",
-    "scale_names",
-    "shape_of_entries",
-    "state_format",
-    "stored_in",
-    "stream_of",
-    "values_of",
-]
-
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -6,5 +6,3 @@ from .changes import Change, Changes
 from .plot import StatsPlot
 from .stats import Stats, StepStats
 from .taps import Taps, names_of, require_no_taps
-
-__all__ = ["Change", "Changes", "Stats", "StatsPlot", "StepStats", "Taps", "names_of", "require_no_taps"]

@@ -8,5 +8,3 @@ from __future__ import annotations
 
 from .lanes import Iteration, Lanes, read_events, split
 from .session import Profile, Report, collecting, profile, report_on
-
-__all__ = ["Iteration", "Lanes", "Profile", "Report", "collecting", "profile", "read_events", "report_on", "split"]

@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from .overlap import overlap
 from .schedule import OverlappedOptimizer, OverlapReport
-
-__all__ = ["OverlapReport", "OverlappedOptimizer", "overlap"]

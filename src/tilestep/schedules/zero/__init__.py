@@ -5,5 +5,3 @@ from __future__ import annotations
 from .checkpoint import LoadPlanner, load_checkpoint, save_checkpoint
 from .schedule import ShardedOptimizer
 from .shard import shard
-
-__all__ = ["LoadPlanner", "ShardedOptimizer", "load_checkpoint", "save_checkpoint", "shard"]
