@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from ..placement.local import as_real, copy_into, local_part
 from ..storage import entries_of, kept_in_blocks, values_of
 from .masters import MASTER_KEYS, exact_values
 from .parameters import iter_params, param_states
-from .states import TRAINING, compute_dtype, slice_overs
+from .states import SQUARES, TRAINING, compute_dtype
 
 if TYPE_CHECKING:
     from .protocol import Optimizer
@@ -37,38 +36,32 @@ def swap_in_averages(optimizer: Optimizer) -> None:
         plan.sync_masters()
         plan.record_versions()
     with nullcontext() if plan is None else plan.masters.own_writes():
-        _swap_in_averages(optimizer)
-
-
-def _swap_in_averages(optimizer: Optimizer) -> None:
-    for label, _, group, param in iter_params(optimizer):
-        rule, state = optimizer.rule_of(group), optimizer.state.get(param)
-        if rule.evaluation is None or not state or TRAINING in state:
-            continue
-        whole = local_part(param)
-        part = as_real(whole)
-        compute = compute_dtype(part)
-        squares = {name for name, start in rule.states.items() if start.shape in ("left", "right")}
-        entries = entries_of(state, rule.state_names)
-        names = {*MASTER_KEYS, *rule.state_names, *entries} - squares
-        own = local_state(label, state, param, names, slice_overs(rule, param), squares, entries)
-        buffers = {
-            name: _values(own, name, part).to(part.device, compute)
-            for name in rule.state_names
-            if isinstance(own.get(name), torch.Tensor)
-        }
-        training = exact_values(part, own).to(part.device, compute)
-        numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}
-        average = rule.evaluated(training, buffers, numbers)
-        state[TRAINING] = distribute(whole.detach().clone(), param)
-        part.copy_(average)
-        torch.autograd.graph.increment_version(param)
-
-
-def _values(own: Mapping[str, torch.Tensor], name: str, part: torch.Tensor) -> torch.Tensor:
-    """A state's numbers, whatever they are kept in."""
-    blocks = kept_in_blocks(own, name)
-    return as_real(own[name]) if blocks is None else values_of(blocks, own, name, shape=part.shape)
+        for label, _, group, param in iter_params(optimizer):
+            rule, state = optimizer.rule_of(group), optimizer.state.get(param)
+            if rule.evaluation is None or not state or TRAINING in state:
+                continue
+            whole = local_part(param)
+            part = as_real(whole)
+            compute = compute_dtype(part)
+            squares = {name for name, start in rule.states.items() if start.shape in SQUARES}
+            entries = entries_of(state, rule.state_names)
+            names = {*MASTER_KEYS, *rule.state_names, *entries} - squares
+            ends = {"row": param.dim(), "column": param.dim() - 1}
+            sliced = {name: ends[start.shape] for name, start in rule.states.items() if start.shape in ends}
+            overs = {name: (end - 1, end) for name, end in sliced.items()}
+            own = local_state(label, state, param, names, overs, squares, entries)
+            buffers: dict[str, torch.Tensor] = {}
+            for name in rule.state_names:
+                if isinstance(own.get(name), torch.Tensor):
+                    blocks = kept_in_blocks(own, name)
+                    kept = as_real(own[name]) if blocks is None else values_of(blocks, own, name, shape=part.shape)
+                    buffers[name] = kept.to(part.device, compute)
+            training = exact_values(part, own).to(part.device, compute)
+            numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}
+            average = rule.evaluated(training, buffers, numbers)
+            state[TRAINING] = distribute(whole.detach().clone(), param)
+            part.copy_(average)
+            torch.autograd.graph.increment_version(param)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Union
 
 import torch
@@ -229,30 +229,29 @@ def param_groups(
     for name, param in named:
         if not param.requires_grad:
             continue
-        fits = [pattern for pattern in overrides if _fits(pattern, name, param)]
+        fits = [
+            pattern
+            for pattern in overrides
+            if (re.search(pattern, name) if isinstance(pattern, (str, re.Pattern)) else pattern(name, param))
+        ]
         for pattern in fits:
             fitting.setdefault(pattern, name)
         (taken[fits[0]] if fits else rest).append((name, param))
     names = [name for params in (rest, *taken.values()) for name, _ in params]
     for pattern, params in taken.items():
         if not params:
-            raise ValueError(_unused(pattern, fitting.get(pattern), names))
+            label = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
+            if pattern in fitting:
+                others = f"{fitting[pattern]} and all others it fits go to earlier patterns"
+                raise ValueError(f"pattern {label} gets no parameter: {others}")
+            shown = _listed(names) or "none"
+            raise ValueError(f"pattern {label} fits no parameter that trains; their names are {shown}")
     first = [{"params": rest}] if rest else []
     return first + [{**overrides[pattern], "params": params} for pattern, params in taken.items()]
 
 
-def _fits(pattern: Pattern, name: str, param: torch.Tensor) -> bool:
-    if isinstance(pattern, (str, re.Pattern)):
-        return re.search(pattern, name) is not None
-    return bool(pattern(name, param))
-
-
-def _unused(pattern: Pattern, fitting: str | None, names: list[str]) -> str:
-    label = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
-    if fitting is not None:
-        return f"pattern {label} gets no parameter: {fitting} and all others it fits go to earlier patterns"
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return f"pattern {label} fits no parameter that trains; their names are {shown or 'none'}"
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 OUTSIDE = r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
@@ -305,7 +304,15 @@ def muon_groups(
         >>> [(group["rule"], group["lr"]) for group in optimizer.param_groups]
         [('Muon', 0.02), ('AdamW', 0.0003)]
     """
-    named, ends = _named(model)
+    named = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
+    require_shapes("muon_groups()", named)
+    ends: set[torch.Tensor] = set()
+    if isinstance(model, torch.nn.Module):
+        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        ends.update(module.weight for module in model.modules() if isinstance(module, tables))
+        for shape in {table.shape for table in ends}:
+            alike = [param for _, param in named if param.shape == shape and param not in ends]
+            ends.update(alike if len(alike) == 1 else ())
     inside: list[tuple[str, torch.Tensor]] = []
     rest: list[tuple[str, torch.Tensor]] = []
     for name, param in named:
@@ -315,7 +322,10 @@ def muon_groups(
         is_inside = is_matrix and param not in ends and not re.search(outside, name)
         (inside if is_inside else rest).append((name, param))
     if not inside:
-        raise ValueError(f"no matrix is left for Muon: {_why(rest)}")
+        matrices = _listed([name for name, param in rest if param.dim() == 2])
+        why = f"{matrices} are taken for embeddings and heads; give another `outside`"
+        why = why if matrices else "no parameter that trains has two dimensions"
+        raise ValueError(f"no matrix is left for Muon: {why}")
     first = {"rule": _RULE, **(muon or {}), "params": inside}
     if not rest:
         return [first]
@@ -324,29 +334,3 @@ def muon_groups(
     if second["rule"] is None:
         raise ValueError(f"{taken.name} names no rule for the parameters that it does not take; give `rule`")
     return [first, second]
-
-
-def _named(
-    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-) -> tuple[list[tuple[str, torch.Tensor]], set[torch.Tensor]]:
-    """Named parameters, and those of them that a module's structure shows to be embeddings and heads."""
-    named: list[tuple[str, torch.Tensor]] = list(
-        model.named_parameters() if isinstance(model, torch.nn.Module) else model
-    )
-    require_shapes("muon_groups()", named)
-    if not isinstance(model, torch.nn.Module):
-        return named, set()
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    ends: set[torch.Tensor] = {module.weight for module in model.modules() if isinstance(module, kinds)}
-    for shape in {table.shape for table in ends}:
-        alike = [param for _, param in named if param.shape == shape and param not in ends]
-        ends.update(alike if len(alike) == 1 else ())
-    return named, ends
-
-
-def _why(rest: list[tuple[str, torch.Tensor]]) -> str:
-    matrices = [name for name, param in rest if param.dim() == 2]
-    if not matrices:
-        return "no parameter that trains has two dimensions"
-    shown = ", ".join(matrices[:5]) + (", ..." if len(matrices) > 5 else "")
-    return f"{shown} are taken for embeddings and heads; give another `outside`"

@@ -11,7 +11,6 @@ import torch
 from ..compat import local_parts, version_of
 from ..errors import GradientError
 from ..placement.local import local_part
-from ..rules import State
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
 from ..tensor_watch import sum_of_versions
 
@@ -20,11 +19,6 @@ _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
 
 MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())
 """State keys of the buffers that keep parameters more precisely."""
-
-
-def start_of(kind: MasterFormat) -> State:
-    """How the buffer beside a parameter begins."""
-    return State("param" if kind.begins_as_parameter else 0.0)
 
 
 def check_choice(choice: Any) -> None:

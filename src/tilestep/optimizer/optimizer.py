@@ -30,7 +30,7 @@ from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import Masters, MasterWeights
 from .plan import StepPlan
-from .states import StateDtype, WatchedState, keeping_squares, plain_states
+from .states import ParameterState, StateDtype, WatchedState, keeping_squares
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -711,7 +711,12 @@ class Optimizer(torch.optim.Optimizer):
         if not self.attached:
             begin_at_once(self)
         with states_of_groups(self):
-            state_dict = plain_states(super().state_dict())
+            state_dict = super().state_dict()
+        if isinstance(state_dict.get("state"), dict):
+            # Plain dicts, as torch's loaders want them.
+            states = state_dict["state"].items()
+            plain = {key: dict(value) if isinstance(value, ParameterState) else value for key, value in states}
+            state_dict = {**state_dict, "state": plain}
         save_numbers(self, state_dict["param_groups"])
         self.control.save(state_dict)
         return state_dict

@@ -60,8 +60,6 @@ class StepPlan:
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Let states that were made ahead begin with the values that parameters and groups have at their first step."""
-        if not self.ahead:
-            return
         first = {id(param) for param in self.ahead if all_of_them or param.grad is not None}
         if not first:
             return
@@ -116,7 +114,11 @@ class StepPlan:
         complete = self.scans and len(self.scans) == len(self.engines)
         if not complete or (self._fits_lists(optimizer) and self.check_unchanged(self._every, norm=norm)):
             return bool(complete)
-        return self._invalidate()
+        # The next look at each tensor says what has changed.
+        self.scans.clear()
+        for engine in self.engines:
+            engine.gradients.invalidate()
+        return False
 
     def check_unchanged(self, places: Sequence[int], *, norm: bool = False, unmoved: bool = False) -> bool:
         """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed."""
@@ -150,13 +152,6 @@ class StepPlan:
                 engine.refresh_device_hypers()
         return True
 
-    def _invalidate(self) -> bool:
-        """Have the next look at each tensor say what has changed; False."""
-        self.scans.clear()
-        for engine in self.engines:
-            engine.gradients.invalidate()
-        return False
-
     def repeats(self, optimizer: Optimizer) -> bool:
         """As `scanned` but without a look, for parameters and gradients that are known to be where they were."""
         if not self.home.is_beside or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
@@ -185,18 +180,14 @@ class StepPlan:
             and state.count.changes == self.state_changes
             and same(groups, self.groups)
             and same(params, self.params)
-            and (not (self.dormant or self.unreal) or self._same_others())
+            and not (self.dormant and any(param.grad is not None for param in self.dormant))
+            and not (self.unreal and any(not param.is_meta and not is_fake(param) for param in self.unreal))
         )
 
     @property
     def leaves_out_training(self) -> bool:
         """Whether a parameter that trains is left out until it has a gradient; a graph would leave it out for ever."""
         return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
-
-    def _same_others(self) -> bool:
-        """Whether what is not updated needs no update still."""
-        awake = any(param.grad is not None for param in self.dormant)
-        return not awake and (not self.unreal or all(param.is_meta or is_fake(param) for param in self.unreal))
 
     def _same_parts(self, places: Sequence[int]) -> bool:
         """Whether DTensors still have the local parts that the tables describe; a model that is moved gets others."""
@@ -297,8 +288,14 @@ class StepPlan:
                 optimizer.control.update_control(optimizer, self, inputs)
             measures = taps is not None and taps.begin(self.engines)
             self.update(gradients, self._every, marked=marked, counts_versions=counts_versions, measures=measures)
-            if self.further_rounds:
-                self.run_further_rounds(gradients)
+            # Parameters that their group lists several times are updated as often, as torch does.
+            for again in self.further_rounds:
+                own = [
+                    [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
+                    for params, of_engine in zip(self.members, gradients)
+                ]
+                self.prepare(own)
+                self.update(own, self._every, counts_versions=True)
             if self.follows and counts_versions:
                 self.record_versions()
             if taps is not None:
@@ -351,16 +348,6 @@ class StepPlan:
             shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
             calls = self._calls[tuple(places)] = pass_calls([self.engines[place] for place in places], shared)
         return calls
-
-    def run_further_rounds(self, gradients: list[list[torch.Tensor | None]]) -> None:
-        """Update again the parameters that their group lists several times, as torch does one after the other."""
-        for again in self.further_rounds:
-            own = [
-                [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
-                for params, of_engine in zip(self.members, gradients)
-            ]
-            self.prepare(own)
-            self.update(own, self._every, counts_versions=True)
 
     def release(self) -> None:
         """After a step, or one that failed: let go of gradients that were held for it."""

@@ -28,36 +28,15 @@ class Optimizer(Protocol):
     taps: Any
 
     @property
-    def plan(self) -> Any:
-        """The plan of its steps, if there is one."""
-
+    def plan(self) -> Any: ...
     @property
-    def mesh_ranks(self) -> ReductionGroup | None:
-        """What ranks decide together, if there are several."""
-
-    def rule_of(self, group: Mapping[str, Any]) -> Rule:
-        """The rule of a param group."""
-
-    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
-        """Take a step."""
-
-    def drop_plan(self) -> None:
-        """Use the plan no more."""
-
-    def attach(self, names: Sequence[str]) -> None:
-        """Have something attached."""
-
-    def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
-        """The sum of squares of its gradients."""
-
-    def prepare_capture(self) -> None:
-        """Make ready for a capture."""
-
-    def rebuild(self, *, ahead: bool = False) -> Any:
-        """Build the plan anew."""
-
-    def take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None:
-        """Have other states."""
-
-    def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> Any:
-        """The plan, built if there is none that fits."""
+    def mesh_ranks(self) -> ReductionGroup | None: ...
+    def rule_of(self, group: Mapping[str, Any]) -> Rule: ...
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any: ...
+    def drop_plan(self) -> None: ...
+    def attach(self, names: Sequence[str]) -> None: ...
+    def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None: ...
+    def prepare_capture(self) -> None: ...
+    def rebuild(self, *, ahead: bool = False) -> Any: ...
+    def take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None: ...
+    def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> Any: ...

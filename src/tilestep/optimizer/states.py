@@ -37,7 +37,7 @@ from ..storage import (
     stored_in,
     values_of,
 )
-from .masters import MASTER_KEYS, master_kind, other_master, start_of
+from .masters import MASTER_KEYS, master_kind, other_master
 from .parameters import iter_params
 
 if TYPE_CHECKING:
@@ -260,11 +260,11 @@ def saved_choice(choice: Any) -> Any:
     return dtype_name(choice) if isinstance(choice, torch.dtype) else choice
 
 
-_SQUARES = ("left", "right")
+SQUARES = ("left", "right")
 
 
 def _squares(rule: Rule, state: Mapping[str, Any]) -> list[str]:
-    return [name for name, start in rule.states.items() if start.shape in _SQUARES and name in state]
+    return [name for name, start in rule.states.items() if start.shape in SQUARES and name in state]
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
     before: list[tuple[str, Rule, torch.Tensor, list[str]]] = []
     for label, _, group, param in iter_params(optimizer):
         rule = optimizer.rule_of(group)
-        if param in optimizer.state and any(start.shape in _SQUARES for start in rule.states.values()):
+        if param in optimizer.state and any(start.shape in SQUARES for start in rule.states.values()):
             before.append((label, rule, param, _squares(rule, optimizer.state[param])))
     yield
     for label, rule, param, squares in before:
@@ -292,21 +292,24 @@ def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
             )
 
 
-def _counted(name: str) -> Callable[..., Any]:
-    original = getattr(defaultdict, name)
-
-    def changing(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
-        self.changes += 1
-        return original(self, *args, **kwargs)
-
-    changing.__name__ = name
-    return changing
-
-
 class _Count:
     """How often something was replaced; states hold it and not each other, so that their memory comes back at once."""
 
     changes = 0
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    original = getattr(dict, name)
+
+    def changing(self: ParameterState, *args: Any, **kwargs: Any) -> Any:
+        # The weights that train come and go with eval() and train(); no kernel reads them there.
+        before = [(key, value) for key, value in self.items() if isinstance(value, torch.Tensor) and key != TRAINING]
+        result = original(self, *args, **kwargs)
+        if self.count is not None and any([self.get(key) is not value for key, value in before]):
+            self.count.changes += 1
+        return result
+
+    return changing
 
 
 class ParameterState(dict[str, Any]):
@@ -323,48 +326,29 @@ class ParameterState(dict[str, Any]):
     """
 
     count: _Count | None = None
-
     is_ahead = False
     """Whether it was made before a step needed it, for a capture: it begins once more with the values of that step."""
 
-    def _note(self, name: str, value: Any = None) -> None:
-        before = self.get(name)
-        # The weights that train come and go with eval() and train(); no kernel reads them there.
-        if self.count is not None and isinstance(before, torch.Tensor) and before is not value and name != TRAINING:
-            self.count.changes += 1
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._note(name, value)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._note(name)
-        super().__delitem__(name)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self._note(name)
-        return super().pop(name, *default)
-
-    def popitem(self) -> tuple[str, Any]:
-        name = next(reversed(self), "")
-        self._note(name)
-        return super().popitem()
-
-    def clear(self) -> None:
-        for name in self:
-            self._note(name)
-        super().clear()
-
-    def update(self, *given: Mapping[str, Any] | Iterable[tuple[str, Any]], **named: Any) -> None:  # type: ignore[override]
-        for name, value in dict(*given, **named).items():
-            self[name] = value
-
-    def __ior__(self, given: Any) -> ParameterState:  # type: ignore[override,misc]
-        self.update(given)
-        return self
+    __setitem__ = _noted("__setitem__")
+    __delitem__ = _noted("__delitem__")
+    __ior__ = _noted("__ior__")
+    clear = _noted("clear")
+    pop = _noted("pop")
+    popitem = _noted("popitem")
+    update = _noted("update")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (), None, None, iter(self.items())
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    def changing(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
+        self.changes += 1
+        return original(self, *args, **kwargs)
+
+    return changing
 
 
 class WatchedState(defaultdict[Any, Any]):
@@ -400,11 +384,10 @@ class WatchedState(defaultdict[Any, Any]):
 
     def adopt(self, states: Mapping[Any, Any], ahead: Container[Any]) -> None:
         """Take the states of parameters; those of `ahead` begin with their first step."""
-        entries: dict[Any, Any] = {}
-        for key, values in states.items():
-            entries[key] = made = ParameterState(values) if isinstance(key, torch.Tensor) else values
-            if isinstance(made, ParameterState):
-                made.count, made.is_ahead = self.count, key in ahead
+        entries = {
+            key: self.entry(values, is_ahead=key in ahead) if isinstance(key, torch.Tensor) else values
+            for key, values in states.items()
+        }
         self.update(entries)
 
     __setitem__ = _counted("__setitem__")
@@ -422,15 +405,6 @@ class WatchedState(defaultdict[Any, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (self.default_factory,), None, None, iter(self.items())
-
-
-def plain_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint whose states are plain dicts, as torch's loaders want them."""
-    states = state_dict.get("state")
-    if not isinstance(states, dict):
-        return state_dict
-    plain = {key: dict(value) if isinstance(value, ParameterState) else value for key, value in states.items()}
-    return {**state_dict, "state": plain}
 
 
 TRAINING = "training_param"  # state key of the weights that train, while the parameter holds those to evaluate
@@ -531,25 +505,48 @@ class StateTemplate:
             values = _by_value(values, self.formats, param)
         state: dict[str, Any] = {}
         for name, start in self.starts.items():
-            value = values.get(name)
+            value: Any = values.get(name)
             if name in self.in_blocks:
-                _add_blocks(
-                    label, name, self.formats[name], start, state, values, live, requests, home, param, group, whole
+                storage = self.formats[name]
+                arrays = storage.arrays(name)
+                there: list[Any] = [values.get(array.name) for array in arrays]
+                is_same = value is not None and all(
+                    buffer is not None
+                    and buffer.dtype is array.dtype
+                    and tuple(buffer.shape) == shape_of_entries(param.shape, array.elements)
+                    for buffer, array in zip(there, arrays)
                 )
+                if is_same and all(
+                    _lies_well(buffer, param, home, array.elements == 1, is_at_home=array.follows_elements)
+                    and (live is None or _is_same(buffer, live.get(array.name)))
+                    for buffer, array in zip(there, arrays)
+                ):
+                    state.update({array.name: buffer for buffer, array in zip(there, arrays)})
+                    continue
+                if value is not None and not is_same:
+                    _check_shape(label, name, value, shape_of(start, param, whole))
+                for place, array in enumerate(arrays):
+                    state[array.name], source = None, there[place] if is_same else value
+                    one = BufferRequest(state, start, param, group, array.dtype, whole, source, array.elements)
+                    requests.setdefault(array.name, []).append(one)
+                    if not is_same:
+                        one.blocks, one.in_blocks = None if place else (storage, name), True
                 continue
             if start.shape == "scalar":
                 state[name] = _scalar(_start(start, group) if value is None else value, dtypes[name], live is not None)
-            elif (
-                value is not None
-                and (live is None or _is_same(value, live.get(name)))
-                and _can_stay(label, name, value, start, param, dtypes[name], home, whole)
-            ):
+                continue
+            stays = value is not None and (live is None or _is_same(value, live.get(name)))
+            if stays:
+                is_like_param = start.shape == "param"
+                if not is_like_param or value.shape != param.shape:
+                    _check_shape(label, name, value, shape_of(start, param, whole))
+                lies_well = _lies_well(value, param, home, is_like_param, is_at_home=is_like_param)
+                stays = value.dtype is dtypes[name] and lies_well
+            if stays:
                 state[name] = value
             else:
-                state[name] = None
-                requests.setdefault(name, []).append(
-                    BufferRequest(state, start, param, group, dtypes[name], whole, value)
-                )
+                state[name], one = None, BufferRequest(state, start, param, group, dtypes[name], whole, value)
+                requests.setdefault(name, []).append(one)
         others = {name: value for name, value in values.items() if name not in state}
         if others:
             own = self.own.difference([name for name, value in others.items() if not isinstance(value, torch.Tensor)])
@@ -572,54 +569,10 @@ def _by_value(state: Mapping[str, Any], formats: Mapping[str, Storage], param: t
     return state if by_value is None else by_value
 
 
-def _add_blocks(
-    label: str,
-    name: str,
-    storage: Storage,
-    start: State,
-    state: dict[str, Any],
-    values: Mapping[str, Any],
-    live: Mapping[str, Any] | None,
-    requests: BufferRequests,
-    home: StateMemory,
-    param: torch.Tensor,
-    group: Mapping[str, Any],
-    whole: torch.Size,
-) -> None:
-    """The arrays of a state in blocks: those that are known in this format, or new ones that take over its values."""
-    arrays = storage.arrays(name)
-    there: list[Any] = [values.get(array.name) for array in arrays]
-    value = values.get(name)
-    is_same = value is not None and all(
-        buffer is not None
-        and buffer.dtype is array.dtype
-        and tuple(buffer.shape) == shape_of_entries(param.shape, array.elements)
-        for buffer, array in zip(there, arrays)
-    )
-    if is_same and all(
-        _lies_well(buffer, param, home, is_like_param=array.elements == 1, is_at_home=array.follows_elements)
-        and (live is None or _is_same(buffer, live.get(array.name)))
-        for buffer, array in zip(there, arrays)
-    ):
-        state.update({array.name: buffer for buffer, array in zip(there, arrays)})
-        return
-    wanted = shape_of(start, param, whole)
-    if value is not None and not is_same and tuple(value.shape) != wanted:
-        raise _other_shape(label, name, value, wanted)
-    for place, array in enumerate(arrays):
-        state[array.name] = None
-        one = BufferRequest(state, start, param, group, array.dtype, whole, value, array.elements)
-        if is_same:
-            one.source = there[place]
-        else:
-            one.blocks, one.in_blocks = None if place else (storage, name), True
-        requests.setdefault(array.name, []).append(one)
-
-
 def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, State]:
     """How each buffer of a parameter's state begins, the step count first, then a master."""
     kind = master_kind(dtype, group)
-    masters = {} if kind is None else {kind.key: start_of(kind)}
+    masters = {} if kind is None else {kind.key: State("param" if kind.begins_as_parameter else 0.0)}
     return {"step": _STEP, **masters, **{name: rule.states[name] for name in names}}
 
 
@@ -638,31 +591,19 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
         buffer = as_real(local_part(state[name]))
         blocks = kept_in_blocks(state, name)
         if blocks is not None:
-            _begin_blocks_again(state, blocks, name, start, part, group, fresh)
+            own = {array.name: local_part(state[array.name]) for array in blocks.arrays(name)}
+            begun = {key: torch.empty_like(array) for key, array in own.items()}
+            _fill_blocks(begun, blocks, name, start, part, group)
+            for key, array in own.items():
+                # By bits: nothing chooses between elements of eight bits of a floating point type.
+                kind = torch.uint8 if array.dtype.itemsize == 1 else torch.int16
+                array.view(kind).copy_(torch.where(fresh.to(array.device), begun[key].view(kind), array.view(kind)))
             continue
         if start.init == "param":
             value = part.detach().to(buffer.device, buffer.dtype)
         else:
             value = torch.full((), _start(start, group), dtype=buffer.dtype, device=buffer.device)
         buffer.copy_(torch.where(fresh.to(buffer.device), value, buffer))
-
-
-def _begin_blocks_again(
-    state: Mapping[str, Any],
-    storage: Storage,
-    name: str,
-    start: State,
-    part: torch.Tensor,
-    group: Mapping[str, Any],
-    fresh: torch.Tensor,
-) -> None:
-    own = {array.name: local_part(state[array.name]) for array in storage.arrays(name)}
-    begun = {key: torch.empty_like(array) for key, array in own.items()}
-    _fill_blocks(begun, storage, name, start, part, group)
-    for key, array in own.items():
-        # By bits: nothing chooses between elements of eight bits of a floating point type.
-        kind = torch.uint8 if array.dtype.itemsize == 1 else torch.int16
-        array.view(kind).copy_(torch.where(fresh.to(array.device), begun[key].view(kind), array.view(kind)))
 
 
 def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
@@ -687,8 +628,10 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
                 buffer.copy_(one.source)
             elif one.start.init == 0:
                 zeros.append(buffer)
+            elif one.start.init == "param":
+                buffer.copy_(one.param.detach())
             else:
-                restart(buffer, one.start, one.param, one.group)
+                buffer.fill_(_start(one.start, one.group))
         zero_all(zeros)
     for one in [one for missing in requests.values() for one in missing]:
         if one.blocks is not None and (one.source is not None or one.start.init != 0):
@@ -730,7 +673,7 @@ def _start(start: State, group: Mapping[str, Any]) -> float:
 
 def shape_of(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int, ...]:
     """The shape of a state buffer."""
-    if start.shape in ("left", "right"):
+    if start.shape in SQUARES:
         side = whole[-2 if start.shape == "left" else -1]
         return (side, side)
     if start.shape == "row":
@@ -740,13 +683,6 @@ def shape_of(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int,
     return tuple(param.shape)
 
 
-def slice_overs(rule: Rule, param: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """For states with one number a row or column, the dimension of the parameter that they have not, and the next."""
-    ends = {"row": param.dim(), "column": param.dim() - 1}
-    sliced = {name: ends[start.shape] for name, start in rule.states.items() if start.shape in ends}
-    return {name: (end - 1, end) for name, end in sliced.items()}
-
-
 def has_begun(state: Mapping[str, Any]) -> bool:
     """Whether a saved state has seen a step, as far as it says."""
     if any([isinstance(value, torch.Tensor) and name != "step" for name, value in state.items()]):
@@ -754,30 +690,12 @@ def has_begun(state: Mapping[str, Any]) -> bool:
     return float(state.get("step") or 0.0) > 0
 
 
-def _can_stay(
-    label: str,
-    name: str,
-    value: torch.Tensor,
-    start: State,
-    param: torch.Tensor,
-    dtype: torch.dtype,
-    home: StateMemory,
-    whole: torch.Size,
-) -> bool:
-    """Whether a known buffer lies as kernels want it."""
-    is_like_param = start.shape == "param"
-    if not is_like_param or value.shape != param.shape:
-        wanted = shape_of(start, param, whole)
-        if tuple(value.shape) != wanted:
-            raise _other_shape(label, name, value, wanted)
-    return value.dtype is dtype and _lies_well(value, param, home, is_like_param, is_at_home=is_like_param)
-
-
-def _other_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> StateError:
-    return StateError(
-        f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
-        "or this state was changed; change the other too, or delete the parameter from `state` to begin anew"
-    )
+def _check_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(value.shape) != wanted:
+        raise StateError(
+            f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
+            "or this state was changed; change the other too, or delete the parameter from `state` to begin anew"
+        )
 
 
 def _lies_well(
@@ -798,11 +716,3 @@ def _empty(one: BufferRequest) -> torch.Tensor:
     if one.elements != 1:
         shape = shape_of_entries(one.param.shape, one.elements)
     return one.param.new_empty(shape, dtype=one.dtype, requires_grad=False)
-
-
-def restart(buffer: torch.Tensor, start: State, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Let a buffer begin again, in place."""
-    if start.init == "param":
-        buffer.copy_(param.detach())
-    else:
-        buffer.fill_(_start(start, group))
