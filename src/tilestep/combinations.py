@@ -95,6 +95,12 @@ def refusal(added: str, there: Iterable[str]) -> str:
     return next((REFUSED[added, present] for present in there if (added, present) in REFUSED), "")
 
 
+def refuse(added: str, there: Iterable[str], label: str = "", error: type[Exception] = ValueError) -> None:
+    """Raise if something cannot be added to what is there."""
+    if reason := refusal(added, there):
+        raise error(f"{label} {reason}".lstrip())
+
+
 def kind_of(module: nn.Module) -> str:
     """What wraps a module, as `REFUSED` calls it; empty for a plain one."""
     if isinstance(module, DistributedDataParallel):

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..backends.spec import KernelSpec
-from ..combinations import FSDP1, refusal, split_kind
+from ..combinations import FSDP1, refuse, split_kind
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
@@ -126,11 +126,7 @@ def _divided(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Pause Python's garbage collector.
-
-    Ten thousand parameters' records are all kept, and would set it off several times over the whole heap: with torch
-    imported that took longer than making them.
-    """
+    """Pause Python's garbage collector, which ten thousand kept records would set off several times over the heap."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,7 +150,7 @@ class _Planned:
     graph: Graph
     spec: KernelSpec
     state: dict[str, Any]
-    exchange: Any
+    exchange: Any = None
     is_unreal: bool = False
 
 
@@ -193,11 +189,23 @@ class _Plans:
         alike = (*kind, shape) if kind in self._by_shape else kind
         if alike not in self._known:
             rule = self._optimizer.rule_of(group)
-            graph = (
-                _graph_of_pairs(label, rule, group, shape, is_sharded=is_distributed(param))
-                if param.is_complex()
-                else _graph_of(label, rule, group, shape)
-            )
+            try:
+                graph = graph_of(rule, group, shape)
+            except MatrixError as error:
+                if param.is_complex():
+                    check_pairs(label, rule, None, is_sharded=is_distributed(param))
+                    raise
+                dims = "> 2" if len(shape) > 2 else "!= 2"
+                others = (
+                    f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
+                )
+                raise MatrixError(
+                    f"{label} of shape {tuple(shape)} is not a matrix, and {rule.name} works on matrices only; give it "
+                    "to another rule, in a param group of its own: "
+                    f"{others if rule.fallback is None else sorted_for(rule)} makes such groups"
+                ) from error
+            if param.is_complex():
+                check_pairs(label, rule, graph, is_sharded=is_distributed(param))
             if graph.branches_on_sizes:
                 self._by_shape.add(kind)
                 alike = (*kind, shape)
@@ -224,10 +232,7 @@ class _Plans:
 
 @_without_collection()
 def check_params(optimizer: Optimizer) -> None:
-    """Raise for parameters that cannot be updated, and for rules that cannot be translated, before there is state.
-
-    On a CPU this also builds or loads the kernels, so that the first step does not wait for them.
-    """
+    """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
     plans, by_device = _Plans(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     at_home, state = optimizer.memory.is_beside, vars(optimizer)["state"]
@@ -257,13 +262,27 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         about_group(index, partial(check_flags, optimizer.rule_of(group), group))
     state = _watched(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    _forget_replaced(state, params)
+    kept = set(map(id, params))
+    for param in [param for param in state if id(param) not in kept]:
+        # State that was made ahead, of a parameter that has left its group before any step.
+        if isinstance(state[param], ParameterState) and state[param].is_ahead:
+            del state[param]
     home = optimizer.memory
     together = begins_together(optimizer)
     every = ahead or together
     home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state, all_that_train=every)])
-    requests: BufferRequests = {}
-    planned, dormant = _plan(optimizer, requests, every)
+    requests, plans, exchanges = BufferRequests(), _Plans(optimizer), Exchanges()
+    planned: list[_Planned] = []
+    dormant: list[torch.Tensor] = []
+    for listed in listed_once(optimizer):
+        label, _, _, param = listed
+        if not _begins(param, state, all_that_train=every):
+            dormant.append(param)
+            continue
+        one = _planned(optimizer, plans, listed, state.get(param, {}), requests)
+        if one.spec.program.matrices.scratch and not is_whole(param):
+            one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states))
+        planned.append(one)
     fill_buffers(requests, home)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
@@ -305,7 +324,11 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
             for engine, params in zip(engines, plan.members)
         ]
         plan.shared_sums = [SharedSums(mesh_ranks, engine.segments) for engine in engines]
-    plan.complex_members = _complex_members(plan)
+    if any(param.is_complex() for params in plan.members for param in params):
+        plan.complex_members = [
+            ComplexMembers([entry.label for entry in engine.entries], params, engine.params)
+            for engine, params in zip(plan.engines, plan.members)
+        ]
     return plan
 
 
@@ -329,47 +352,11 @@ def begin_at_once(optimizer: Optimizer) -> None:
         state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=True)
 
 
-def _complex_members(plan: StepPlan) -> list[ComplexMembers]:
-    """For each engine its complex parameters; nothing where there are none."""
-    if not any(param.is_complex() for params in plan.members for param in params):
-        return []
-    return [
-        ComplexMembers([entry.label for entry in engine.entries], params, engine.params)
-        for engine, params in zip(plan.engines, plan.members)
-    ]
-
-
 def _watched(optimizer: Optimizer) -> WatchedState:
     """The optimizer's state, which counts its changes from now on."""
     if not isinstance(optimizer.state, WatchedState):
         optimizer.state = WatchedState(dict, optimizer.state)
     return optimizer.state
-
-
-def _forget_replaced(state: WatchedState, params: Sequence[torch.Tensor]) -> None:
-    """Drop state that was made ahead for parameters that have left their group before any step."""
-    kept = set(map(id, params))
-    for param in [param for param, values in state.items() if id(param) not in kept]:
-        if isinstance(state[param], ParameterState) and state[param].is_ahead:
-            del state[param]
-
-
-def _plan(optimizer: Optimizer, requests: BufferRequests, every: bool) -> tuple[list[_Planned], list[torch.Tensor]]:
-    """Every parameter with its kernels and state, of which `requests` is still to be filled; and those without any."""
-    plans, exchanges = _Plans(optimizer), Exchanges()
-    planned: list[_Planned] = []
-    dormant: list[torch.Tensor] = []
-    state = optimizer.state
-    for label, group_index, group, param in listed_once(optimizer):
-        values = state.get(param, {})
-        if not _begins(param, state, all_that_train=every):
-            dormant.append(param)
-            continue
-        one = _planned(optimizer, plans, (label, group_index, group, param), values, requests)
-        gathered = one.spec.program.matrices.scratch and not is_whole(param)
-        one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states)) if gathered else None
-        planned.append(one)
-    return planned, dormant
 
 
 def _planned(
@@ -396,7 +383,6 @@ def _planned(
     unreal = not is_plain and is_unreal(whole)
 
     def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What kernels see of a state."""
         entries = entries_of(values, template.names)
         own = local_state(label, values, param, template.buffers, graph.slice_states, graph.matrix_states, entries)
         if not unreal:
@@ -405,16 +391,13 @@ def _planned(
             own = {name: as_real(value) if name in template.buffers else value for name, value in own.items()}
         return own
 
-    if not is_plain or not _are_plain(values, live or {}):
+    found = [*values.values(), *(live or {}).values()]
+    if not is_plain or not all(
+        [type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in found]
+    ):
         values, live = kernel_values(values), None if live is None else kernel_values(live)
     state = template.begin(label, part, group, values, requests, home, param.shape, live)
-    return _Planned(label, group_index, param, graph, kind.spec, state, None, unreal)
-
-
-def _are_plain(*states: Mapping[str, Any]) -> bool:
-    """Whether the values of states are tensors in memory, or no tensors."""
-    values = [value for state in states for value in state.values()]
-    return all([type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in values])
+    return _Planned(label, group_index, param, graph, kind.spec, state, is_unreal=unreal)
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
@@ -423,27 +406,33 @@ def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Ten
     if not is_unreal(whole):
         if fake_mode_is_active():
             require_no_real(optimizer)
-        _check_memory(label, whole)
+        if whole.layout is torch.strided:
+            if whole.is_neg() or whole.is_conj():
+                whole.data = resolved(whole.data)
+            if not has_memory(whole):
+                kind = type(whole).__name__
+                freed = "has no memory: its storage was freed"
+                what = freed if kind in ("Tensor", "Parameter") else f"is of the type {kind}"
+                raise GradientError(
+                    f"{label} {what}; only parameters whose values lie in memory of their own can be updated"
+                )
     check_parameter(whole, label)
     return whole
-
-
-def _begins_too(param: torch.Tensor, together: bool) -> bool:
-    """Whether a parameter begins with others, though it has neither gradient nor state."""
-    return param.requires_grad and (together or is_distributed(param)) and _begins(param, {}, all_that_train=True)
 
 
 @_without_collection()
 def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The states of parameters with a checkpoint's values, which are copied unless they are the optimizer's buffers.
-
-    Where all state begins together, and the checkpoint has some, the other parameters that train get theirs too.
-    """
+    """States with a checkpoint's values, copied unless they are the optimizer's buffers; those that begin with them."""
     plans, requests = _Plans(optimizer), BufferRequests()
     together = begins_together(optimizer)
-    begun = [one for one in listed_once(optimizer) if one[3] in saved or _begins_too(one[3], together)]
+    begun = [
+        one
+        for one in listed_once(optimizer)
+        if one[3] in saved
+        or (one[3].requires_grad and (together or is_distributed(one[3])) and _begins(one[3], {}, all_that_train=True))
+    ]
     optimizer.memory.begin([(label, param) for label, _, _, param in begun])
     chosen = [one for one in begun if saved and not one[3].is_meta]
     live = optimizer.state
@@ -484,7 +473,14 @@ def _engines(
     for one in planned:
         entry = _entry(optimizer, one)
         if one.spec.draws:
-            _count_elements(optimizer, one, entry, ordinals)
+            # Which parameter it is, and which of its elements it has, for random bits that know no mesh.
+            pair, piece = 2 if one.param.is_complex() else 1, optimizer.placement.origin(one.param)
+            if piece is not None:
+                entry.ordinal, entry.origin = ordinals[piece.param], pair * (piece.start or 0)
+            if is_distributed(one.param):
+                entry.origin = pair * first_index(one.param, one.label)
+                strides = tuple(pair * stride for stride in one.param.stride())
+                entry.strides = (*strides, 1) if pair > 1 else strides
         entry.share = 1.0 if mesh_ranks is None else mesh_ranks.share(one.param)
         optimizer.memory.on_entry(one.spec, entry)
         members[id(entry)] = one.param
@@ -521,18 +517,6 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     return entry
 
 
-def _count_elements(optimizer: Optimizer, one: _Planned, entry: Entry, ordinals: Mapping[torch.Tensor, int]) -> None:
-    """Tell an entry which parameter it is, and which of its elements it has, for random bits that know no mesh."""
-    param, pair = one.param, 2 if one.param.is_complex() else 1
-    piece = optimizer.placement.origin(param)
-    if piece is not None:
-        entry.ordinal, entry.origin = ordinals[piece.param], pair * (piece.start or 0)
-    if is_distributed(param):
-        entry.origin = pair * first_index(param, one.label)
-        strides = tuple(pair * stride for stride in param.stride())
-        entry.strides = (*strides, 1) if pair > 1 else strides
-
-
 def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> dict[str, Any]:
     """A parameter's state as users see it: DTensors and complex buffers as the parameter; numbers are plain tensors."""
     if not is_distributed(param) and not param.is_complex():
@@ -548,39 +532,9 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
     }
 
 
-def _graph_of(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size) -> Graph:
-    try:
-        return graph_of(rule, group, shape)
-    except MatrixError as error:
-        raise MatrixError(
-            f"{label} of shape {tuple(shape)} is not a matrix, and {rule.name} works on matrices only; give it "
-            f"to another rule, in a param group of its own: {_makes_groups(rule, len(shape))} makes such groups"
-        ) from error
-
-
-def _graph_of_pairs(label: str, rule: Rule, group: dict[str, Any], shape: torch.Size, *, is_sharded: bool) -> Graph:
-    try:
-        graph = graph_of(rule, group, shape)
-    except MatrixError:
-        check_pairs(label, rule, None, is_sharded=is_sharded)
-        raise
-    check_pairs(label, rule, graph, is_sharded=is_sharded)
-    return graph
-
-
-def _makes_groups(rule: Rule, dim: int) -> str:
-    """What sorts out the parameters that a rule for matrices does not take, such as this one."""
-    if rule.fallback is not None:
-        return sorted_for(rule)
-    dims = "> 2" if dim > 2 else "!= 2"
-    return f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
-
-
 def begins_together(optimizer: Optimizer) -> bool:
-    """Whether all state begins with the first step, and not that of each parameter with its first gradient.
-
-    Where state lives elsewhere there is room for all of it; ranks that share a norm all work it out.
-    """
+    """Whether all state begins with the first step, and not that of each parameter with its first gradient."""
+    # Where state lives elsewhere there is room for all of it; ranks that share a norm all work it out.
     schedule, control = optimizer.schedule, optimizer.control
     return schedule.begins_together or not optimizer.memory.is_beside or control.joint is not None
 
@@ -613,18 +567,6 @@ def require_no_real(optimizer: Optimizer) -> None:
             )
 
 
-def _check_memory(label: str, part: torch.Tensor) -> None:
-    """Refuse a parameter that kernels cannot reach by an address; one whose memory holds other values gets its own."""
-    if part.layout is not torch.strided:
-        return
-    if part.is_neg() or part.is_conj():
-        part.data = resolved(part.data)
-    if not has_memory(part):
-        kind = type(part).__name__
-        what = "has no memory: its storage was freed" if kind in ("Tensor", "Parameter") else f"is of the type {kind}"
-        raise GradientError(f"{label} {what}; only parameters whose values lie in memory of their own can be updated")
-
-
 def flat_part(optimizer: Optimizer) -> str:
     """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any."""
     first = ""
@@ -635,5 +577,5 @@ def flat_part(optimizer: Optimizer) -> str:
         program = spec_of(optimizer.rule_of(group), group, param).program
         reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
         if reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states:
-            raise GradientError(f"{label} {refusal('a reduction', [FSDP1])}")
+            refuse("a reduction", [FSDP1], label, GradientError)
     return first

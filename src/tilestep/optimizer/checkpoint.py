@@ -19,6 +19,7 @@ from ..rules.protocol import at_step, changes
 from ..rules.scalars import PYTHON_TYPES
 from ..storage import Storage, dtype_name, kept_in_blocks, scale_names, shape_of_entries, values_of
 from .build import loaded_states
+from .control import with_limits
 from .groups import GROUP_OPTIONS, about_group, check_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, master_kind
 from .parameters import iter_params
@@ -128,12 +129,9 @@ def read_by_value(
     rule: Rule | None = None,
     param: torch.Tensor | None = None,
 ) -> Mapping[str, Any]:
-    """A parameter's saved state with what other libraries have quantized in float32, under this library's names.
-
-    Those of `scaled_states` are multiplied with their scales, unless these are the rule's own.
-
-    Source: the optimizers of bitsandbytes 0.50, torchao 0.18 (`torchao.optim`) and FlashOptim 0.1.4.
-    """
+    """A parameter's saved state with what other libraries have quantized in float32, under this library's names."""
+    # As bitsandbytes 0.50, torchao 0.18 (`torchao.optim`) and FlashOptim 0.1.4 write it. Those of `scaled_states` are
+    # multiplied with their scales, unless these are the rule's own.
     own = () if rule is None else rule.state_names
     scales = [name for name in values if name.endswith("_scale") and name not in own]
     if not scales and _MARKS.isdisjoint(values) and _PLAIN_STATES.issuperset(map(type, values.values())):
@@ -173,10 +171,8 @@ def _of_subclass(label: str, name: str, value: Any) -> Any:
 
 
 def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
-    """FlashOptim's states: 32 neighbours of the flattened local tensor have a scale of 16 bits.
-
-    Second moments are kept by their root, in 255 steps; others companded, 2x / (1 + |x|) in 127.
-    """
+    """FlashOptim's states: 32 neighbours of the flattened local tensor have a scale of 16 bits."""
+    # Second moments are kept by their root, in 255 steps; others companded, 2x / (1 + |x|) in 127.
     own = local_part(codes)
     scale = None if scales is None else local_part(scales)
     if scale is not None and scale.dtype is torch.bfloat16:
@@ -305,14 +301,12 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
 
 
 def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Take a checkpoint's groups and states as torch does, but uncast, and whole or not at all.
-
-    Values are copied into new buffers, so that nothing that was handed out before is written to; a buffer that is the
-    optimizer's own, as after `dcp.load` in place, stays. Tables and graphs made before are used no more.
-    """
+    """Take a checkpoint's groups and states as torch does, but uncast, and whole or not at all."""
+    # Values are copied into new buffers, so that nothing that was handed out before is written to; a buffer that is the
+    # optimizer's own, as after `dcp.load` in place, stays. Tables and graphs made before are used no more.
     try:
         with unchanged_on_error(optimizer):
-            given = after_hooks(optimizer, state_dict)
+            given = after_hooks(optimizer, with_limits(state_dict))
             optimizer.param_groups = groups = loaded_groups(optimizer, given["param_groups"])
             for group in groups:
                 without_defaults(group)
@@ -321,7 +315,9 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             for param, values in saved.items():
                 state = states.setdefault(param, dict(values))
                 if values.get(TRAINING) is not None:
-                    _add_training(param, values, state)
+                    # The checkpoint was written while the parameters held their averages.
+                    state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
+                    copy_into(state[TRAINING], values[TRAINING].detach())
             identifiers = {identifier for group in given["param_groups"] for identifier in group["params"]}
             others = {key: value for key, value in given["state"].items() if key not in identifiers}
             optimizer.take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
@@ -357,9 +353,14 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
     for index, (group, old) in enumerate(zip(groups, before)):
         rule, own = optimizer.rule_of(old), {**GROUP_OPTIONS, **old}
         _complete_group(group, old, rule)
-        # What the optimizer has was checked when it was given.
-        if any(value is not own.get(key) and not _is_equal(value, own.get(key)) for key, value in group.items()):
-            about_group(index, partial(check_group, rule, group))
+        for key, value in group.items():
+            other = own.get(key)
+            kinds = set(map(type, value if isinstance(value, (tuple, list)) else (value,)))
+            alike = type(value) is type(other) and PYTHON_TYPES.issuperset(kinds) and bool(value == other)
+            # What the optimizer has was checked when it was given.
+            if value is not other and not alike:
+                about_group(index, partial(check_group, rule, group))
+                break
     return groups
 
 
@@ -400,21 +401,11 @@ def check_rules(
             )
 
 
-def _is_equal(value: Any, other: Any) -> bool:
-    """Whether two hyperparameters are numbers, flags or strings, or tuples of such, and the same."""
-    if type(value) is not type(other):
-        return False
-    entries = value if isinstance(value, (tuple, list)) else (value,)
-    return PYTHON_TYPES.issuperset(map(type, entries)) and bool(value == other)
-
-
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
-    """Give a loaded param group its parameters and the keys that the checkpoint does not have.
-
-    How state is kept and sent is not the checkpoint's business: `master_weights`, `state_dtype`, `rounding` and the
-    types that travel stay as this optimizer was made; where both round at random, the checkpoint's `seed` goes on. Nor
-    is code: hyperparameters that are functions of the step stay as they are.
-    """
+    """Give a loaded param group its parameters and the keys that the checkpoint does not have."""
+    # How state is kept and sent is not the checkpoint's business: `master_weights`, `state_dtype`, `rounding` and the
+    # types that travel stay as this optimizer was made; where both round at random, the checkpoint's `seed` goes on.
+    # Nor is code: hyperparameters that are functions of the step stay as they are.
     for key in ("params", "param_names", *rule.hyperparameters, *rule.options):
         if key in old:
             group.setdefault(key, old[key])
@@ -440,10 +431,8 @@ def _with_functions(old: Any, loaded: Any) -> Any:
 
 
 def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-    """Put numbers in the place of functions of the step: what they gave at the group's last step.
-
-    What gradients and parameters travel in is left out: checkpoints know nothing of ranks.
-    """
+    """Put numbers in the place of functions of the step: what they gave at the group's last step."""
+    # What gradients and parameters travel in is left out: checkpoints know nothing of ranks.
     for group, other in zip(optimizer.param_groups, saved):
         for key in ("grad_sync_dtype", "param_sync_dtype"):
             other.pop(key, None)
@@ -451,14 +440,10 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
             other["state_dtype"] = saved_choice(other["state_dtype"])
         functions = [key for key, value in other.items() if key != "params" and changes(value)]
         if functions:
-            steps = [_number(optimizer.state[param]["step"]) for param in group["params"] if param in optimizer.state]
-            step = max(1.0, *steps, 1.0)
+            # Reading a step count from a device waits for it; a checkpoint's is usually on the host.
+            steps = [optimizer.state[param]["step"] for param in group["params"] if param in optimizer.state]
+            step = max(1.0, *(float(one) for one in steps if one is not None), 1.0)
             other.update({key: _numbers(at_step(other[key], step, key)) for key in functions})
-
-
-def _number(value: Any) -> float:
-    # Reading a step count from a device waits for it; a checkpoint's is usually on the host.
-    return float(value) if value is not None else 0.0
 
 
 def _numbers(value: Any) -> Any:
@@ -525,8 +510,14 @@ class _StateReader:
             if not isinstance(value, torch.Tensor):
                 continue
             blocks = kept_in_blocks(values, name) if has_blocks else None
+            for array in () if blocks is None else blocks.arrays(name):
+                shape, wanted = tuple(values[array.name].shape), shape_of_entries(param.shape, array.elements)
+                if shape != wanted:
+                    raise StateError(
+                        f"state {array.name!r} of {label} has shape {shape} in the checkpoint, it needs {wanted} for "
+                        f"{blocks}"
+                    )
             if blocks is not None:
-                _check_blocks(label, name, blocks, values, param)
                 continue
             if name not in MASTER_KEYS and not (value.is_floating_point() or value.is_complex()):
                 raise StateError(
@@ -551,19 +542,3 @@ class _StateReader:
             # Optimizers of torch that count no steps have their buffers from the first one on.
             values["step"] = 1.0
         return values
-
-
-def _check_blocks(label: str, name: str, blocks: Storage, values: Mapping[str, Any], param: torch.Tensor) -> None:
-    """Raise if the arrays of a saved state in blocks are of another parameter."""
-    for array in blocks.arrays(name):
-        shape, wanted = tuple(values[array.name].shape), shape_of_entries(param.shape, array.elements)
-        if shape != wanted:
-            raise StateError(
-                f"state {array.name!r} of {label} has shape {shape} in the checkpoint, it needs {wanted} for {blocks}"
-            )
-
-
-def _add_training(param: torch.Tensor, saved: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Copy the weights that train, where a checkpoint was written while the parameters held their averages."""
-    state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
-    copy_into(state[TRAINING], saved[TRAINING].detach())

@@ -47,7 +47,7 @@ from ..backends.spec import (
     SKIPPED,
     UNSCALE,
 )
-from ..combinations import FSDP1, refusal
+from ..combinations import FSDP1, refuse
 from ..errors import GradientError
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead
@@ -324,7 +324,10 @@ class StepControl:
         for control in plan.controls:
             own = inputs if len(plan.controls) == 1 else replace(inputs)
             if own is not inputs or (own.power_sum is not None and own.power_sum.device != device):
-                _bring(own, control.numbers.device)
+                for name in ("power_sum", "grad_scale", "found_inf", "loss"):
+                    number = getattr(own, name)
+                    if number is not None and number.device != control.numbers.device:
+                        setattr(own, name, moved(number, control.numbers.device))
             own.overflow = control.overflow if own.check_overflow else None
             control.update(own, captured=captured)
         plan.decided_plainly = not captured and not inputs.needs_norm and inputs.is_trivial
@@ -342,7 +345,7 @@ class StepControl:
     def _find_norm(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs) -> None:
         """Run the norm pass, or take the norm that optimizers share."""
         if self.flat_part:
-            raise GradientError(f"{self.flat_part} {refusal('a norm of the gradients', [FSDP1])}")
+            refuse("a norm of the gradients", [FSDP1], self.flat_part, GradientError)
         if self.joint is not None:
             inputs.power_sum = self.joint.power_sum(optimizer)
             return
@@ -478,14 +481,6 @@ def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
     return moved(value, device) if isinstance(value, torch.Tensor) else torch.full((), float(value), device=device)
 
 
-def _bring(inputs: StepInputs, device: torch.device) -> None:
-    """Bring what a step is decided from to a device."""
-    for name in ("power_sum", "grad_scale", "found_inf", "loss"):
-        number = getattr(inputs, name)
-        if number is not None and number.device != device:
-            setattr(inputs, name, moved(number, device))
-
-
 def _decision_launches(plan: StepPlan, inputs: StepInputs) -> list[Any]:
     """The launches of the norm and of the decision, if one engine decides for itself."""
     if plan.ranks is not None or len(plan.engines) > 1:
@@ -530,7 +525,7 @@ class JointGradNorm:
 
     def _sum(self, stepping: Optimizer) -> torch.Tensor:
         members = self._living()
-        carries = _carries_scale(stepping)
+        carries = bool(stepping.control.gradients_scaled) or getattr(stepping, "grad_scale", None) is not None
         # A scaler does not mark optimizers that it has not stepped yet; those that it has unscaled it does.
         others = [member for member in members if member.schedule.updating(member) is not stepping]
         if any(other.control.gradients_scaled not in (None, carries) for other in others):
@@ -556,10 +551,6 @@ class JointGradNorm:
 
     def _living(self) -> list[Optimizer]:
         return [member for member in (reference() for reference in self._members) if member is not None]
-
-
-def _carries_scale(optimizer: Optimizer) -> bool:
-    return bool(optimizer.control.gradients_scaled) or getattr(optimizer, "grad_scale", None) is not None
 
 
 def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
@@ -600,9 +591,7 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
     for place, optimizer in enumerate(given):
         if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "power_sum")):
             raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not one of tilestep's")
-        reason = refusal("joint norm", optimizer.attached)
-        if reason:
-            raise ValueError(f"joint_norm: optimizer {place}: {reason}")
+        refuse("joint norm", optimizer.attached, f"joint_norm: optimizer {place}:")
         for name in optimizer.schedule.applied_groups[:1]:
             raise RuntimeError(
                 f"joint_norm: backward has updated {name} of optimizer {place} already: call it before backward, or "

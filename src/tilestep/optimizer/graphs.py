@@ -88,10 +88,7 @@ def require_current(graphs: Graphs) -> None:
 
 
 def require_no_waits(optimizer: Optimizer) -> None:
-    """Raise `CaptureError` if the host waits in some steps of an optimizer whose ranks step together.
-
-    Each rank would decide by itself which steps run outside the graph. The answer is the same on all of them.
-    """
+    """Raise if the host waits in some steps of an optimizer whose ranks step together: each would decide by itself."""
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)
         for shape in {param.shape for param in group["params"]}:

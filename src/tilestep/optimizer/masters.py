@@ -85,12 +85,10 @@ def exact_values(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Masters:
-    """Parameters whose masters do not show that other code has written to the parameter: their versions do.
+    """Parameters whose masters do not show that other code has written to the parameter: their versions do."""
 
-    What a remainder adds to a value of 16 bits is of no use for another value. (A float32 master is compared with its
-    copy as it is read.) A write that no version counts, through `param.data`, leaves the remainder: half a unit in the
-    parameter's last place at most.
-    """
+    # What a remainder adds to a value of 16 bits is of no use for another value. (A float32 master is compared with its
+    # copy as it is read.) A write that no version counts, through `param.data`, leaves half a unit in the last place.
 
     def __init__(
         self,

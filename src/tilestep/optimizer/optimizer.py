@@ -6,25 +6,26 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..backends.spec import NORM, SKIPPED
-from ..combinations import refusal
+from ..combinations import refuse
 from ..compat import fake_mode_is_active, is_capturing, opaque, step_is_ordinary, step_is_watched
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
 from ..placement import LOCAL, Placement, ReductionGroup
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
-from ..runtime import DeviceEngine, Stale, StepInputs
+from ..runtime import Stale, StepInputs
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.schedule import AT_STEP, Schedule
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
 from .build import begin_at_once, begins_together, build_plan, check_params, flat_part, require_no_real, spec_of
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
-from .control import SkipPolicy, StepControl, TimesMean, with_limits
+from .control import SkipPolicy, StepControl, TimesMean
 from .evaluation import holds_averages, keeps_averages, swap_in_averages, swap_out_averages
 from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
@@ -158,31 +159,16 @@ class Optimizer(torch.optim.Optimizer):
     def attach(
         self, names: Sequence[str], *, schedule: Schedule | None = None, offers: Mapping[str, Any] | None = None
     ) -> None:
-        """Have something attached to this optimizer, which stays of its class.
-
-        Args:
-            names: what `combinations.REFUSED` calls it.
-            schedule: when updates run from now on.
-            offers: functions that the optimizer has besides, by their names.
-
-        Raises:
-            ValueError: if it does not go together with what is attached already, see `combinations`.
-        """
+        """Have attached what `combinations.REFUSED` calls so, with functions that the optimizer has besides."""
         for name in names:
-            reason = refusal(name, self.attached)
-            if reason:
-                raise ValueError(reason)
+            refuse(name, self.attached)
         self.attached += tuple(names)
         if schedule is not None:
             self.schedule = schedule
         vars(self).update(offers or {})
 
     def take_memory(self, memory: StateMemory) -> None:
-        """Move all state to another memory, with a plan that knows it there.
-
-        Args:
-            memory: where it is going to be.
-        """
+        """Move all state to another memory, with a plan that knows it there."""
         if self._plan is not None:
             self._plan.sync_masters()
         self.memory = memory
@@ -219,15 +205,7 @@ class Optimizer(torch.optim.Optimizer):
     def composed(
         cls, *args: Any, placement: Placement, schedule: Schedule, taps: Taps | None = None, **given: Any
     ) -> Optimizer:
-        """An optimizer of parameters that lie elsewhere, or are updated at other times, from the beginning.
-
-        Args:
-            args: what its class takes.
-            placement: where its parameters lie.
-            schedule: when they are updated.
-            taps: what gives out what their updates see.
-            given: what its class takes.
-        """
+        """An optimizer of parameters that lie elsewhere, or are updated at other times, from the beginning."""
         made = cls.__new__(cls)
         made.placement, made.schedule, made.taps = placement, schedule, taps
         Optimizer.__init__(made, *args, **given)
@@ -286,7 +264,9 @@ class Optimizer(torch.optim.Optimizer):
             without_defaults(group)
             if self._ready:
                 check_params(self)
-                self._begin_home()
+                # Where state lives elsewhere all of it has room; gradients may be taken there before any step.
+                if self.schedule.makes_plan and (self.schedule.begins_together or not self.memory.is_beside):
+                    self.rebuild(ahead=True)
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a param group."""
@@ -334,11 +314,6 @@ class Optimizer(torch.optim.Optimizer):
         """Use the plan no more; graphs that read its tables are stale."""
         self.graphs = self.graphs.without(self._plan)
         self._plan = None
-
-    def _begin_home(self) -> None:
-        """Where state lives elsewhere, see that all of it has room; gradients may be taken there before any step."""
-        if self.schedule.makes_plan and (self.schedule.begins_together or not self.memory.is_beside):
-            self.rebuild(ahead=True)
 
     def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> StepPlan:
         """The plan, built anew if groups, parameters or states are others; see `StepPlan.fit` and `build_plan`."""
@@ -404,14 +379,7 @@ class Optimizer(torch.optim.Optimizer):
         return {controls[0].numbers.device: controls[0].overflow} if controls else {}
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
-        """The sum of squares of the gradients as they are, those of all ranks for DTensors, as a step works it out.
-
-        Args:
-            prepared: whether the plan is up to date.
-
-        Returns:
-            float64[1] on a device, not waited for; None without parameters.
-        """
+        """The gradients' sum of squares as a step works it out, float64[1]; `prepared` if the plan is up to date."""
         updating = self.schedule.updating(self) if prepared else self.schedule.complete_gradients(self)
         plan = updating.plan if prepared and updating.plan is not None else updating.prepared()[0]
         return updating.control.power_sum(plan)  # type: ignore[no-any-return]
@@ -527,9 +495,6 @@ class Optimizer(torch.optim.Optimizer):
         updating = self.schedule.updating(self)
         return updating.plan or updating.rebuild(ahead=True)  # type: ignore[no-any-return]
 
-    def _current(self) -> list[DeviceEngine]:
-        return self._current_plan().engines
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         """Update every parameter that has a gradient.
@@ -561,7 +526,7 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.control.forget_step(self)
             raise
-        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current():
+        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current_plan().engines:
             raise RuntimeError(
                 "step(loss=...): the step was decided before it was called, in backward or without gradients, so its "
                 "loss was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"
@@ -571,9 +536,7 @@ class Optimizer(torch.optim.Optimizer):
     def update(self, *, unmoved: bool = False) -> None:
         """What a step does by itself: update every parameter that has a gradient, whatever the schedule.
 
-        Args:
-            unmoved: whether parameters and gradients are where they were at the last step, and nothing has written to
-                the parameters since; their versions are not counted then.
+        `unmoved` says that all are where they were, and unwritten since; versions are not counted then.
         """
         plan = self._plan
         if unmoved and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
@@ -657,20 +620,17 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight.item()
             1.0
         """
-        if self._has_averages():
-            self.schedule.hold_weights(False, self._eval)
+        self.train(False)
 
-    def _has_averages(self) -> bool:
-        """Whether `eval` and `train` have anything to do: frameworks call them before every backward."""
-        return self.is_evaluating or keeps_averages(self)
-
-    def _eval(self) -> None:
-        if not keeps_averages(self):
-            return
-        if self.state and self._plan is None:
-            self.rebuild()
-        swap_in_averages(self)
-        self.is_evaluating = True
+    def _hold_weights(self, mode: bool) -> None:
+        if mode and self.is_evaluating:
+            swap_out_averages(self)
+            self.is_evaluating = False
+        elif not mode and keeps_averages(self):
+            if self.state and self._plan is None:
+                self.rebuild()
+            swap_in_averages(self)
+            self.is_evaluating = True
 
     @opaque
     def train(self, mode: bool = True) -> None:
@@ -679,13 +639,9 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             mode: False is `eval()`.
         """
-        if self._has_averages():
-            self.schedule.hold_weights(mode, self._train if mode else self._eval)
-
-    def _train(self) -> None:
-        if self.is_evaluating:
-            swap_out_averages(self)
-            self.is_evaluating = False
+        # Frameworks call it before every backward, with nothing to do for most rules.
+        if self.is_evaluating or keeps_averages(self):
+            self.schedule.hold_weights(mode, partial(self._hold_weights, mode))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -731,10 +687,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             StateError: for other shapes or another rule; ValueError for other groups. Nothing is changed then.
         """
-        self.schedule.load_state_dict(state_dict, self._load_state_dict)
-
-    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        load(self, with_limits(state_dict))
+        self.schedule.load_state_dict(state_dict, partial(load, self))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.schedule.not_copied or self.memory.not_copied:

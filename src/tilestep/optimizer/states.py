@@ -205,10 +205,7 @@ def check_rounding(group: Mapping[str, Any]) -> None:
 
 
 def rounded_as_said(formats: Mapping[str, Storage], group: Mapping[str, Any], graph: Graph) -> dict[str, Storage]:
-    """Formats of a parameter without a master and its states, rounded as the group's `rounding` says.
-
-    Numbers of rows and columns are few: they are kept in float32 where others are rounded at random.
-    """
+    """Formats rounded as the group's `rounding` says; the few numbers of rows and columns are never at random."""
     if group.get("rounding", ROUNDINGS[0]) == ROUNDINGS[0]:
         return dict(formats)
     rounded: dict[str, Storage] = {}
@@ -269,10 +266,8 @@ def _squares(rule: Rule, state: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
-    """A block that makes a plan anew, in which no parameter that has been stepped may get or lose a square matrix.
-
-    Other states are turned into such bases and scaled by them, and a basis of zeros would hold its parameter still.
-    """
+    """A block that makes a plan anew, in which no parameter that has been stepped may get or lose a square matrix."""
+    # Other states are turned into such bases and scaled by them, and a basis of zeros would hold its parameter still.
     before: list[tuple[str, Rule, torch.Tensor, list[str]]] = []
     for label, _, group, param in iter_params(optimizer):
         rule = optimizer.rule_of(group)
@@ -313,17 +308,7 @@ def _noted(name: str) -> Callable[..., Any]:
 
 
 class ParameterState(dict[str, Any]):
-    """One parameter's state, which counts the tensors that are replaced or taken away: kernels know the old ones.
-
-    Example:
-        >>> state = WatchedState(dict)
-        >>> state["param"] = entry = state.entry({"exp_avg": torch.zeros(2)})
-        >>> entry["exp_avg"].fill_(1.0), state.changes
-        (tensor([1., 1.]), 1)
-        >>> entry["exp_avg"] = torch.ones(2)
-        >>> state.changes
-        2
-    """
+    """One parameter's state, which counts the tensors that are replaced or taken away: kernels know the old ones."""
 
     count: _Count | None = None
     is_ahead = False
@@ -352,16 +337,7 @@ def _counted(name: str) -> Callable[..., Any]:
 
 
 class WatchedState(defaultdict[Any, Any]):
-    """torch's `defaultdict(dict)` of states, with a count of its changes.
-
-    Comparing thousands of entries at every step costs more host time than the launches of the step.
-
-    Example:
-        >>> state = WatchedState(dict)
-        >>> state["param"] = {}
-        >>> state.changes
-        1
-    """
+    """torch's `defaultdict(dict)` of states, with a count of its changes: comparing thousands of entries takes long."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -578,10 +554,8 @@ def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mappi
 
 @torch.no_grad()
 def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Let a state that was made ahead begin with the values that its parameter and group have now.
-
-    Only where the step count is 0, which a device decides for itself: a graph may have stepped without saying so.
-    """
+    """Let a state that was made ahead begin with the values that its parameter and group have now."""
+    # Only where the step count is 0, which a device decides for itself: a graph may have stepped without saying so.
     part = as_real(local_part(param))
     fresh = state["step"] == 0
     starts = starts_of(rule, [name for name in rule.state_names if name in state], param.dtype, group)
@@ -607,11 +581,9 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
 
 
 def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
-    """Make all missing buffers and let them begin.
-
-    They are made name by name, so that those which a pass walks one after the other lie beside each other: a CPU's
-    prefetcher runs from one into the next, which is a quarter of the time for tensors of 8,192 elements.
-    """
+    """Make all missing buffers and let them begin."""
+    # Name by name, so that those which a pass walks one after the other lie beside each other: a CPU's prefetcher runs
+    # from one into the next, which is a quarter of the time for tensors of 8,192 elements.
     elementwise = [one for missing in requests.values() for one in missing if one.follows_elements]
     made = iter(
         home.make(
