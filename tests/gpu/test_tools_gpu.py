@@ -64,7 +64,7 @@ def test_every_tile_shape_gives_the_same_bits(dtype: torch.dtype) -> None:
                 param.grad = torch.randn(param.shape, generator=generator).to("cuda", dtype)
             with forced_shape(shape):
                 optimizer.step()
-        (segment,) = optimizer._current()[0].segments
+        (segment,) = optimizer._current_plan().engines[0].segments
         assert TileShape(segment.shape.tile, segment.shape.warps, segment.shape.tiles) == shape
         results.append([param.detach().clone() for param in params])
     for result in results[1:]:
@@ -79,5 +79,5 @@ def test_tuning_keeps_the_fastest_shape(own_tables: None) -> None:
     assert all(taken > 0 for taken in outcome.milliseconds.values())
     assert tuning.known_table(device_key(device), "cuda")[job.signature] == outcome.after
     optimizer = tilestep.SGD([torch.nn.Parameter(torch.ones(5, device=device))])
-    (segment,) = optimizer._current()[0].segments
+    (segment,) = optimizer._current_plan().engines[0].segments
     assert TileShape(segment.shape.tile, segment.shape.warps, segment.shape.tiles) == outcome.after

@@ -92,7 +92,7 @@ def run_late(optimizer: Any, device: Device) -> None:
     assert isinstance(home, StreamedState)
     for name, lane in device.lanes.items():
         setattr(home, name, lane)
-    for engine in optimizer._current():
+    for engine in optimizer._current_plan().engines:
         for segment in engine.segments:
             for name in ("run_tile_range", "finish_tile_ranges"):
                 before = getattr(segment, name)

@@ -32,7 +32,7 @@ def _train(layout: str, name: str, **arguments: Any) -> None:
         expected.step()
         if arguments.get("max_grad_norm") is not None:
             torch.testing.assert_close(optimizer.grad_norm, expected.grad_norm)
-            assert_equal_on_ranks(optimizer._current()[0].control[NORM])
+            assert_equal_on_ranks(optimizer._current_plan().engines[0].control[NORM])
         assert_same(net, reference, atol=1e-5, rtol=1e-4)
         optimizer.zero_grad()
         expected.zero_grad()

@@ -87,7 +87,7 @@ def test_steps_with_a_loss_scale_have_kernels_of_their_own(noted: Noted) -> None
 
 def test_what_a_mover_brings_is_left_to_it(noted: Noted) -> None:
     optimizer = optimizer_of("AdamW")
-    (engine,) = optimizer._current()
+    (engine,) = optimizer._current_plan().engines
     moved: list[int] = []
 
     class TileStreamer:

@@ -48,7 +48,9 @@ def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 def eager_segments(optimizer: tilestep.Optimizer) -> bool:
     return all(
-        type(segment).__name__ == "EagerSegment" for engine in optimizer._current() for segment in engine.segments
+        type(segment).__name__ == "EagerSegment"
+        for engine in optimizer._current_plan().engines
+        for segment in engine.segments
     )
 
 

@@ -143,7 +143,7 @@ def test_a_kernel_steps_behind_the_first_2_31_elements() -> None:
     weight = torch.nn.Parameter(param)
     optimizer = tilestep.Optimizer([weight], "SGD", lr=0.5)
     weight.grad = grad
-    [engine] = optimizer._current()
+    [engine] = optimizer._current_plan().engines
     [segment] = engine.segments
     # Only the last tile, so that no other page is touched; its number stays as far from the first as it was.
     segment.tiles.first_tile[:] = 1 - segment.tiles.count

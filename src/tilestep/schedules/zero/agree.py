@@ -8,14 +8,14 @@ import itertools
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from ...combinations import kind_of, refusal, split_kind, wrappers_around
+from ...combinations import kind_of, refuse, split_kind, wrappers_around
 from ...compat import uncompiled
 from ...graph import Graph, ancestors
 from ...optimizer import Optimizer
@@ -24,11 +24,6 @@ from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys
 from ...placement import is_distributed
 from .buckets import Options, loses_bits, memory_order
 from .ranks import Ranks
-
-if TYPE_CHECKING:
-    from ...optimizer import Optimizer
-    from .ranks import Ranks
-
 
 Result = TypeVar("Result")
 
@@ -49,19 +44,17 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, partial(options.check_group, group))
         if any(loses_bits(param.dtype, options.sync_dtypes(group)[1]) for param in group["params"]):
-            reason = refusal("shard with narrower parameters", optimizer.attached)
-            if reason:
-                raise ValueError(reason)
+            refuse("shard with narrower parameters", optimizer.attached)
     for name, module in model.named_modules():
-        _refuse(f"module {name!r}" if name else "the model", kind_of(module))
+        refuse("shard", [kind_of(module)], f"module {name!r}" if name else "the model")
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
     groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     if not groups:
         raise ValueError("the optimizer has no parameters to shard")
     for wrapper in wrappers_around(lambda param: param in groups):
-        _refuse("what the model is wrapped in", kind_of(wrapper))
+        refuse("shard", [kind_of(wrapper)], "what the model is wrapped in")
     for param, index in groups.items():
-        _refuse("what parameters of the optimizer are wrapped in", split_kind(param))
+        refuse("shard", [split_kind(param)], "what parameters of the optimizer are wrapped in")
         if param not in names:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} in group {index} is not one of the model's")
         if is_distributed(param):
@@ -73,12 +66,6 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
         described = " and ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"shard() takes parameters on one device for each rank, not {described}")
     return {param: name for param, name in names.items() if param in groups}
-
-
-def _refuse(label: str, kind: str) -> None:
-    reason = refusal("shard", [kind])
-    if reason:
-        raise ValueError(f"{label} {reason}")
 
 
 def attempt_together(
@@ -188,10 +175,8 @@ def plain_value(value: Any) -> str:
 
 
 def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
-    """The ranks, over groups of their own if another optimizer is sharded that has parameters of the same modules.
-
-    One backward completes buckets of both, which may come in other orders on other ranks.
-    """
+    """The ranks, over groups of their own if another optimizer is sharded that has parameters of the same modules."""
+    # One backward completes buckets of both, which may come in other orders on other ranks.
     modules = set(model.modules())
     is_first = _models.isdisjoint(modules)
     _models.update(modules)
@@ -242,7 +227,10 @@ class HyperparameterDigest:
             return
         values: list[Any] = []
         for group in optimizer.param_groups:
-            keys = self._keys.get(group.get("rule")) or self._keys_of(optimizer, group)
+            name = group.get("rule")
+            keys = self._keys.get(name)
+            if keys is None:
+                keys = self._keys[name] = deciding_keys(optimizer.rule_of(group))
             # One by one: a list in which one was replaced is the same list.
             given = map(group.get, keys)
             values.append([one for value in given for one in (value if isinstance(value, (tuple, list)) else (value,))])
@@ -258,12 +246,6 @@ class HyperparameterDigest:
             self._expected = [part * self._ranks.count for part in self._parts]
             for part, value in zip(parts.unbind(), self._parts):
                 part.fill_(value)
-
-    def _keys_of(self, optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-        name = group.get("rule")
-        if name not in self._keys:
-            self._keys[name] = deciding_keys(optimizer.rule_of(group))
-        return self._keys[name]
 
     def receive(self, sums: torch.Tensor) -> None:
         """Have the sums come to the host."""

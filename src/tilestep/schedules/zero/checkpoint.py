@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,15 +171,6 @@ def steps_behind(optimizer: Optimizer) -> list[float]:
 @contextmanager
 def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
     """A block in which an optimizer's `state` has what a checkpoint takes: pieces that know where they belong."""
-    state = optimizer.state
-    optimizer.state = _pieces(optimizer, sharding)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        optimizer.state = state
-
-
-def _pieces(optimizer: Optimizer, sharding: Sharding) -> dict[Any, dict[str, Any]]:
     states: dict[Any, dict[str, Any]] = {}
     for member in sharding.members:
         own = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
@@ -190,7 +181,12 @@ def _pieces(optimizer: Optimizer, sharding: Sharding) -> dict[Any, dict[str, Any
             }
         elif member.piece is None and sharding.holds_state(member):
             states[member.param] = _state_elsewhere(optimizer, member, sharding)
-    return states
+    state = optimizer.state
+    optimizer.state = states  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        optimizer.state = state
 
 
 def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | None) -> Any:
@@ -294,13 +290,24 @@ def full_state_dict(
     for number in numbers:
         values = packed["state"].get(number, {})
         if number in wholes:
+            known = own.get(number, {})
             values = {
-                name: own.get(number, {}).get(name, _undescribed(value, wholes[number], ranks))
+                name: known[name]
+                if name in known
+                else ShardedTensorPiece.alone(None, tuple(value.shape), wholes[number], ranks, value.dtype)
+                if isinstance(value, torch.Tensor) and value.is_meta
+                else value
                 for name, value in described[number].items()
             }
-        gathered = {name: _gathered(value, wants) for name, value in values.items()}
+        collected: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(value, ShardedTensorPiece):
+                value = value.collect(keep=wants)
+            elif isinstance(value, torch.Tensor) and wants:
+                value = value.detach().cpu().clone()
+            collected[name] = value
         if wants and values:
-            state[number] = gathered
+            state[number] = collected
     return {**packed, "state": state} if wants else {}
 
 
@@ -316,23 +323,14 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _undescribed(value: Any, member: Member, ranks: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_meta:
-        return value
-    return ShardedTensorPiece.alone(None, tuple(value.shape), member, ranks, value.dtype)
-
-
-def _gathered(value: Any, wants: bool) -> Any:
-    if isinstance(value, ShardedTensorPiece):
-        return value.collect(keep=wants)
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) and wants else value
-
-
 _WHOLE = re.compile(r"checkpoint-(\d+)")
 _BEGUN = ".unfinished"
 _MARK = ".tilestep-checkpoint"
 """A file in every folder that `save_checkpoint` makes. It holds the checkpoint's name: a copy or a renamed folder is no
 longer its own. Folders without it are never removed."""
+
+
+_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -367,9 +365,22 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             _begin_states(state_dict, metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = self.state_dict if metadata is None else metadata.state_dict_metadata
-        _check_masters([str(key) for key in self.state_dict], saved)
-        if metadata is not None:
-            _check_codes(self.state_dict, saved)
+        for key, value in self.state_dict.items():
+            place, _, name = str(key).rpartition(".")
+            others = [other for other in MASTER_KEYS if f"{place}.{other}" in saved]
+            if name in MASTER_KEYS and others and key not in saved:
+                raise StateError(
+                    f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into "
+                    "an optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
+                )
+            entry = None if metadata is None else getattr(saved.get(key), "properties", None)
+            dtypes = (getattr(value, "dtype", None), getattr(entry, "dtype", None))
+            if dtypes[0] is not dtypes[1] and None not in dtypes and not _CODES.isdisjoint(dtypes):
+                raise StateError(
+                    f"the checkpoint has {key} as {dtypes[1]}, and it is to be read into {dtypes[0]}: load it into the "
+                    "state_dict() of the optimizer, not flattened, which takes other formats by value, or give the "
+                    "optimizer the state_dtype of the checkpoint"
+                )
         counts = any(str(key).endswith(".step") for key in saved)
         places = {str(key).rpartition(".")[0] for key in saved}
 
@@ -386,11 +397,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _begin_states(state_dict: Any, metadata: Any) -> None:
-    """Make room for a checkpoint's states where an optimizer has none yet, or keeps them in other blocks.
-
-    Codes that were read into what keeps numbers, or other codes, would be nothing: they are read as they are, and
-    `load_state_dict` takes them by value.
-    """
+    """Make room for a checkpoint's states where an optimizer has none yet, or keeps them in other blocks."""
+    # Codes that were read into what keeps numbers, or other codes, would be nothing: they are read as they are, and
+    # `load_state_dict` takes them by value.
     optimizers = dict(_optimizers(state_dict))
     have_begun = {place for place, optimizer in optimizers.items() if optimizer["state"]}
     saved: dict[tuple[tuple[str, ...], str], dict[str, Any]] = {}
@@ -438,33 +447,6 @@ def _optimizers(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterat
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _optimizers(value, (*path, str(key)))
-
-
-def _check_codes(values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise where codes of blocks would be read as numbers or as other codes, in a flattened state_dict."""
-    for key, value in values.items():
-        dtypes = (getattr(value, "dtype", None), getattr(getattr(saved.get(key), "properties", None), "dtype", None))
-        if dtypes[0] is not dtypes[1] and None not in dtypes and not _CODES.isdisjoint(dtypes):
-            raise StateError(
-                f"the checkpoint has {key} as {dtypes[1]}, and it is to be read into {dtypes[0]}: load it into the "
-                "state_dict() of the optimizer, not flattened, which takes other formats by value, or give the "
-                "optimizer the state_dtype of the checkpoint"
-            )
-
-
-_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
-
-
-def _check_masters(keys: Iterable[str], saved: Collection[str]) -> None:
-    """Raise where a checkpoint has masters of another kind than the optimizer."""
-    for key in keys:
-        place, _, name = key.rpartition(".")
-        others = [other for other in MASTER_KEYS if f"{place}.{other}" in saved]
-        if name in MASTER_KEYS and others and key not in saved:
-            raise StateError(
-                f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into an "
-                "optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
-            )
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
@@ -578,11 +560,7 @@ def _is_own(path: Path) -> bool:
 def _finished(root: Path) -> list[Path]:
     """What is named as a finished checkpoint, whatever wrote it, in the order of their numbers."""
     numbers = {path: _WHOLE.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
-    return sorted((path for path in numbers if numbers[path]), key=_number)
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("checkpoint-"))
+    return sorted((path for path in numbers if numbers[path]), key=lambda path: int(path.name.partition("-")[2]))
 
 
 def _newest(root: Path) -> str | None:
@@ -600,7 +578,7 @@ def _begin(root: Path) -> int:
         if _is_own(path):
             _remove(path)
     paths = _finished(root)
-    number = _number(paths[-1]) + 1 if paths else 1
+    number = int(paths[-1].name.partition("-")[2]) + 1 if paths else 1
     while (root / f"checkpoint-{number}{_BEGUN}").exists():
         number += 1
     begun = root / f"checkpoint-{number}{_BEGUN}"

@@ -44,12 +44,10 @@ class PieceSchedule(Schedule):
 
 
 def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
-    """For each parameter whether one rank must have all of it, and where else it may be cut.
-
-    Whole are those whose rule works on more than single elements and reductions over all of them. Products of matrices
-    cost as many operations for an element as the shorter side is long, as those of Muon do; what is done by rows and
-    columns costs the same for every element.
-    """
+    """For each parameter whether one rank must have all of it, and where else it may be cut."""
+    # Whole are those whose rule works on more than elements and reductions over all of them. Products of matrices
+    # cost as many operations for an element as the shorter side is long, as those of Muon do; what is done by rows and
+    # columns costs the same for every element.
     divisions: dict[torch.Tensor, Division] = {}
     for label, _, group, param in iter_params(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
@@ -68,11 +66,9 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
 
 
 def _in_blocks(param: torch.Tensor) -> Division:
-    """Where a parameter with states in blocks may be cut: between blocks, or between rows that end inside of one.
-
-    Pieces begin at aligned addresses, so it is every sixteenth row where a row is odd. What has less than two such
-    parts is not cut, and neither is what lies in memory with another dimension outside than the first.
-    """
+    """Where a parameter with states in blocks may be cut: between blocks, or between rows that end inside of one."""
+    # Pieces begin at aligned addresses, so it is every sixteenth row where a row is odd. What has less than two such
+    # parts is not cut, and neither is what lies in memory with another dimension outside than the first.
     lead, columns = rows_of(param.shape)
     order = memory_order(param)
     unit, by_rows = columns, columns % BLOCK != 0 and math.prod(lead) > 1
@@ -174,7 +170,19 @@ class Sharding:
         self.places = self._lay_out(optimizer, names)  # for each bucket the places of its parameters among all
         self.device = self.buckets[0].flat.device
         self._align(self.buckets)
-        self._align_others()
+        with torch.no_grad():
+            # What the model has beside the optimizer's parameters begins with the first rank's, too.
+            for tensor in (*model.parameters(), *model.buffers()):
+                plain = tensor.layout is torch.strided and not tensor.is_quantized
+                if tensor not in self.member_of and tensor.device == self.device and plain:
+                    stored = tensor.detach()
+                    for dim, (size, stride) in enumerate(zip(stored.shape, stored.stride())):
+                        # Of what repeats its memory, as `expand` makes it, once.
+                        stored = stored.narrow(dim, 0, 1) if stride == 0 and size > 1 else stored
+                    sent = stored.contiguous()
+                    # As bytes: backends do not know every type.
+                    ranks.broadcast(sent.view(-1).view(torch.uint8))
+                    stored.copy_(sent)
         self.schedule = PieceSchedule()
         # torch has names in all groups or in none.
         is_named = any(group.get("param_names") for group in optimizer.param_groups)
@@ -252,18 +260,6 @@ class Sharding:
             if bucket.exact is not None:
                 bucket.exact.copy_(bucket.section_of(bucket.flat))
 
-    @torch.no_grad()
-    def _align_others(self) -> None:
-        """Begin with what the model of the first rank has beside the optimizer's parameters."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            plain = tensor.layout is torch.strided and not tensor.is_quantized
-            if tensor not in self.member_of and tensor.device == self.device and plain:
-                stored = _once(tensor.detach())
-                sent = stored.contiguous()
-                # As bytes: backends do not know every type.
-                self.ranks.broadcast(sent.view(-1).view(torch.uint8))
-                stored.copy_(sent)
-
     def _cut(self, members: Sequence[Member]) -> dict[Any, Origin]:
         """Give parameters this rank's pieces of them; where each piece comes from."""
         origins: dict[Any, Origin] = {}
@@ -286,12 +282,6 @@ class Sharding:
         for member, has_one, is_trained in zip(self.members, has_gradient, trains):
             member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
 
-    def note_loaded(self, begun: Iterable[torch.Tensor]) -> None:
-        """After a checkpoint: these parameters have state, and others that train begin with the next step."""
-        having = set(map(id, begun))
-        for member in self.members:
-            member.has_begun = True if id(member.param) in having else None
-
     def holds_state(self, member: Member) -> bool:
         """Whether a parameter has state, on whichever rank."""
         if member.piece is not None:
@@ -300,11 +290,3 @@ class Sharding:
             # Tables that are there before a step have state for whatever trains.
             return member.param.requires_grad and self.inner.plan is not None
         return member.has_begun
-
-
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the dimensions along which it repeats its memory, as `expand` makes them."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor

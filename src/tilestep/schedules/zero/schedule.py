@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +45,7 @@ class _Gradients:
 
 
 class ShardedSchedule(Schedule):
-    """The schedule of a sharded optimizer; the optimizer has its public methods, `offers`, while it is attached.
-
-    Args:
-        optimizer: the optimizer, which keeps this and not the other way round.
-        sharding: buckets, and the optimizer of this rank's pieces.
-    """
+    """The schedule of a sharded optimizer; the optimizer has its public methods, `offers`, while it is attached."""
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
     makes_plan = False
@@ -84,15 +78,8 @@ class ShardedSchedule(Schedule):
     @property
     def offers(self) -> dict[str, Any]:
         """What the optimizer has besides."""
-        own = (
-            self.no_sync,
-            self.wait,
-            self.grad_norm_of,
-            self.clip_grad_norm_,
-            self.full_state_dict,
-            self.consolidate_state_dict,
-        )
-        return {method.__name__: method for method in own}
+        names = ["no_sync", "wait", "grad_norm_of", "clip_grad_norm_", "full_state_dict", "consolidate_state_dict"]
+        return {name: getattr(self, name) for name in names}
 
     def show_states(self) -> None:
         """Let the optimizer's `state` have the pieces' states."""
@@ -377,7 +364,7 @@ class ShardedSchedule(Schedule):
         saved_groups = state_dict["param_groups"]
         numbered = [(number, group) for group in saved_groups for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        begun = [param for (number, _), param in zip(numbered, params) if state_dict["state"].get(number)]
+        begun = {id(param) for (number, _), param in zip(numbered, params) if state_dict["state"].get(number)}
         for (number, group), param in zip(numbered, params):
             member, saved = sharding.member_of[param], state_dict["state"].get(number)
             if saved is not None and member.piece is not None:
@@ -390,7 +377,9 @@ class ShardedSchedule(Schedule):
         ]
         merged += [group for group in given if ANCHOR in group]
         inner.load_state_dict({"state": states, "param_groups": merged})
-        sharding.note_loaded(begun)
+        for member in sharding.members:
+            # Others that train begin with the next step.
+            member.has_begun = True if id(member.param) in begun else None
         self._begun = None
         mirror([group for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
         for hook in load_hooks(optimizer)[1]:
@@ -398,18 +387,18 @@ class ShardedSchedule(Schedule):
         self.show_states()
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
-        """Add parameters of the model as a group, in buckets of their own.
-
-        All ranks must call it, when there are no gradients.
-
-        Raises:
-            ValueError: for parameters that are not the model's, and if ranks differ.
-            RuntimeError: if there are gradients: add groups after a step, or after `zero_grad`. All ranks raise, and
-                nothing is changed.
-        """
+        """Add parameters of the model as a group, in buckets of their own; all ranks call it, without gradients."""
         sharding, optimizer = self.sharding, self._optimizer
+
+        def add() -> None:
+            if optimizer.is_evaluating:
+                raise RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
+            if not self.gradients.is_idle:
+                raise RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
+            plain(param_group)
+            require_listed_once("shard()", optimizer)
+
         with unchanged_on_error(optimizer):
-            add = partial(self._add, lambda: plain(param_group))
             attempt_together(sharding.ranks, add, "add the param group", RuntimeError)
             names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
         self.sync_masters(optimizer)
@@ -418,15 +407,6 @@ class ShardedSchedule(Schedule):
         self.parameters.take_in(sharding.model, buckets)
         self._ready = self._begun = None
         self.show_states()
-
-    def _add(self, plain: Callable[[], None]) -> None:
-        """Add a group as an optimizer does that is not sharded."""
-        if self._optimizer.is_evaluating:
-            raise RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
-        if not self.gradients.is_idle:
-            raise RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
-        plain()
-        require_listed_once("shard()", self._optimizer)
 
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
         """Let the pieces hold the weights that train or those to evaluate, and send them to the other ranks."""
@@ -467,10 +447,7 @@ class ShardedSchedule(Schedule):
 
     @contextmanager
     def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[Any]:
-        """A block in which a step is captured or replayed on the optimizer of this rank's pieces.
-
-        Before it everything that a graph takes for granted is brought to where the graph looks for it.
-        """
+        """A block in which a step is captured or replayed on this rank's pieces, with all where graphs look for it."""
         inner = self.sharding.inner
         mirror(optimizer.param_groups, inner.param_groups)
         if alone:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...combinations import refusal
+from ...combinations import refuse
 from ...compat import route_unscaling
 from ...errors import GradientError
 from ...optimizer import Optimizer
@@ -100,16 +100,8 @@ def shard(
     """
     ranks = ranks_of(mesh)
     optimizer, model = attempt_together(ranks, lambda: _prepared(optimizer, model, mesh))
-    options = Options(
-        overlap_grad_sync,
-        overlap_param_sync,
-        bucket_cap_mb,
-        grad_sync_dtype,
-        param_sync_dtype,
-        grad_buffer,
-        param_buffer,
-        average,
-    )
+    syncs, dtypes = (overlap_grad_sync, overlap_param_sync), (grad_sync_dtype, param_sync_dtype)
+    options = Options(*syncs, bucket_cap_mb, *dtypes, grad_buffer, param_buffer, average)
     names = validate_across_ranks(optimizer, model, ranks, options, lambda: _about(optimizer, norm_groups))
     route_unscaling(lambda optimizer: isinstance(optimizer, ShardedOptimizer), ShardedSchedule.route)
     state = begun_state(optimizer)
@@ -133,9 +125,7 @@ def shard(
 def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Module]:
     """The optimizer, made if a function was given, and the plain module; what cannot be sharded is refused."""
     made = resolve_optimizer("shard", optimizer)
-    reason = refusal("shard", made.attached)
-    if reason:
-        raise ValueError(reason)
+    refuse("shard", made.attached)
     require_listed_once("shard()", made)
     require_shapes("shard()", ((label, param) for label, _, _, param in iter_params(made)))
     for label, _, _, param in iter_params(made):
