@@ -507,3 +507,327 @@ def of_demo() -> None:
     >>> [round(recipe.rate(step), 2) for step in (0, 9, 54, 99)]
     [0.1, 1.0, 0.55, 0.1]
     """
+
+
+def of_accumulation() -> None:
+    """The module `accumulation`.
+
+    >>> from tilestep.accumulation import gradientless
+    >>> import torch
+    >>> gradientless(torch.is_grad_enabled)()
+    False
+    >>> torch.is_grad_enabled()
+    True
+    """
+
+
+def of_combinations() -> None:
+    """The module `combinations`.
+
+    >>> from tilestep.combinations import refusal
+    >>> refusal("offload", ["overlap"])
+    "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
+    >>> refusal("offload", ["shard"])
+    ''
+    """
+
+
+def of_memory() -> None:
+    """The package `memory`.
+
+    >>> import torch
+    >>> from tilestep.memory.offloaded import checksums
+    >>> values = torch.tensor([1.0, -1.0, 2.0])
+    >>> before = checksums([values])
+    >>> _ = values.data.neg_()
+    >>> torch.equal(checksums([values]), before)
+    False
+
+    >>> from tilestep.memory.copies import gigabytes
+    >>> gigabytes(14.3e9), gigabytes(2_500)
+    ('14.3 GB', '2.5 kB')
+
+    >>> from tilestep.memory.copies import available
+    >>> available()[0] > 0
+    True
+
+    >>> import torch
+    >>> from tilestep.memory.copies import HostMemory
+    >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
+    >>> copy.dtype, copy.stride() == image.stride()
+    (torch.float64, True)
+
+    >>> from tilestep.memory.copies import sizes_of_chunks
+    >>> sizes_of_chunks([2, 0, 5, 1], [False] * 4, room=3)
+    [(range(0, 3), range(0, 3)), (range(3, 6), range(2, 3)), (range(6, 8), range(2, 4))]
+    >>> sizes_of_chunks([2, 5, 1], [False, True, False], room=3)
+    [(range(0, 2), range(0, 1)), (range(2, 7), range(1, 2)), (range(7, 8), range(2, 3))]
+    """
+
+
+def of_optimizer() -> None:
+    """The package `optimizer`.
+
+    >>> import torch
+    >>> from tilestep.optimizer.states import check_state_dtype
+    >>> from tilestep.rules import registry
+    >>> check_state_dtype(registry["AdamW"], {"exp_avg": torch.bfloat16, "exp_avg_sq": "float32"})
+    >>> check_state_dtype(registry["Lion"], {"momentum": torch.bfloat16})
+    Traceback (most recent call last):
+    ValueError: Invalid state_dtype: Lion has no state 'momentum' like its parameters; it has 'exp_avg'
+
+    >>> from tilestep.optimizer.states import check_rounding
+    >>> check_rounding({"rounding": "up"})
+    Traceback (most recent call last):
+    ValueError: Invalid rounding: 'up'; it must be 'nearest' or 'stochastic'
+
+    >>> import torch
+    >>> from tilestep.optimizer.parameters import check_not_shared
+    >>> whole = torch.zeros(4, 4)
+    >>> check_not_shared([("left", whole[:, :2]), ("right", whole[:, 2:])])
+    >>> check_not_shared([("left", whole[:, :2]), ("row", whole[0])])
+    Traceback (most recent call last):
+    tilestep.errors.GradientError: row shares memory with left; a parameter can be in the optimizer once
+
+    >>> from tilestep.optimizer.masters import check_choice
+    >>> check_choice("remainders")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: Invalid master_weights: 'remainders'; it must be False, True, ...
+
+    >>> import torch
+    >>> from tilestep.optimizer.masters import master_kind
+    >>> master_kind(torch.bfloat16, {"master_weights": "remainder"}).key
+    'remainder_param'
+    >>> master_kind(torch.float32, {"master_weights": True}) is None
+    True
+
+    >>> import torch
+    >>> from tilestep.optimizer.masters import check_master
+    >>> check_master("a parameter", torch.float32, {"master_weights": True})
+
+    >>> from tilestep.optimizer.groups import deciding_keys, registry
+    >>> "differentiable" in deciding_keys(registry["SGD"])
+    True
+
+    >>> from tilestep.optimizer.groups import without_defaults
+    >>> group = {"lr": 0.1, "max_grad_norm": None, "master_weights": "remainder"}
+    >>> without_defaults(group)
+    >>> group
+    {'lr': 0.1, 'master_weights': 'remainder'}
+
+    >>> from tilestep.optimizer.groups import find_rule
+    >>> find_rule("Lion", {}).name
+    'Lion'
+
+    >>> import torch
+    >>> from tilestep.optimizer.build import spec_of
+    >>> import tilestep
+    >>> optimizer = tilestep.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+    >>> (group,) = optimizer.param_groups
+    >>> spec_of(optimizer.rule_of(group), group, group["params"][0]).compute
+    torch.float32
+
+    >>> from tilestep.optimizer.attached import resolve_optimizer
+    >>> import torch, tilestep
+    >>> weight = torch.zeros(2, requires_grad=True)
+    >>> len(resolve_optimizer("shard", lambda: tilestep.AdamW([weight])).state)
+    0
+    """
+
+
+def of_placement() -> None:
+    """The package `placement`.
+
+    >>> import torch
+    >>> from tilestep.placement.placement import Origin
+    >>> Origin(torch.zeros(2, 3), 2, (1, 0)).logical(torch.tensor([0, 1]))
+    tensor([1, 4])
+
+    >>> import torch
+    >>> from tilestep.placement.local import is_distributed
+    >>> is_distributed(torch.zeros(2))
+    False
+
+    >>> import torch
+    >>> from tilestep.placement.local import as_real
+    >>> as_real(torch.tensor([1 + 2j]))
+    tensor([[1., 2.]])
+    """
+
+
+def of_planning() -> None:
+    """The package `planning`.
+
+    >>> from tilestep.planning.plan import default_constants
+    >>> default_constants().gpus_per_node
+    8
+
+    >>> from tilestep.planning.plan import footprint
+    >>> from tilestep.rules import registry
+    >>> sizes = footprint(registry["AdamW"], master_weights=True)
+    >>> sizes.state, sizes.moved
+    (12.0, 30.0)
+    >>> sizes = footprint(registry["AdamW"], master_weights="remainder")
+    >>> sizes.state, sizes.moved
+    (10.0, 26.0)
+
+    >>> from tilestep.planning.plan import Job, plan
+    >>> from tilestep.planning import default_constants, footprint
+    >>> from tilestep.rules import registry
+    >>> job = Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8, bucket=2**27)
+    >>> chosen = plan(job, default_constants())
+    >>> round(chosen.memory["state"] / 1e9, 2), round(chosen.whole_state / 1e9, 2)
+    (1.8, 14.4)
+
+    >>> from tilestep.planning.plan import crossover
+    >>> from tilestep.planning import default_constants
+    >>> few, many = (crossover(ranks, default_constants()) for ranks in (8, 512))
+    >>> few[0] < many[0], few[1] < many[1]
+    (True, True)
+    """
+
+
+def of_schedules() -> None:
+    """The package `schedules`.
+
+    >>> from tilestep.schedules.zero.buckets import BucketLayout, Slot
+    >>> layout = BucketLayout((Slot(0, 0, 40),), section=32, ranks=2)
+    >>> layout.piece(layout.slots[0], 0), layout.piece(layout.slots[0], 1)
+    ((0, 32), (32, 40))
+
+    >>> from tilestep.schedules.zero.buckets import default_cap
+    >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
+    [25.0, 100.0, 256.0]
+    >>> [round(default_cap(1600 * 2**20, done * 2**20) / 2**20) for done in (0, 100, 200, 400, 1200, 1400)]
+    [100, 100, 200, 267, 200, 100]
+
+    >>> from tilestep.schedules.zero.buckets import default_sizes
+    >>> [round(size / 2**20) for size in default_sizes(1600 * 2**20)]
+    [100, 100, 200, 267, 267, 267, 200, 100, 100]
+
+    >>> from tilestep.schedules.zero.buckets import Item, plan_buckets
+    >>> [layout.slots for layout in plan_buckets([Item(3, 4), Item(20, 4)], ranks=2, cap_bytes=64)]
+    [(Slot(index=1, offset=0, numel=20),), (Slot(index=0, offset=0, numel=3),)]
+
+    >>> from tilestep.schedules.zero.buckets import Item, padding_advice, plan_buckets
+    >>> tiny = [Item(20, 4)] * 64
+    >>> padding_advice(tiny, plan_buckets(tiny, ranks=16, cap_bytes=64), 64)[:64]
+    'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): a l'
+
+    >>> from tilestep.schedules.zero.buckets import boxes
+    >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+
+    >>> import torch
+    >>> from tilestep.schedules.zero.buckets import memory_order
+    >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    (0, 2, 3, 1)
+
+    >>> from tilestep.schedules.overlap.schedule import Trial
+    >>> class Steps:
+    ...     "Forward takes 9 ms, serial 10."
+    ...     now = 0.0
+    ...     def mark(self):
+    ...         Steps.now += {"serial": 10.0, "forward": 9.0}[trial.during]
+    ...         return Steps.now
+    ...     def between(self, earlier, later):
+    ...         return later - earlier
+    >>> trial = Trial(Steps())
+    >>> while trial.report is None:
+    ...     trial.note_step(lambda times: None)
+    >>> print(trial.report)
+    updates run: forward (as measured in this training: serial 10 ms, forward 9 ms)
+    """
+
+
+def of_taps() -> None:
+    """The package `taps`.
+
+    >>> import torch
+    >>> from tilestep.taps.taps import names_of
+    >>> names_of([{"params": [torch.zeros(1), torch.zeros(1)]}])[0]
+    ['0.0', '0.1']
+
+    >>> from tilestep.taps.plot import _ticks
+    >>> list(_ticks(17))
+    [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    """
+
+
+def of_tensor_watch() -> None:
+    """The module `tensor_watch`.
+
+    >>> from tilestep.tensor_watch import TensorFingerprint
+    >>> import torch
+    >>> tensors = [torch.zeros(3), torch.zeros(2, 2)]
+    >>> watch = TensorFingerprint(tensors)
+    >>> watch.same_metadata(tensors), watch.same_addresses(tensors)
+    (True, True)
+    >>> watch.same_metadata([torch.zeros(3), torch.zeros(4)])
+    False
+
+    >>> from tilestep.tensor_watch import FixedTensors
+    >>> import torch
+    >>> state = torch.zeros(2)
+    >>> fixed = FixedTensors([state])
+    >>> _ = state.add_(1)
+    >>> fixed.are_unmoved()
+    True
+    >>> state.data = torch.zeros(2)
+    >>> fixed.are_unmoved()
+    False
+
+    >>> import torch
+    >>> from tilestep.tensor_watch import survey
+    >>> params = [torch.zeros(2, requires_grad=True), torch.zeros(3)]
+    >>> survey(params)
+    Survey(versions=0, any_gradient=False, trains=b'\\x01\\x00')
+    >>> _ = params[1].add_(1)
+    >>> params[0].sum().backward()
+    >>> survey(params)
+    Survey(versions=1, any_gradient=True, trains=b'\\x01\\x00')
+    """
+
+
+def of_tracing() -> None:
+    """The package `tracing`.
+
+    >>> from tilestep.tracing.session import Iteration, lane_events
+    >>> from tilestep.tracing.lanes import Lanes
+    >>> lanes = Lanes(update=[(1.0, 3.0)], optimizer=[(1.0, 3.0)])
+    >>> [event["name"] for event in lane_events([Iteration(0.0, 4.0, lanes)]) if event["ph"] == "X"]
+    ['update', 'only the optimizer', 'iteration 0']
+
+    >>> from tilestep.tracing.lanes import union
+    >>> union([(4.0, 5.0), (0.0, 2.0)], [(1.0, 3.0), (5.0, 6.0), (9.0, 9.0)])
+    [(0.0, 3.0), (4.0, 6.0)]
+
+    >>> from tilestep.tracing.lanes import minus
+    >>> minus([(0.0, 10.0)], [(2.0, 3.0), (9.0, 12.0)])
+    [(0.0, 2.0), (3.0, 9.0)]
+
+    >>> from tilestep.tracing.lanes import cut
+    >>> cut([(0.0, 4.0), (6.0, 9.0)], 3.0, 7.0)
+    [(3.0, 4.0), (6.0, 7.0)]
+
+    >>> from tilestep.tracing.lanes import length
+    >>> length([(0.0, 4.0), (6.0, 9.0)])
+    7.0
+
+    >>> from tilestep.tracing.lanes import covers
+    >>> [covers([(0.0, 4.0), (6.0, 9.0)], moment) for moment in (4.0, 5.0, 6.0)]
+    [True, False, True]
+
+    >>> from tilestep.tracing.lanes import is_update_kernel
+    >>> is_update_kernel("adamw_tile_pass_0"), is_update_kernel("triton_poi_fused_add_0")
+    (True, False)
+
+    >>> from tilestep.tracing.lanes import read_events
+    >>> read_events([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 2.0, "tid": 7}]).calls
+    [Call(name='aten::mm', start=1.0, stop=3.0, thread=7, is_range=False)]
+
+    >>> from tilestep.tracing.lanes import Lanes
+    >>> Lanes(backward=[(0.0, 10.0)], update=[(8.0, 14.0)], optimizer=[(8.0, 14.0)]).exposed
+    [(10.0, 14.0)]
+    """

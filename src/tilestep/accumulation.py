@@ -29,13 +29,11 @@ _NONE: Set[int] = frozenset()
 
 
 class GradientHooks:
-    """Calls of a method when backward has accumulated gradients, after all other hooks of their parameters.
+    """Calls of a method when backward has accumulated gradients, after all other hooks of their parameters."""
 
-    The method's object is not kept alive: tensors keep their hooks where Python's garbage collector does not look, so
-    one that holds the parameter, and is held by its hook, would never be let go, and neither would the model.
-
-    A hook that is registered later changes gradients before they are used too, from the next backward on.
-    """
+    # The method's object is not kept alive: tensors keep their hooks where Python's garbage collector does not look, so
+    # one that holds the parameter, and is held by its hook, would never be let go, and neither would the model.
+    # A hook that is registered later changes gradients before they are used too, from the next backward on.
 
     def __init__(self, announce: Any) -> None:
         self._living, self._function = weakref.ref(announce.__self__), announce.__func__
@@ -87,10 +85,8 @@ class GradientHooks:
         return False
 
     def move_last(self) -> Set[int]:
-        """Have hooks called after those that were registered since; those that were moved, by their parameters' `id`.
-
-        Inside of a hook: what is called for its own parameter now stays as it was.
-        """
+        """Have hooks called after those that were registered since; those that were moved, by parameters' `id`."""
+        # Inside of a hook: what is called for its own parameter now stays as it was.
         if count_gradient_hooks(self._params) == self._count:
             return _NONE
         return {key for key, (param, *_) in list(self.made.items()) if not self.is_last(param)}
@@ -163,19 +159,18 @@ class _CountedNatively(AwaitedGradients):
 
 
 class GradientRounds:
-    """Which gradients backward has brought: whether a bucket is full, and whether the round of all buckets is over.
+    """Which gradients backward has brought: whether a bucket is full, and whether the round of all buckets is over."""
 
-    The owner, which is not kept alive, has these methods. `begin_round` comes before the first gradient of a round is
-    counted and gives parameters that something else announces from now on, by `id`; `is_awaited_again`, when a gradient
-    comes of a bucket that was complete, says whether that waits for all of them once more; `complete` gets a bucket
-    whose last awaited gradient has come. If rounds accumulate, `end_pass` is called after a backward that leaves the
-    round open, and `end_round` is to end it, with `end`, after its last backward or one that was broken off.
-
-    `stream` is where the owner works: if it is one, streams that write gradients are noted.
-    `announce` is the owner's method that gradients go through first, if not `arrived` itself. If rounds are `eager` a
-    backward outside of `no_sync` ends its own. If they `accumulate`, every backward brings all gradients once more, to
-    be added up; else a round has one of each.
-    """
+    # The owner, which is not kept alive, has these methods. `begin_round` comes before the first gradient of a round is
+    # counted and gives parameters that something else announces from now on, by `id`; `is_awaited_again`, when a
+    # gradient comes of a bucket that was complete, says whether that waits for all of them once more; `complete` gets a
+    # bucket whose last awaited gradient has come. If rounds accumulate, `end_pass` is called after a backward that
+    # leaves the round open, and `end_round` is to end it, with `end`, after its last backward or one that was broken
+    # off.
+    # `stream` is where the owner works: if it is one, streams that write gradients are noted. `announce` is the owner's
+    # method that gradients go through first, if not `arrived` itself. If rounds are `eager` a backward outside of
+    # `no_sync` ends its own. If they `accumulate`, every backward brings all gradients once more, to be added up; else
+    # a round has one of each.
 
     def __init__(
         self,
@@ -287,10 +282,8 @@ class GradientRounds:
             owner.complete(bucket)
 
     def note_pass(self, current: int | None) -> Set[int]:
-        """At the first gradient of a pass: begin a round or go on with it; parameters that are announced later now.
-
-        Passes that reentrant checkpoints begin belong to the backward that they are begun in.
-        """
+        """At the first gradient of a pass: begin a round or go on with it; parameters that are announced later now."""
+        # Passes that reentrant checkpoints begin belong to the backward that they are begun in.
         moved = _NONE
         if not (self.is_open and current in self._passes):
             within = is_in_another_backward()
@@ -406,15 +399,7 @@ Result = TypeVar("Result")
 
 
 def gradientless(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """As the decorator `torch.no_grad()`, which makes, enters and leaves a block even inside of another one.
-
-    Example:
-        >>> import torch
-        >>> gradientless(torch.is_grad_enabled)()
-        False
-        >>> torch.is_grad_enabled()
-        True
-    """
+    """As the decorator `torch.no_grad()`, which makes, enters and leaves a block even inside of another one."""
 
     @functools.wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:

@@ -84,14 +84,7 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def refusal(added: str, there: Iterable[str]) -> str:
-    """Why something cannot be added to what is there; empty if it can.
-
-    Example:
-        >>> refusal("offload", ["overlap"])
-        "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
-        >>> refusal("offload", ["shard"])
-        ''
-    """
+    """Why something cannot be added to what is there; empty if it can."""
     return next((REFUSED[added, present] for present in there if (added, present) in REFUSED), "")
 
 

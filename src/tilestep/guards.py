@@ -37,12 +37,10 @@ class Waits(Protocol):
 
 
 def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor], bool]) -> list[Any]:
-    """Let code that looks a parameter up in its module wait for it.
-
-    Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
-    embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
-    somewhere else too. Compiled code looks nothing up: a compiled module waits for all below it when it is called.
-    """
+    """Let code that looks a parameter up in its module wait for it."""
+    # Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
+    # embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
+    # somewhere else too. Compiled code looks nothing up: a compiled module waits for all below it when it is called.
     handles: list[Any] = []
     for module in model.modules():
         if any(map(concerns, module.parameters(recurse=False))):
@@ -51,13 +49,11 @@ def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor
 
 
 class CompiledRegion:
-    """A module that runs as compiled code: whatever is below it is waited for when it is called.
+    """A module that runs as compiled code: whatever is below it is waited for when it is called."""
 
-    Code that was traced in such a call depends on `is_entered`, as one of its guards: called from elsewhere, it is
-    traced again and says that it takes parameters without a region (`Waits.compiled`).
-
-    It hangs on the module alone, by the call that it puts around the compiled one: the module can be let go.
-    """
+    # Code that was traced in such a call depends on `is_entered`, as one of its guards: called from elsewhere, it is
+    # traced again and says that it takes parameters without a region (`Waits.compiled`).
+    # It hangs on the module alone, by the call that it puts around the compiled one: the module can be let go.
 
     def __init__(self, module: nn.Module) -> None:
         self.is_entered = False  # whether the module is being called

@@ -112,10 +112,8 @@ class SideStream:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """A block of work that nothing in this stream runs beside, on the stream from which it was entered.
-
-        What it allocates is that stream's memory, as if there were no other.
-        """
+        """A block of work that nothing in this stream runs beside, on the stream from which it was entered."""
+        # What it allocates is that stream's memory, as if there were no other.
         current = self.current()
         if self.stream is None or current is None:
             yield
@@ -168,10 +166,8 @@ class SideStream:
         return Mark(self.stream.record_event(None if before is None else before.event), self._marks)
 
     def wait_for(self, mark: Mark) -> None:
-        """Let the current stream wait for a mark; one that has waited for it, or for a later one, does not again.
-
-        Every look at a parameter comes through this function.
-        """
+        """Let the current stream wait for a mark; one that has waited for it, or for a later one, does not again."""
+        # Every look at a parameter comes through this function.
         number = current_stream_number(self._index)
         if self._reached.get(number, 0) < mark.place:
             self._numbered(number).wait_event(mark.event)

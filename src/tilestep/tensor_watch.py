@@ -21,17 +21,7 @@ from .compat import DTENSOR_PARTS, addresses_equal, description, local_parts, te
 
 
 class TensorFingerprint:
-    """Remembers a list of tensors, and tells cheaply whether another list is the same but for numbers in it.
-
-    Example:
-        >>> import torch
-        >>> tensors = [torch.zeros(3), torch.zeros(2, 2)]
-        >>> watch = TensorFingerprint(tensors)
-        >>> watch.same_metadata(tensors), watch.same_addresses(tensors)
-        (True, True)
-        >>> watch.same_metadata([torch.zeros(3), torch.zeros(4)])
-        False
-    """
+    """Remembers a list of tensors, and tells cheaply whether another list is the same but for numbers in it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._guard(tensors)
@@ -102,22 +92,10 @@ class TensorFingerprint:
 
 
 class FixedTensors:
-    """Tensor objects that stay the same, and whether kernels may go on using the addresses that they had.
+    """Tensor objects that stay the same, and whether kernels may go on using the addresses that they had."""
 
-    `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
-    other memory, of which no version and no dictionary tells.
-
-    Example:
-        >>> import torch
-        >>> state = torch.zeros(2)
-        >>> fixed = FixedTensors([state])
-        >>> _ = state.add_(1)
-        >>> fixed.are_unmoved()
-        True
-        >>> state.data = torch.zeros(2)
-        >>> fixed.are_unmoved()
-        False
-    """
+    # `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
+    # other memory, of which no version and no dictionary tells.
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -158,17 +136,7 @@ class Survey(NamedTuple):
 
 
 def survey(params: list[torch.Tensor]) -> Survey:
-    """All of it by one look, in C++ where that is built.
-
-    Example:
-        >>> params = [torch.zeros(2, requires_grad=True), torch.zeros(3)]
-        >>> survey(params)
-        Survey(versions=0, any_gradient=False, trains=b'\\x01\\x00')
-        >>> _ = params[1].add_(1)
-        >>> params[0].sum().backward()
-        >>> survey(params)
-        Survey(versions=1, any_gradient=True, trains=b'\\x01\\x00')
-    """
+    """All of it by one look, in C++ where that is built."""
     module = native.module(len(params))
     if module is not None:
         return Survey(*module.survey(params))

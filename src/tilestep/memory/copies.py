@@ -41,12 +41,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def gigabytes(count: float) -> str:
-    """A number of bytes to read.
-
-    Example:
-        >>> gigabytes(14.3e9), gigabytes(2_500)
-        ('14.3 GB', '2.5 kB')
-    """
+    """A number of bytes to read."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -54,12 +49,7 @@ def gigabytes(count: float) -> str:
 
 
 def available() -> tuple[int, str]:
-    """Host memory that can still be taken, in bytes, and what sets the limit.
-
-    Example:
-        >>> available()[0] > 0
-        True
-    """
+    """Host memory that can still be taken, in bytes, and what sets the limit."""
     limits = [(_system(), "memory of the system"), (_control_group(), "limit of the control group")]
     limits.append((_address_space(), "limit of the process's address space"))
     readable = [(count, limit) for count, limit in limits if count is not None]
@@ -94,10 +84,9 @@ def _address_space() -> int | None:
 
 
 class HostMemory:
-    """Pieces of host memory that a GPU copies from and to without waiting; each is given back with its last tensor.
+    """Pieces of host memory that a GPU copies from and to without waiting; each is given back with its last tensor."""
 
-    torch's own page-locked memory comes in powers of two: of 9.5 GB of state 6.5 GB would be lost.
-    """
+    # torch's own page-locked memory comes in powers of two: of 9.5 GB of state 6.5 GB would be lost.
 
     def __init__(self, device: torch.device, what: str = "the optimizer's state") -> None:
         self.device = device
@@ -114,14 +103,7 @@ class HostMemory:
         return [memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def like(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Uninitialized tensors in one piece of memory, with the shapes and memory formats of others.
-
-        Example:
-            >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
-            >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
-            >>> copy.dtype, copy.stride() == image.stride()
-            (torch.float64, True)
-        """
+        """Uninitialized tensors in one piece of memory, with the shapes and memory formats of others."""
         sizes = [tensor.numel() * dtype.itemsize for tensor, dtype in zip(tensors, dtypes)]
         made = []
         for tensor, dtype, flat in zip(tensors, dtypes, self.take(sizes)):
@@ -230,14 +212,7 @@ class Chunk:
 
 
 def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> list[tuple[range, range]]:
-    """Cut tensors into chunks of at most so many tiles.
-
-    Example:
-        >>> sizes_of_chunks([2, 0, 5, 1], [False] * 4, room=3)
-        [(range(0, 3), range(0, 3)), (range(3, 6), range(2, 3)), (range(6, 8), range(2, 4))]
-        >>> sizes_of_chunks([2, 5, 1], [False, True, False], room=3)
-        [(range(0, 2), range(0, 1)), (range(2, 7), range(1, 2)), (range(7, 8), range(2, 3))]
-    """
+    """Cut tensors into chunks of at most so many tiles."""
     chunks: list[tuple[range, range]] = []
     begin = first = end = 0
 

@@ -14,11 +14,10 @@ from ..runtime.segment import Segment
 
 
 class StateMemory:
-    """Where the element buffers of one optimizer's state live, masters included: here, beside their parameters.
+    """Where the element buffers of one optimizer's state live, masters included: here, beside their parameters."""
 
-    Step counts, other numbers, rows, columns and matrices are always with the parameters. `offload` gives an optimizer
-    another one; a new kind of memory is a class derived from this one.
-    """
+    # Step counts, other numbers, rows, columns and matrices are always with the parameters. `offload` gives an
+    # optimizer another one; a new kind of memory is a class derived from this one.
 
     is_beside = True  # whether state lies beside its parameters, in memory that begins and goes with them
     not_copied = ""  # why an optimizer whose state is here cannot be copied or pickled; empty if it can

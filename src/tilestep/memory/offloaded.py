@@ -181,10 +181,8 @@ def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which arrays that live on the host come in for a tile pass, and which go out after it.
-
-    What is written comes in as well: a tensor without gradient, and all of them in a skipped step, stay as they are.
-    """
+    """Which arrays that live on the host come in for a tile pass, and which go out after it."""
+    # What is written comes in as well: a tensor without gradient, and all of them in a skipped step, stay as they are.
     moved = moved_arrays(spec)
     traffic = pass_traffic(spec, index)
     written = {array.name for array in traffic.writes}
@@ -199,20 +197,8 @@ _ROW, _TOGETHER = 1024, 2**25
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sums of the bits by rows and by columns of all elements side by side, as int64 on their device.
-
-    Every change of one element changes them, and so does every exchange of two.
-
-    Args:
-        tensors: on one device.
-
-    Example:
-        >>> values = torch.tensor([1.0, -1.0, 2.0])
-        >>> before = checksums([values])
-        >>> _ = values.data.neg_()
-        >>> torch.equal(checksums([values]), before)
-        False
-    """
+    """Sums of the bits by rows and by columns of all elements side by side, as int64 on their device."""
+    # Every change of one element changes them, and so does every exchange of two.
     sums: list[torch.Tensor] = []
     for flat in _batches(map(_bits, tensors)):
         whole = flat.numel() // _ROW * _ROW
@@ -370,12 +356,10 @@ class HostCopies:
             self.close()
 
     def _hold(self, gradient: torch.Tensor) -> None:
-        """Keep a gradient until the stream that it comes from has waited for its copy, and can have its memory again.
-
-        That is the stream that is current now; when later gradients push this one out another may be. Left to the
-        allocator, memory would come back once the host sees that the copy has run: a host far ahead of the device would
-        find none of it. Computation waits only for copies that are some chunks behind.
-        """
+        """Keep a gradient until the stream that it comes from has waited for its copy, and can have its memory."""
+        # That is the stream that is current now; when later gradients push this one out another may be. Left to the
+        # allocator, memory would come back once the host sees that the copy has run: a host far ahead of the device
+        # would find none of it. Computation waits only for copies that are some chunks behind.
         self._held.append((gradient, self._lane.mark(), self._compute.here()))
         self._held_bytes += gradient.nbytes
         while self._held_bytes > _BEHIND * self._step and len(self._held) > 1:
@@ -407,12 +391,11 @@ def check_unchanged(mirrors: Sequence[Mirror]) -> None:
 
 
 class HostGradients:
-    """Takes gradients from parameters while backward runs, without waiting for anything.
+    """Takes gradients from parameters while backward runs, without waiting for anything."""
 
-    Of a DTensor it is this rank's part, once the library that shards it has reduced it: FSDP2 runs hooks after that, in
-    the stream of the reduction. A gradient that is distributed otherwise than its parameter (a partial sum) stays for
-    the step, which all ranks take together.
-    """
+    # Of a DTensor it is this rank's part, once the library that shards it has reduced it: FSDP2 runs hooks after that,
+    # in the stream of the reduction. A gradient that is distributed otherwise than its parameter (a partial sum) stays
+    # for the step, which all ranks take together.
 
     def __init__(self, mirrors: Mirrors, copies: HostCopies) -> None:
         self._mirrors, self._copies = mirrors, copies
@@ -529,13 +512,7 @@ class OffloadedState(StateMemory):
     device_bytes = 0  # device memory of buffers, once the first step has made them
 
     def attach_to(self, optimizer: Optimizer, where: str, reason: str) -> None:
-        """Be the memory of an optimizer, once that is complete.
-
-        Args:
-            optimizer: whose state is here.
-            where: where updates run, as reports say it.
-            reason: why there.
-        """
+        """Be the memory of an optimizer, once that is complete."""
         self._owner, self.where, self.reason = weakref.ref(optimizer), where, reason
 
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:

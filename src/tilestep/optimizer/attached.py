@@ -11,10 +11,9 @@ from .optimizer import Optimizer
 
 
 class AttachedType(type):
-    """A kind of optimizers by what is attached to them: `isinstance` asks for that, and it makes no objects.
+    """A kind of optimizers by what is attached to them: `isinstance` asks for that, and it makes no objects."""
 
-    Its classes name in `attached_as` what `combinations.REFUSED` calls it.
-    """
+    # Its classes name in `attached_as` what `combinations.REFUSED` calls it.
 
     attached_as: Iterable[str] = ()
 
@@ -26,14 +25,7 @@ class AttachedType(type):
 
 
 def resolve_optimizer(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Optimizer:
-    """An optimizer, or what a function makes.
-
-    Example:
-        >>> import torch, tilestep
-        >>> weight = torch.zeros(2, requires_grad=True)
-        >>> len(resolve_optimizer("shard", lambda: tilestep.AdamW([weight])).state)
-        0
-    """
+    """An optimizer, or what a function makes."""
     if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer()
     if not isinstance(optimizer, Optimizer):

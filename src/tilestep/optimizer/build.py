@@ -63,15 +63,7 @@ def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size) -> Graph:
 def spec_of(
     rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
 ) -> KernelSpec:
-    """What the kernels of a parameter are built from.
-
-    Example:
-        >>> import tilestep
-        >>> optimizer = tilestep.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
-        >>> (group,) = optimizer.param_groups
-        >>> spec_of(optimizer.rule_of(group), group, group["params"][0]).compute
-        torch.float32
-    """
+    """What the kernels of a parameter are built from."""
     graph = graph_of(rule, group, part.shape if shape is None else shape)
     return kernel_spec(
         graph, storages(part, group, graph, rule, None, label, shape), compute_dtype(part), part.device.type

@@ -36,12 +36,7 @@ OWN_KEYS = (*GROUP_OPTIONS, "rule")
 
 
 def deciding_keys(rule: Rule) -> tuple[str, ...]:
-    """What of a param group decides what a step does, or that it is refused.
-
-    Example:
-        >>> "differentiable" in deciding_keys(registry["SGD"])
-        True
-    """
+    """What of a param group decides what a step does, or that it is refused."""
     return (*rule.hyperparameters, *OWN_KEYS, "differentiable", *_FIXED.intersection(rule.options))
 
 
@@ -50,14 +45,7 @@ _FIXED = frozenset({"decoupled_weight_decay"})
 
 
 def without_defaults(group: dict[str, Any]) -> None:
-    """Take the options that are at their defaults out of a param group, which then has torch's keys.
-
-    Example:
-        >>> group = {"lr": 0.1, "max_grad_norm": None, "master_weights": "remainder"}
-        >>> without_defaults(group)
-        >>> group
-        {'lr': 0.1, 'master_weights': 'remainder'}
-    """
+    """Take the options that are at their defaults out of a param group, which then has torch's keys."""
     for key, default in GROUP_OPTIONS.items():
         value = group.get(key, default)
         if value is default or (type(value) is type(default) and value == default):
@@ -65,12 +53,7 @@ def without_defaults(group: dict[str, Any]) -> None:
 
 
 def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
-    """The rule that is meant.
-
-    Example:
-        >>> find_rule("Lion", {}).name
-        'Lion'
-    """
+    """The rule that is meant."""
     if isinstance(rule, str):
         if rule not in adopted and rule not in registry:
             names = {name.lower(): name for name in sorted(registry)}

@@ -22,37 +22,20 @@ MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())
 
 
 def check_choice(choice: Any) -> None:
-    """Raise for a value that `master_weights` cannot have.
-
-    Example:
-        >>> check_choice("remainders")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: Invalid master_weights: 'remainders'; it must be False, True, ...
-    """
+    """Raise for a value that `master_weights` cannot have."""
     if not isinstance(choice, (bool, str)) or choice not in _CHOICES:
         *others, last = map(repr, _CHOICES)
         raise ValueError(f"Invalid master_weights: {choice!r}; it must be {', '.join(others)} or {last}")
 
 
 def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterFormat | None:
-    """How parameters of this dtype are kept in float32 in a param group; None where they are not.
-
-    Example:
-        >>> master_kind(torch.bfloat16, {"master_weights": "remainder"}).key
-        'remainder_param'
-        >>> master_kind(torch.float32, {"master_weights": True}) is None
-        True
-    """
+    """How parameters of this dtype are kept in float32 in a param group; None where they are not."""
     kind = _CHOICES[group.get("master_weights", False)]
     return kind if kind is not None and dtype in kind.dtypes else None
 
 
 def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Raise for a parameter that cannot be kept as its group says.
-
-    Example:
-        >>> check_master("a parameter", torch.float32, {"master_weights": True})
-    """
+    """Raise for a parameter that cannot be kept as its group says."""
     choice = group.get("master_weights", False)
     kind = _CHOICES[choice]
     if kind is None or choice is True or dtype in kind.dtypes:

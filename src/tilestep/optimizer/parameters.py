@@ -17,15 +17,7 @@ from ..runtime import check_no_overlap, is_dense
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise if two tensors have an element in common; tensors that only interleave are fine.
-
-    Example:
-        >>> whole = torch.zeros(4, 4)
-        >>> check_not_shared([("left", whole[:, :2]), ("right", whole[:, 2:])])
-        >>> check_not_shared([("left", whole[:, :2]), ("row", whole[0])])
-        Traceback (most recent call last):
-        tilestep.errors.GradientError: row shares memory with left; a parameter can be in the optimizer once
-    """
+    """Raise if two tensors have an element in common; tensors that only interleave are fine."""
     filled = [(label, tensor) for label, tensor in tensors if tensor.numel()]
     starts = np.asarray([tensor.data_ptr() for _, tensor in filled], dtype=np.int64)
     extents = [tensor.nbytes if tensor.is_contiguous() else _extent(tensor) for _, tensor in filled]

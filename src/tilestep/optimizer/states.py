@@ -63,15 +63,7 @@ def compute_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def check_state_dtype(rule: Rule, choice: Any) -> None:
-    """Raise for what `state_dtype` cannot say.
-
-    Example:
-        >>> from tilestep.rules import registry
-        >>> check_state_dtype(registry["AdamW"], {"exp_avg": torch.bfloat16, "exp_avg_sq": "float32"})
-        >>> check_state_dtype(registry["Lion"], {"momentum": torch.bfloat16})
-        Traceback (most recent call last):
-        ValueError: Invalid state_dtype: Lion has no state 'momentum' like its parameters; it has 'exp_avg'
-    """
+    """Raise for what `state_dtype` cannot say."""
     if isinstance(choice, Mapping):
         possible = [name for name, state in rule.states.items() if state.shape == "param"]
         for name, kept in choice.items():
@@ -88,13 +80,11 @@ def check_state_dtype(rule: Rule, choice: Any) -> None:
 def state_formats(
     param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, label: str, shape: Sequence[int]
 ) -> dict[str, Storage]:
-    """The formats of a parameter's states that are like it, by name.
-
-    A state keeps what its rule declares, one that begins as a copy of the parameter and squares of an embedding's
-    gradients float32, unless the group names the state; parameters of fewer than `SMALLEST` elements keep float32, and
-    so do those whose rows are shorter than `SHORTEST`, and states that other code writes, in place of blocks. A
-    function that chooses by the parameter's name has the last word.
-    """
+    """The formats of a parameter's states that are like it, by name."""
+    # A state keeps what its rule declares, one that begins as a copy of the parameter and squares of an embedding's
+    # gradients float32, unless the group names the state; parameters of fewer than `SMALLEST` elements keep float32,
+    # and so do those whose rows are shorter than `SHORTEST`, and states that other code writes, in place of blocks. A
+    # function that chooses by the parameter's name has the last word.
     named = _NAME.search(label)
     name = named[1] if named else ""
     choice = group.get("state_dtype")
@@ -190,13 +180,7 @@ ROUNDINGS = ("nearest", "stochastic")  # what `rounding` can say
 
 
 def check_rounding(group: Mapping[str, Any]) -> None:
-    """Raise for what `rounding` and `seed` cannot say.
-
-    Example:
-        >>> check_rounding({"rounding": "up"})
-        Traceback (most recent call last):
-        ValueError: Invalid rounding: 'up'; it must be 'nearest' or 'stochastic'
-    """
+    """Raise for what `rounding` and `seed` cannot say."""
     rounding, seed = group.get("rounding", ROUNDINGS[0]), group.get("seed", 0)
     if rounding not in ROUNDINGS:
         raise ValueError(f"Invalid rounding: {rounding!r}; it must be 'nearest' or 'stochastic'")

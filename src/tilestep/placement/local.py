@@ -21,12 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether something is a DTensor.
-
-    Example:
-        >>> is_distributed(torch.zeros(2))
-        False
-    """
+    """Whether something is a DTensor."""
     if type(tensor) in _PLAIN:
         return False
     kind = distributed_tensor_type()
@@ -255,11 +250,9 @@ class LocalGradients:
         self._layouts = layouts(params)
 
     def parts(self, gradients: Sequence[Any]) -> list[Any]:
-        """The local parts of gradients.
-
-        A gradient that is distributed otherwise than its parameter (a partial sum, say) is redistributed, and the
-        result becomes the parameter's `grad`: the same gradient, as later readers expect it.
-        """
+        """The local parts of gradients."""
+        # A gradient that is distributed otherwise than its parameter (a partial sum, say) is redistributed, and the
+        # result becomes the parameter's `grad`: the same gradient, as later readers expect it.
         now = layouts(gradients)
         if not all(map(operator.is_, now, self._layouts)):
             gradients = list(gradients)
@@ -307,12 +300,7 @@ REAL_INSTEAD = (
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The real and imaginary parts of a complex tensor in a last dimension of two, a view; a real tensor as it is.
-
-    Example:
-        >>> as_real(torch.tensor([1 + 2j]))
-        tensor([[1., 2.]])
-    """
+    """The real and imaginary parts of a complex tensor in a last dimension of two, a view; a real tensor as it is."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
@@ -349,10 +337,8 @@ class ComplexMembers:
         return all(_place(as_real(local_part(param))) == _place(view) for _, _, param, view in self._members)
 
     def real_gradients(self, gradients: list[Any]) -> list[Any]:
-        """Gradients as kernels read them.
-
-        One that torch conjugates lazily is resolved, and that becomes the parameter's `grad`.
-        """
+        """Gradients as kernels read them."""
+        # One that torch conjugates lazily is resolved, and that becomes the parameter's `grad`.
         gradients = list(gradients)
         for place, label, param, _ in self._members:
             gradient = gradients[place]

@@ -21,12 +21,7 @@ class Origin:
     order: tuple[int, ...] = ()
 
     def logical(self, index_in_piece: torch.Tensor) -> torch.Tensor:
-        """Flat indices into the parameter, of flat indices into the piece.
-
-        Example:
-            >>> Origin(torch.zeros(2, 3), 2, (1, 0)).logical(torch.tensor([0, 1]))
-            tensor([1, 4])
-        """
+        """Flat indices into the parameter, of flat indices into the piece."""
         if self.start is None:
             return index_in_piece
         rest = index_in_piece.to(torch.int64) + self.start

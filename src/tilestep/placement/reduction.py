@@ -40,17 +40,10 @@ _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.We
 
 
 class ReductionGroup:
-    """Ranks that combine numbers, with the same result on each of them, to the last bit.
+    """Ranks that combine numbers, with the same result on each of them, to the last bit."""
 
-    They are those of process groups, which are reduced over one after the other and hold each part of a tensor once;
-    or, by `of_tensors`, all ranks of the meshes of some DTensors.
-
-    Args:
-        groups: the process groups; None for one of `ranks`, made when it is first needed.
-        monitor: explains errors of communication, as `RankMonitor` does; None for no explanation.
-        ranks: the global ranks; None for those of the first process group.
-        meshes: those of the DTensors.
-    """
+    # They are those of process groups, which are reduced over one after the other and hold each part of a tensor once;
+    # or, by `of_tensors`, all ranks of the meshes of some DTensors.
 
     def __init__(
         self,
@@ -78,13 +71,11 @@ class ReductionGroup:
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[tuple[str, Any]]) -> ReductionGroup:
-        """All ranks of the meshes of labelled DTensors.
-
-        Several meshes may be given if one holds the others, or if all are slices of one mesh; then a tensor on a
-        smaller mesh, and a plain one, is held by the other ranks too, as by tensor-parallel ranks whose norms' weights
-        FSDP shards. A sum over all tensors is one all-reduce: each rank adds its part of a shard once, and of what
-        several ranks hold the same share.
-        """
+        """All ranks of the meshes of labelled DTensors."""
+        # Several meshes may be given if one holds the others, or if all are slices of one mesh; then a tensor on a
+        # smaller mesh, and a plain one, is held by the other ranks too, as by tensor-parallel ranks whose norms'
+        # weights FSDP shards. A sum over all tensors is one all-reduce: each rank adds its part of a shard once, and of
+        # what several ranks hold the same share.
         meshes: list[Any] = []
         labels: list[str] = []
         for label, tensor in tensors:
@@ -227,13 +218,7 @@ ARRIVED = Awaited((), None)  # what runs in the order of the current stream: the
 
 
 class Ranks:
-    """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets.
-
-    Args:
-        shard: the process group that splits the state.
-        replicate: the process group of the ranks with the same state; None where there are no copies.
-        monitor: the `RankMonitor`, which makes of an error of communication a `RankError` if a rank is gone.
-    """
+    """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets."""
 
     def __init__(self, shard: Any, replicate: Any, monitor: Any) -> None:
         self.shard = shard
@@ -270,11 +255,9 @@ class Ranks:
         return all("nccl" in dist.get_backend_config(group) for group in self.groups)
 
     def can_average(self, flat: torch.Tensor) -> bool:
-        """Whether messages bring means as exactly as sums that are divided.
-
-        NCCL multiplies by 1/N in the type of the tensor before it adds up. That is exact for powers of two alone: in
-        bfloat16 a third is wrong by 0.2%.
-        """
+        """Whether messages bring means as exactly as sums that are divided."""
+        # NCCL multiplies by 1/N in the type of the tensor before it adds up. That is exact for powers of two alone: in
+        # bfloat16 a third is wrong by 0.2%.
         powers_of_two = all(number & (number - 1) == 0 for number in (self.size, self.copies))
         return powers_of_two and self.count > 1 and flat.is_cuda and self.can_be_captured and flat.dtype in _AVERAGED
 
@@ -292,10 +275,8 @@ class Ranks:
             raise
 
     def begin_to_add(self, values: torch.Tensor) -> Any:
-        """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for.
-
-        On a GPU it runs in the current stream.
-        """
+        """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for."""
+        # On a GPU it runs in the current stream.
         try:
             work = dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda)
         except RuntimeError as error:
@@ -304,10 +285,8 @@ class Ranks:
         return ARRIVED if work is None else Awaited((work,), self.monitor)
 
     def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Any:
-        """Begin to sum flat memory up over the ranks that split the state, each receiving its section.
-
-        On a GPU it runs in the current stream: the library's own would only be waited for by ours.
-        """
+        """Begin to sum flat memory up over the ranks that split the state, each receiving its section."""
+        # On a GPU it runs in the current stream: the library's own would only be waited for by ours.
         try:
             work = _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
         except RuntimeError as error:
@@ -362,11 +341,10 @@ class Ranks:
 
 @dataclass
 class _Part:
-    """Numbers of one segment that ranks combine: reductions over its tensors, or over slices of them.
+    """Numbers of one segment that ranks combine: reductions over its tensors, or over slices of them."""
 
-    Ranks may have other slices each, one number a column, say, of parameters cut into rows; then every rank has a place
-    for all of them.
-    """
+    # Ranks may have other slices each, one number a column, say, of parameters cut into rows; then every rank has a
+    # place for all of them.
 
     numbers: torch.Tensor  # flat, where passes leave them
     places: torch.Tensor  # int64[parts] on the device, those to combine

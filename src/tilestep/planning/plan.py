@@ -84,12 +84,7 @@ class Constants:
 
 
 def default_constants() -> Constants:
-    """Those of an H200 with eight to a node, that come with tilestep.
-
-    Example:
-        >>> default_constants().gpus_per_node
-        8
-    """
+    """Those of an H200 with eight to a node, that come with tilestep."""
     return Constants.load(_DEFAULTS)
 
 
@@ -114,17 +109,7 @@ def footprint(
     rounding: str = "nearest",
     grad_sync_dtype: torch.dtype | None = None,
 ) -> Footprint:
-    """What a rule keeps and moves for the elements of a matrix.
-
-    Example:
-        >>> from tilestep.rules import registry
-        >>> sizes = footprint(registry["AdamW"], master_weights=True)
-        >>> sizes.state, sizes.moved
-        (12.0, 30.0)
-        >>> sizes = footprint(registry["AdamW"], master_weights="remainder")
-        >>> sizes.state, sizes.moved
-        (10.0, 26.0)
-    """
+    """What a rule keeps and moves for the elements of a matrix."""
     kept: dict[str, Any] = {"master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
     spec = spec_for(rule, hyperparameters, dtype=dtype, **kept)
     graph, notes, state = spec.program.graph, [], 0.0
@@ -286,16 +271,7 @@ class _Group:
 
 
 def plan(job: Job, constants: Constants) -> Plan:
-    """What a rank needs for a job.
-
-    Example:
-        >>> from tilestep.planning import default_constants, footprint
-        >>> from tilestep.rules import registry
-        >>> job = Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8, bucket=2**27)
-        >>> chosen = plan(job, default_constants())
-        >>> round(chosen.memory["state"] / 1e9, 2), round(chosen.whole_state / 1e9, 2)
-        (1.8, 14.4)
-    """
+    """What a rank needs for a job."""
     size, elements = job.footprint, job.elements
     split, copies = _Group(job.shard, 1, constants), _Group(job.replicate, job.shard, constants)
     buckets = job.buckets
@@ -397,10 +373,8 @@ def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | Non
 
 
 def best_bucket(job: Job, constants: Constants) -> float:
-    """Bytes of the largest bucket with which an iteration takes least time, within half a percent.
-
-    Larger ones are fewer messages, for the host to begin and for the GPU to run beside the model.
-    """
+    """Bytes of the largest bucket with which an iteration takes least time, within half a percent."""
+    # Larger ones are fewer messages, for the host to begin and for the GPU to run beside the model.
     sizes = [size for mebibytes in BUCKETS if (size := mebibytes * 2**20) >= job.smallest_bucket]
     times = [plan(dataclasses.replace(job, bucket=size), constants).iteration for size in sizes]
     return max(size for size, time in zip(sizes, times) if time <= min(times) * _CLOSE)
@@ -418,16 +392,8 @@ def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
 
 
 def crossover(ranks: int, constants: Constants) -> tuple[float, float]:
-    """Seconds of latency of a reduce-scatter over so many ranks, and bytes that take as long again to move.
-
-    Smaller buckets are mostly latency, larger ones mostly transfer.
-
-    Example:
-        >>> from tilestep.planning import default_constants
-        >>> few, many = (crossover(ranks, default_constants()) for ranks in (8, 512))
-        >>> few[0] < many[0], few[1] < many[1]
-        (True, True)
-    """
+    """Seconds of latency of a reduce-scatter over so many ranks, and bytes that take as long again to move."""
+    # Smaller buckets are mostly latency, larger ones mostly transfer.
     group = _Group(ranks, 1, constants)
     transfer = group.seconds(1e9, constants.reduce_scatter_bandwidth) - group.latency
     return group.latency, group.latency / transfer * 1e9

@@ -200,11 +200,10 @@ def _require_unscaled(optimizer: Optimizer) -> None:
 
 
 class _Memory:
-    """Notices when tensors that a graph reads have moved, at a cost that does not grow with their number.
+    """Notices when tensors that a graph reads have moved, at a cost that does not grow with their number."""
 
-    Memory that is given back says so at once, through its weak reference. Tensors that have moved while something
-    else still holds their old memory are found by looking at some of them at each replay.
-    """
+    # Memory that is given back says so at once, through its weak reference. Tensors that have moved while something
+    # else still holds their old memory are found by looking at some of them at each replay.
 
     def __init__(self, plan: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
         engine = plan.engines[0]

@@ -14,10 +14,10 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Schedule:
-    """At the step, all updates together. A new schedule is a class derived from this one.
+    """At the step, all updates together. A new schedule is a class derived from this one."""
 
-    `plain` is always what the optimizer does by itself; it is passed in so that a schedule may do something around it.
-    """
+    # `plain` is always what the optimizer does by itself; it is passed in so that a schedule may do something around
+    # it.
 
     not_copied = ""  # why an optimizer with this schedule cannot be copied or pickled; empty if it can
     begins_together = False

@@ -35,25 +35,18 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class _Tracked:
-    """A parameter's bits.
+    """A parameter's bits."""
 
-    place: of the parameter among all. handle: as users have it. param: the part of it that is here. bits: int32[words]
-    along its memory. writes: int64[1], versions that steps' own operations have counted. watched: the tensors whose
-    versions tell of writes. leads: whether this is the first of the ranks that hold the same part. logical: from flat
-    indices into what is here to those into the parameter. version: when it was last looked at, less what steps have
-    written since the beginning. wholly: whether other code has written to it since the list was last made.
-    """
-
-    place: int
-    handle: torch.Tensor
-    param: torch.Tensor
-    bits: torch.Tensor
-    writes: np.ndarray
-    watched: list[torch.Tensor]
-    leads: bool
-    logical: Callable[[torch.Tensor], torch.Tensor]
-    version: int | None = None
-    wholly: bool = False
+    place: int  # of the parameter among all
+    handle: torch.Tensor  # the parameter as users have it
+    param: torch.Tensor  # the part of it that is here
+    bits: torch.Tensor  # int32[words] along its memory
+    writes: np.ndarray  # int64[1], versions that steps' own operations have counted
+    watched: list[torch.Tensor]  # the tensors whose versions tell of writes
+    leads: bool  # whether this is the first of the ranks that hold the same part
+    logical: Callable[[torch.Tensor], torch.Tensor]  # from flat indices into what is here to those into the parameter
+    version: int | None = None  # when it was last looked at, less what steps have written since the beginning
+    wholly: bool = False  # whether other code has written to it since the list was last made
 
     @property
     def dtype(self) -> torch.dtype:

@@ -106,10 +106,5 @@ class StatsPlot:
 
 
 def _ticks(count: int) -> Sequence[int]:
-    """At most nine places among so many.
-
-    Example:
-        >>> list(_ticks(17))
-        [0, 2, 4, 6, 8, 10, 12, 14, 16]
-    """
+    """At most nine places among so many."""
     return range(0, count, max(1, math.ceil(count / 9)))

@@ -34,12 +34,7 @@ def require_no_taps(group: Mapping[str, Any]) -> None:
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
-    """A name for each parameter, and the place of each by `id`: as given with named parameters, else "group.index".
-
-    Example:
-        >>> names_of([{"params": [torch.zeros(1), torch.zeros(1)]}])[0]
-        ['0.0', '0.1']
-    """
+    """A name for each parameter, and the place of each by `id`: as given with named parameters, else "group.index"."""
     names = Names([], {})
     for number, group in enumerate(groups):
         given = group.get("param_names")

@@ -15,12 +15,7 @@ Intervals = list[Interval]
 
 
 def union(*many: Iterable[Interval]) -> Intervals:
-    """All moments of any of these, in order.
-
-    Example:
-        >>> union([(4.0, 5.0), (0.0, 2.0)], [(1.0, 3.0), (5.0, 6.0), (9.0, 9.0)])
-        [(0.0, 3.0), (4.0, 6.0)]
-    """
+    """All moments of any of these, in order."""
     merged: Intervals = []
     for start, stop in sorted(interval for some in many for interval in some):
         if stop <= start:
@@ -33,12 +28,7 @@ def union(*many: Iterable[Interval]) -> Intervals:
 
 
 def minus(base: Intervals, taken: Intervals) -> Intervals:
-    """The moments of one set that are not in another; both as `union` gives them.
-
-    Example:
-        >>> minus([(0.0, 10.0)], [(2.0, 3.0), (9.0, 12.0)])
-        [(0.0, 2.0), (3.0, 9.0)]
-    """
+    """The moments of one set that are not in another; both as `union` gives them."""
     left: Intervals = []
     place = 0
     for start, stop in base:
@@ -66,32 +56,17 @@ def overlap(one: Intervals, other: Intervals) -> Intervals:
 
 
 def cut(intervals: Intervals, start: float, stop: float) -> Intervals:
-    """The part between two moments.
-
-    Example:
-        >>> cut([(0.0, 4.0), (6.0, 9.0)], 3.0, 7.0)
-        [(3.0, 4.0), (6.0, 7.0)]
-    """
+    """The part between two moments."""
     return overlap(intervals, [(start, stop)])
 
 
 def length(intervals: Intervals) -> float:
-    """How long the set is.
-
-    Example:
-        >>> length([(0.0, 4.0), (6.0, 9.0)])
-        7.0
-    """
+    """How long the set is."""
     return sum(stop - start for start, stop in intervals)
 
 
 def covers(intervals: Intervals, moment: float) -> bool:
-    """Whether a moment is in the set; ends belong to it.
-
-    Example:
-        >>> [covers([(0.0, 4.0), (6.0, 9.0)], moment) for moment in (4.0, 5.0, 6.0)]
-        [True, False, True]
-    """
+    """Whether a moment is in the set; ends belong to it."""
     place = bisect_right(intervals, (moment, float("inf"))) - 1
     return place >= 0 and moment <= intervals[place][1]
 
@@ -114,12 +89,7 @@ _UPDATE_RANGES = re.compile(rf"Optimizer\.(step|zero_grad)#.*|{UPDATE}|{HOST_UPD
 
 
 def is_update_kernel(name: str) -> bool:
-    """Whether a GPU kernel is one of ours, wherever it was launched.
-
-    Example:
-        >>> is_update_kernel("adamw_tile_pass_0"), is_update_kernel("triton_poi_fused_add_0")
-        (True, False)
-    """
+    """Whether a GPU kernel is one of ours, wherever it was launched."""
     return _UPDATE_KERNELS.fullmatch(name) is not None
 
 
@@ -178,12 +148,7 @@ _COPIES = ("gpu_memcpy", "gpu_memset")
 
 
 def read_events(trace: Iterable[Mapping[str, Any]]) -> Events:
-    """Take what counts out of the `traceEvents` of a Chrome trace that `torch.profiler` has exported.
-
-    Example:
-        >>> read_events([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 2.0, "tid": 7}]).calls
-        [Call(name='aten::mm', start=1.0, stop=3.0, thread=7, is_range=False)]
-    """
+    """Take what counts out of the `traceEvents` of a Chrome trace that `torch.profiler` has exported."""
     timed = [event for event in trace if event.get("ph") == "X"]
     launches = {
         event["args"]["correlation"]: (event.get("tid"), float(event["ts"]))
@@ -222,12 +187,10 @@ class Iteration:
 
 
 def split(events: Events) -> list[Iteration]:
-    """Cut a trace into iterations, each with its lanes.
-
-    On the host an iteration is over when the user says so, else after the last of the optimizers' steps between two
-    backward passes. On a GPU, which runs behind, it is over when the first computation starts that the host launched
-    afterwards: so a schedule that runs updates beside the next forward has them in that iteration.
-    """
+    """Cut a trace into iterations, each with its lanes."""
+    # On the host an iteration is over when the user says so, else after the last of the optimizers' steps between two
+    # backward passes. On a GPU, which runs behind, it is over when the first computation starts that the host launched
+    # afterwards: so a schedule that runs updates beside the next forward has them in that iteration.
     if not events.calls and not events.works:
         return []
     sorting = Sorting(events)
@@ -294,12 +257,7 @@ class Lanes:
 
     @property
     def exposed(self) -> Intervals:
-        """When only the optimizer ran, with its copies and its communication, and neither forward nor backward did.
-
-        Example:
-            >>> Lanes(backward=[(0.0, 10.0)], update=[(8.0, 14.0)], optimizer=[(8.0, 14.0)]).exposed
-            [(10.0, 14.0)]
-        """
+        """When only the optimizer ran, with its copies and its communication, and neither forward nor backward did."""
         return minus(self.optimizer, union(self.forward, self.backward))
 
 

@@ -151,14 +151,7 @@ _PROCESS = "tilestep lanes"
 
 
 def lane_events(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
-    """Events that show the lanes of all iterations in a trace viewer.
-
-    Example:
-        >>> from tilestep.tracing.lanes import Lanes
-        >>> lanes = Lanes(update=[(1.0, 3.0)], optimizer=[(1.0, 3.0)])
-        >>> [event["name"] for event in lane_events([Iteration(0.0, 4.0, lanes)]) if event["ph"] == "X"]
-        ['update', 'only the optimizer', 'iteration 0']
-    """
+    """Events that show the lanes of all iterations in a trace viewer."""
     titles = [*LANES, "only the optimizer", "iteration"]
     events = [_named("process_name", 0, _PROCESS), {**_named("process_sort_index", 0, ""), "args": {"sort_index": -1}}]
     events += [_named("thread_name", place, title) for place, title in enumerate(titles)]

@@ -43,11 +43,10 @@ class _Update:
 
 
 class DeferredUpdates:
-    """The updates of the last step.
+    """The updates of the last step."""
 
-    On a GPU they have been launched on the lane, in the order in which forward needs them, and who needs one waits for
-    its event. On a CPU nothing runs beside the host: an update is run when its parameters are asked for.
-    """
+    # On a GPU they have been launched on the lane, in the order in which forward needs them, and who needs one waits
+    # for its event. On a CPU nothing runs beside the host: an update is run when its parameters are asked for.
 
     def __init__(self, model: nn.Module, grouping: Grouping, lane: SideStream) -> None:
         self._grouping = grouping

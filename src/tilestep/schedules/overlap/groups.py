@@ -47,11 +47,9 @@ class Grouping:
 
 
 def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[Group]:
-    """Divide an optimizer's parameters into groups.
-
-    Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
-    that FSDP2 shards go by the module that gathers them, the rest by buckets in the reverse order of registration.
-    """
+    """Divide an optimizer's parameters into groups."""
+    # Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
+    # that FSDP2 shards go by the module that gathers them, the rest by buckets in the reverse order of registration.
     own = {id(param): (label, param) for label, _, _, param in iter_params(optimizer)}
     together = _together(optimizer)
     divided: list[tuple[str, list[torch.Tensor], nn.Module | None]] = []

@@ -84,25 +84,9 @@ def device_clock(device: torch.device) -> Clock | None:
 
 
 class Trial:
-    """Runs steps in one schedule and in the other, by turns, and chooses at a step that is the same on all ranks.
+    """Runs steps in one schedule and in the other, by turns, and chooses at a step that is the same on all ranks."""
 
-    Numbers do not depend on the schedule, so trying costs none. The host waits for the device once, when it chooses.
-
-    Example:
-        >>> class Steps:
-        ...     "Forward takes 9 ms, serial 10."
-        ...     now = 0.0
-        ...     def mark(self):
-        ...         Steps.now += {"serial": 10.0, "forward": 9.0}[trial.during]
-        ...         return Steps.now
-        ...     def between(self, earlier, later):
-        ...         return later - earlier
-        >>> trial = Trial(Steps())
-        >>> while trial.report is None:
-        ...     trial.note_step(lambda times: None)
-        >>> print(trial.report)
-        updates run: forward (as measured in this training: serial 10 ms, forward 9 ms)
-    """
+    # Numbers do not depend on the schedule, so trying costs none. The host waits for the device once, when it chooses.
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -144,10 +128,9 @@ class Trial:
 
 
 class OverlapSchedule(Schedule):
-    """The schedule of an overlapped optimizer; the optimizer has its public methods, `offers`, while it is attached.
+    """The schedule of an overlapped optimizer; the optimizer has its public methods, `offers`, while it is attached."""
 
-    What it is made of is explained at `overlap`; `grouping` says what is updated together.
-    """
+    # What it is made of is explained at `overlap`; `grouping` says what is updated together.
 
     not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
     begins_together = True
@@ -417,11 +400,7 @@ class OverlapSchedule(Schedule):
         plain(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
-        """Add parameters as a group of their own, between a step and the next backward.
-
-        Raises:
-            RuntimeError: after a backward that has updated parameters; `step()` must end it.
-        """
+        """Add parameters as a group of their own, between a step and the next backward."""
         if self.tracker.has_updated:
             raise RuntimeError("backward has updated parameters already: call step() before add_param_group()")
         self.synchronize()

@@ -101,11 +101,10 @@ CommHook = tuple[Any, Callable[[Any, Any], Any]]
 
 
 class BackwardTracker:
-    """What has happened to gradients since the last step, and the updates that this makes.
+    """What has happened to gradients since the last step, and the updates that this makes."""
 
-    A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
-    a clip, a loss scale and a skipped step are decided by the step. The optimizer, which has this, is not kept alive.
-    """
+    # A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
+    # a clip, a loss scale and a skipped step are decided by the step. The optimizer, which has this, is not kept alive.
 
     def __init__(
         self,
@@ -176,10 +175,8 @@ class BackwardTracker:
         return id(param) in self._grouping.of
 
     def wrapped(self, wrapper: nn.Module, kind: str) -> None:
-        """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper.
-
-        It is not complete yet: that is done before its first forward, or in a backward that comes without one.
-        """
+        """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper."""
+        # It is not complete yet: that is done before its first forward, or in a backward that comes without one.
         reason = refusal("overlap", [kind])
         if reason:
             raise ValueError(f"what the model is being wrapped in {reason}")
@@ -266,21 +263,13 @@ class BackwardTracker:
         return moved
 
     def is_awaited_again(self, bucket: int, param: torch.Tensor) -> bool:
-        """Whether a group waits for gradients although it had all of them: its norm is known, backward runs once more.
-
-        Raises:
-            RuntimeError: if the parameter was updated with the gradient that it had.
-        """
+        """Whether a group waits for gradients although it had all: its norm is known, backward runs once more."""
         if id(param) in self._updated:
             raise self._late(param, self._grouping.groups[bucket])
         return True
 
     def complete(self, bucket: int) -> None:
-        """Update a group of which all gradients are there, or sum these for the norm.
-
-        Raises:
-            RuntimeError: if a parameter was updated with the gradient that it had.
-        """
+        """Update a group of which all gradients are there, or sum these for the norm."""
         group = self._grouping.groups[bucket]
         if self.applies:
             # Of a group that waits once more, for a parameter that did not train before, others may come again too.
@@ -392,11 +381,9 @@ class BackwardTracker:
         return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 
     def _let_go(self) -> None:
-        """Let the streams that gradients come from wait for the updates of those held, and have their memory back.
-
-        So memory is free at a point of each stream, however far the host is ahead of it. The next group's gradients may
-        come from another stream: its waiting would not keep the first from using the memory again.
-        """
+        """Let the streams that gradients come from wait for the updates of those held, and have their memory back."""
+        # So memory is free at a point of each stream, however far the host is ahead of it. The next group's gradients
+        # may come from another stream: its waiting would not keep the first from using the memory again.
         while self._held:
             _, event, streams = self._held[0]
             if event is not None:

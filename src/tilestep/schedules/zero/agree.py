@@ -196,13 +196,12 @@ class _Received(NamedTuple):
 
 
 class HyperparameterDigest:
-    """Finds out whether ranks step with other hyperparameters than each other: a scheduler may run on one alone.
+    """Finds out whether ranks step with other hyperparameters than each other: a scheduler may run on one alone."""
 
-    Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If no rank differs
-    the sums are the rank's own parts times the number of ranks; if one does, no rank finds them so. On a CPU that is
-    known before the step. The host of a GPU does not wait for it: it is known before the next step, but for what makes
-    ranks send other messages, a clip that one of them does not have, for which it waits when that changes.
-    """
+    # Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If no rank
+    # differs the sums are the rank's own parts times the number of ranks; if one does, no rank finds them so. On a CPU
+    # that is known before the step. The host of a GPU does not wait for it: it is known before the next step, but for
+    # what makes ranks send other messages, a clip that one of them does not have, for which it waits when that changes.
 
     PARTS = 3
 

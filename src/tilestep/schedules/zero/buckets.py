@@ -69,43 +69,24 @@ class BucketLayout:
         return self.section * self.ranks
 
     def piece(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The elements of a parameter, first and one past the last in storage order, that belong to a rank.
-
-        Example:
-            >>> layout = BucketLayout((Slot(0, 0, 40),), section=32, ranks=2)
-            >>> layout.piece(layout.slots[0], 0), layout.piece(layout.slots[0], 1)
-            ((0, 32), (32, 40))
-        """
+        """The elements of a parameter, first and one past the last in storage order, that belong to a rank."""
         start = max(slot.offset, rank * self.section)
         stop = min(slot.offset + slot.numel, (rank + 1) * self.section)
         return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
 
 
 def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
-    """Bytes of a bucket where no size is given: small ones at both ends of backward, large ones between.
-
-    The first begins to travel early, the last has nothing beside it, and the next forward begins with it. Those between
-    travel beside the model, and each costs the host as much whatever its size: so a bucket has as many bytes as all
-    before it, or half of what is left, within limits.
-
-    Example:
-        >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
-        [25.0, 100.0, 256.0]
-        >>> [round(default_cap(1600 * 2**20, done * 2**20) / 2**20) for done in (0, 100, 200, 400, 1200, 1400)]
-        [100, 100, 200, 267, 200, 100]
-    """
+    """Bytes of a bucket where no size is given: small ones at both ends of backward, large ones between."""
+    # The first begins to travel early, the last has nothing beside it, and the next forward begins with it. Those
+    # between travel beside the model, and each costs the host as much whatever its size: so a bucket has as many bytes
+    # as all before it, or half of what is left, within limits.
     least = min(max(gradient_bytes / PARTS, LEAST_CAP), LARGEST_CAP)
     most = max(least, min(gradient_bytes / LARGEST_PARTS, 2 * LARGEST_CAP))
     return min(max(min(done, (gradient_bytes - done) / 2), least), most)
 
 
 def default_sizes(gradient_bytes: float) -> list[float]:
-    """Bytes of the buckets that `default_cap` makes of parameters that fit into them.
-
-    Example:
-        >>> [round(size / 2**20) for size in default_sizes(1600 * 2**20)]
-        [100, 100, 200, 267, 267, 267, 200, 100, 100]
-    """
+    """Bytes of the buckets that `default_cap` makes of parameters that fit into them."""
     sizes: list[float] = []
     done = 0.0
     while gradient_bytes - done >= 1:
@@ -115,15 +96,9 @@ def default_sizes(gradient_bytes: float) -> list[float]:
 
 
 def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = None) -> list[BucketLayout]:
-    """Put parameters into buckets, in the order in which backward completes them: the last first.
-
-    A bucket is full when it holds at least `cap_bytes`; one of whole parameters when it does so for every rank, so that
-    there are enough of them to share out. Every rank computes the same.
-
-    Example:
-        >>> [layout.slots for layout in plan_buckets([Item(3, 4), Item(20, 4)], ranks=2, cap_bytes=64)]
-        [(Slot(index=1, offset=0, numel=20),), (Slot(index=0, offset=0, numel=3),)]
-    """
+    """Put parameters into buckets, in the order in which backward completes them: the last first."""
+    # A bucket is full when it holds at least `cap_bytes`; one of whole parameters when it does so for every rank, so
+    # that there are enough of them to share out. Every rank computes the same.
     filling: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
     done: list[list[int]] = []
@@ -150,13 +125,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
 
 
 def padding_advice(items: Sequence[Item], layouts: Sequence[BucketLayout], cap_bytes: float | None = None) -> str:
-    """What to change where buckets are mostly padding; empty where they are not, or where nothing would help.
-
-    Example:
-        >>> tiny = [Item(20, 4)] * 64
-        >>> padding_advice(tiny, plan_buckets(tiny, ranks=16, cap_bytes=64), 64)[:64]
-        'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): a l'
-    """
+    """What to change where buckets are mostly padding; empty where they are not, or where nothing would help."""
     used = sum(item.numel * item.itemsize for item in items)
     total = _bytes(items, layouts)
     if total <= 2 * used:
@@ -263,12 +232,7 @@ class Box:
 
 
 def boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Blocks, each without gaps in memory, that together are a range of a tensor's elements.
-
-    Example:
-        >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]
-        [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
+    """Blocks, each without gaps in memory, that together are a range of a tensor's elements."""
     if start >= stop:
         return []
     if not sizes:
@@ -352,12 +316,7 @@ class Division:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the slowest in memory to the fastest; of a tensor with gaps, those of a contiguous one.
-
-    Example:
-        >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        (0, 2, 3, 1)
-    """
+    """Dimensions from the slowest in memory to the fastest; of a tensor with gaps, those of a contiguous one."""
     strides = tensor.stride()
     dims = range(tensor.dim())
     return tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)) if is_dense(tensor) else dims)

@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 
 
 class ShardedTensorPiece(torch.Tensor):
-    """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter.
+    """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter."""
 
-    It holds no memory but the range; nothing is computed with it. A range of a tensor of several dimensions is not a
-    block of it, but a few blocks side by side: as such a checkpoint stores it, and so reads it on any number of ranks.
-
-    Made by `of` and `alone`.
-    """
+    # It holds no memory but the range; nothing is computed with it. A range of a tensor of several dimensions is not a
+    # block of it, but a few blocks side by side: as such a checkpoint stores it, and so reads it on any number of
+    # ranks.
+    # Made by `of` and `alone`.
 
     local: torch.Tensor  # what of it is here, flat
     here: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory

@@ -63,10 +63,8 @@ class GradientBucket:
         self.filled[:] = self._none
 
     def collect(self, *, ends: bool = False) -> None:
-        """Bring gradients into the bucket; backward adds further ones to them there.
-
-        Call it in `torch.no_grad`, as `complete`.
-        """
+        """Bring gradients into the bucket; backward adds further ones to them there."""
+        # Call it in `torch.no_grad`, as `complete`.
         if 1 in self.filled or not self._collect_all(ends):
             self._collect_some(ends)
 
@@ -154,12 +152,11 @@ _NONE: Set[int] = frozenset()
 
 
 class GradientSync:
-    """Sums gradients over the ranks, bucket by bucket in one order on every rank, while backward still runs.
+    """Sums gradients over the ranks, bucket by bucket in one order on every rank, while backward still runs."""
 
-    A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins one
-    if there was none since the last step, or if gradients were accumulated since. So ranks agree on the number of
-    rounds without asking each other, whichever parameters each of them uses.
-    """
+    # A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins
+    # one if there was none since the last step, or if gradients were accumulated since. So ranks agree on the number of
+    # rounds without asking each other, whichever parameters each of them uses.
 
     def __init__(
         self,
@@ -333,10 +330,8 @@ class GradientSync:
         self.summed_in_graph = is_capturing()
 
     def _send_used(self, captures: bool) -> None:
-        """Begin to tell the other ranks what this one has used, once for each step, and with what it is going to step.
-
-        Not in backward, where nothing runs in order: another optimizer's may come first on another rank.
-        """
+        """Begin to tell the other ranks what this one has used, once for each step, and with what it will step."""
+        # Not in backward, where nothing runs in order: another optimizer's may come first on another rank.
         self._used_is_due = False
         with self.channel.after_compute(self.used, self._used_sent):
             if self._used_here != self._used_known:
@@ -397,10 +392,8 @@ class GradientSync:
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 
     def has_gradient(self) -> tuple[bool, ...]:
-        """For each parameter whether any rank had a gradient of it; call it after `finish`.
-
-        The host looks at the device only if this rank had none for a parameter that trains.
-        """
+        """For each parameter whether any rank had a gradient of it; call it after `finish`."""
+        # The host looks at the device only if this rank had none for a parameter that trains.
         if 0 not in self._used_here:
             return self._all_have
         had = list(map(bool, self._used_here))
@@ -413,10 +406,8 @@ class GradientSync:
         return tuple(had)
 
     def updates(self) -> bytes:
-        """For each bucket a one if a step now may update it, else a zero: the same on every rank.
-
-        One that was frozen after its gradients were summed up is updated, as torch does with whatever has a gradient.
-        """
+        """For each bucket a one if a step now may update it, else a zero: the same on every rank."""
+        # One that was frozen after its gradients were summed up is updated, as torch does with whatever has a gradient.
         return bytes(sums.was_summed or sums.bucket.trains for sums in self.sums)
 
     @gradientless

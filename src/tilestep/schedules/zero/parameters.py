@@ -119,11 +119,9 @@ PARTS = 6  # a group has at most this part of all bytes, but for the last group:
 
 
 def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
-    """Buckets in the order of the forward that needs them, put together: as many bytes as all before, up to a part.
-
-    So the first module waits for one bucket, as if there were no groups, and the number of calls grows with the
-    logarithm of the number of buckets. What is converted for the way goes alone: it takes memory for a bucket.
-    """
+    """Buckets in the order of the forward that needs them, put together: as many bytes as all before, up to a part."""
+    # So the first module waits for one bucket, as if there were no groups, and the number of calls grows with the
+    # logarithm of the number of buckets. What is converted for the way goes alone: it takes memory for a bucket.
     most = sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets) / PARTS
     groups: list[list[Bucket]] = []
     before = size = 0
@@ -282,10 +280,8 @@ class ParameterSync:
         self._others = self._written_by_others()
 
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
-        """The parameters that other code has written to since the last call; their values are taken over.
-
-        Call it without gradients.
-        """
+        """The parameters that other code has written to since the last call; their values are taken over."""
+        # Call it without gradients.
         moved: set[int] = set()
         if not self.fixed.look(1):
             moved = {id(param) for bucket in self._buckets for param in bucket.take_back()}

@@ -56,15 +56,14 @@ _SIGNS = "signs_of_life"
 
 
 class RankMonitor:
-    """Finds out which ranks of the default process group are gone; also a block in which communication may fail.
+    """Finds out which ranks of the default process group are gone; also a block in which communication may fail."""
 
-    An error of communication says that something is wrong, not where. So a thread of each process answers roll calls
-    in the store of the process group. A rank that meets an error starts one; ranks that do not answer in time are gone.
-    The first caller keeps its finding for the others: when they meet the error, it may have ended too. NCCL raises no
-    error, it ends the process: there the thread watches the next rank's signs of life, and logs when they stop.
-
-    Used as a context manager it raises `RankError` in the place of an error of communication.
-    """
+    # An error of communication says that something is wrong, not where. So a thread of each process answers roll calls
+    # in the store of the process group. A rank that meets an error starts one; ranks that do not answer in time are
+    # gone. The first caller keeps its finding for the others: when they meet the error, it may have ended too. NCCL
+    # raises no error, it ends the process: there the thread watches the next rank's signs of life, and logs when they
+    # stop.
+    # Used as a context manager it raises `RankError` in the place of an error of communication.
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
