@@ -109,7 +109,7 @@ class TapText:
     """Writes the statements of a pass's taps around its math, which also gives `tap_moves`: what is added."""
 
     def __init__(self, math: TileMath, taps: PassTaps) -> None:
-        self._math, self._taps, self.stats = math, taps, taps.stats
+        self._math, self._taps, self.stats, self.changes = math, taps, taps.stats, taps.changes
         self._spec = taps.spec
         if taps.moves is not None:
             math.writer.write(taps.move_values)
@@ -120,23 +120,14 @@ class TapText:
         """Its pointer parameters."""
         return (POINTERS["stats"] if self.stats else []) + (POINTERS["changes"] if self._taps.changes else [])
 
-    def prologue(self) -> list[str]:
-        """Loads from the tables."""
-        return ["    tap_first = tl.load(first_word + t)"] if self._taps.changes else []
-
     def accumulators(self, indent: str) -> list[str]:
         """What sums, counts and extremes begin with, and whether a step is kept."""
         if not self.stats:
             return []
-        kinds = {slot: "int32" if self._counts(slot) else self._math.type for slot in self._taps.slots}
+        counts = {self._taps.columns.slot(name) for name in ("grad_zeros", "lost") if name in self._taps.columns.names}
+        kinds = {slot: "int32" if slot in counts else self._math.type for slot in self._taps.slots}
         made = [f"{indent}tap_{slot} = tl.zeros((TILE // {_TOGETHER},), tl.{kind})" for slot, kind in kinds.items()]
         return [*made, f"{indent}tap_keep = (tl.zeros((TILE,), tl.float64) + skip) == 0.0"]
-
-    def _counts(self, slot: int) -> bool:
-        return self._taps.columns.names[slot] in ("grad_zeros", "lost")
-
-    def _known(self, buffer: str) -> str | None:
-        return next((name for name, own in self._math.inputs if own == buffer), None)
 
     def before(self, body: TileBody, *, strided: bool) -> None:
         """Load what the pass itself does not, and remember what the parameter's arrays had."""
@@ -145,7 +136,8 @@ class TapText:
         if self.stats:
             body.store_mask = "tap_keep & mask" if body.mask else ""
             wanted = [*(["grad"] if taps.grad else []), *taps.buffers]
-            lines += [f"{indent}tap_old_{name} = {self._known(name) or body.load(name)}" for name in wanted]
+            known = {own: name for name, own in reversed(self._math.inputs)}
+            lines += [f"{indent}tap_old_{name} = {known.get(name) or body.load(name)}" for name in wanted]
         arrays = self._spec.storages["param"].arrays("param")
         lines += [f"{indent}tap_was_{place} = {body.loaded(arrays[place])}" for place in taps.compared]
         if taps.changes and not strided:
@@ -162,20 +154,29 @@ class TapText:
         """Accumulate, and mark changed weights."""
         taps, lines, indent = self._taps, body.lines, body.indent
         inside = body.store_mask
+        storage = self._spec.storages["param"]
         for place in taps.compared:
-            lines.append(f"{indent}tap_other_{place} = {self._compared(place)}")
+            now = (
+                self._kept("param")
+                if codec_of(storage).is_element
+                else f"{storage.arrays('param')[place].name}_element"
+            )
+            lines.append(f"{indent}tap_other_{place} = differs({now}, tap_was_{place})")
         if self.stats:
             lines += [indent + line for line in self._sums(inside, body.mask)]
         if taps.changes:
             flag = f"tap_other_0 & {inside}" if inside else "tap_other_0"
-            lines.append(f"{indent}tap_flag = {flag}")
-            lines += [indent + line for line in (self._scattered() if strided else self._packed())]
-
-    def _compared(self, place: int) -> str:
-        storage = self._spec.storages["param"]
-        array = storage.arrays("param")[place]
-        now = self._kept("param") if codec_of(storage).is_element else f"{array.name}_element"
-        return f"differs({now}, tap_was_{place})"
+            # 8 neighbours, which one or two threads have, are a byte; one whose bits are set is not written. Neighbours
+            # that lie apart: bits count along the parameter's memory, as in the other kernel.
+            packed = [
+                "tap_set = tl.reshape(tl.where(tap_flag, 1 << lane % 8, 0), (TILE // 8, 8))",
+                "tap_set = tl.broadcast_to(tl.sum(tap_set, 1, keep_dims=True), (TILE // 8, 8))",
+                "tap_bits = tl.reshape(tap_set, (TILE,)) | tap_had",
+                "tl.store(tap_place, tap_bits.to(tl.uint8), mask=tap_there & (tap_bits != tap_had))",
+            ]
+            bit = "tap_words + tap_first + (at_1 >> 5), 1 << (at_1 & 31).to(tl.int32)"
+            scattered = [f'tl.atomic_or({bit}, mask=tap_flag, sem="relaxed")']
+            lines += [indent + line for line in (f"tap_flag = {flag}", *(scattered if strided else packed))]
 
     def _kept(self, name: str) -> str:
         """The expression of what is stored of a buffer that is one array."""
@@ -220,23 +221,6 @@ class TapText:
                 accumulate("add_squares", f"{name}_{column}", f"tap_now_{name} * {scale!r}")
             accumulate("add_largest", f"{name}_max", f"tap_now_{name}")
         return lines
-
-    @staticmethod
-    def _packed() -> list[str]:
-        """8 neighbours, which one or two threads have, are a byte; one whose bits are set is not written."""
-        return [
-            "tap_set = tl.reshape(tl.where(tap_flag, 1 << lane % 8, 0), (TILE // 8, 8))",
-            "tap_set = tl.broadcast_to(tl.sum(tap_set, 1, keep_dims=True), (TILE // 8, 8))",
-            "tap_bits = tl.reshape(tap_set, (TILE,)) | tap_had",
-            "tl.store(tap_place, tap_bits.to(tl.uint8), mask=tap_there & (tap_bits != tap_had))",
-        ]
-
-    @staticmethod
-    def _scattered() -> list[str]:
-        """Neighbours lie apart: bits count along the parameter's memory, as in the other kernel."""
-        place = "tap_words + tap_first + (at_1 >> 5)"
-        bit = "1 << (at_1 & 31).to(tl.int32)"
-        return [f'tl.atomic_or({place}, {bit}, mask=tap_flag, sem="relaxed")']
 
     def partials(self, indent: str) -> list[str]:
         """Leave what the program has accumulated."""
@@ -289,15 +273,13 @@ class TileMath:
             elif id(value) in kept_elsewhere:
                 self.slices.append((self._argument(value, value.name or describe(value)), value))
             elif tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:
-                self.scalars.append((self._argument(value, value.name or describe(value)), self._column(value)))
+                column = spec.program.columns[id(value)]
+                self.scalars.append((self._argument(value, value.name or describe(value)), column))
         self.writer.write(tile.values())
         self.results = {f"new_{name}": self.writer[value] for name, value in tile.stores.items()}
         self.results.update({f"kept_{slot}": self.writer[value] for slot, value in tile.kept})
         self.results.update({f"term_{slot}": self.writer[value.args[0]] for slot, value in tile.reductions})
         self.results.update({f"share_{slot}": self.writer[value.args[0]] for slot, value in tile.parts})
-
-    def _column(self, value: Value) -> int:
-        return self.spec.program.columns[id(value)]
 
     def _argument(self, value: Value, wanted: str) -> str:
         name = self.names.fresh(wanted)
@@ -509,7 +491,12 @@ class _SliceKernel(TileMath):
         self.view, self.all_slices = tile.view, spec.program.slices
         self.row_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "row"]
         self.column_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "column"]
-        self.whole_tile = self._whole_tile()
+        self.whole_tile = set(self.element_inputs)
+        """The values with an element for each of the tile, by identity; others are the same along some side."""
+        self.whole_tile.update(id(value) for _, value in self.slices if self._place(value) in ("own", "other"))
+        for value in tile.values():
+            if not tile.leaves(value) and any(id(arg) in self.whole_tile for arg in value.args):
+                self.whole_tile.add(id(value))
         in_blocks = [name for name in (*tile.reads(), *tile.stores) if codec_of(spec.storages[name]).has_blocks]
         self.block_arrays = {array.name for name in in_blocks for array in spec.storages[name].arrays(name)}
 
@@ -522,15 +509,6 @@ class _SliceKernel(TileMath):
     def _place(self, value: Value) -> str:
         assert value.over is not None
         return self.view.place(value.over)
-
-    def _whole_tile(self) -> set[int]:
-        """The values with an element for each of the tile, by identity; others are the same along some side."""
-        whole = set(self.element_inputs)
-        whole.update(id(value) for _, value in self.slices if self._place(value) in ("own", "other"))
-        for value in self.tile.values():
-            if not self.tile.leaves(value) and any(id(arg) in whole for arg in value.args):
-                whole.add(id(value))
-        return whole
 
     def _prologue(self) -> list[str]:
         """Every table load, and which matrices, rows and columns the tile covers."""
@@ -741,7 +719,12 @@ class _SliceKernel(TileMath):
             masked_by = ", mask=mask" if masked else ""
             lines.append(f"{indent}tl.store({pointer}, kept_{slot}.to(tl.{self.type}){masked_by})")
         for slot, reduction in self.row_parts:
-            part = _reduced(reduction, self._term(f"share_{slot}", reduction, masked), 2)
+            term = f"share_{slot}"
+            if masked:
+                term = f"tl.where(mask, {term}, {REDUCTIONS[reduction.operation][0]})"
+            elif id(reduction.args[0]) not in self.whole_tile:
+                term = f"({term} + tl.zeros({_SHAPE}, tl.{self.type}))"
+            part = _reduced(reduction, term, 2)
             masked_by = ", mask=inside" if masked else ""
             pointer = f"parts_{slot} + row_parts + column_tile * (matrices * height) + first_line + (line + start)"
             lines.append(f"{indent}tl.store({pointer}, {part}{masked_by})")
@@ -765,12 +748,6 @@ class _SliceKernel(TileMath):
         }[self._place(value)]
         masked_by = f", mask={mask}, other=0.0" if masked else ""
         return f"tl.load(slot_{slot} + start_{self._kind(slot)} + {pointer}{masked_by})"
-
-    def _term(self, name: str, reduction: Value, masked: bool) -> str:
-        """What is reduced, of the sub-block's whole shape."""
-        if masked:
-            return f"tl.where(mask, {name}, {REDUCTIONS[reduction.operation][0]})"
-        return name if id(reduction.args[0]) in self.whole_tile else f"({name} + tl.zeros({_SHAPE}, tl.{self.type}))"
 
     def _after_loops(self, indent: str) -> list[str]:
         """Leave what was accumulated."""
@@ -816,6 +793,7 @@ class _Kernel(TileMath):
         self.index = index
         taps = taps_of(spec, tile)
         self.taps = TapText(self, taps) if taps is not None else None
+        self.tap_pointers = self.taps.pointers if self.taps is not None else []
 
     @property
     def title(self) -> str:
@@ -824,16 +802,6 @@ class _Kernel(TileMath):
     @property
     def _constants(self) -> str:
         return _CONSTANTS + (_STAGES if self.spec.has_blocks else "")
-
-    @property
-    def _shape(self) -> str:
-        """The shape of the elements that are held at once: a row for each block."""
-        return f"(TILE // {BLOCK}, {BLOCK})" if self.spec.has_blocks else "(TILE,)"
-
-    @property
-    def _rest(self) -> str:
-        """The shape of what is held at once with a mask, one block: its indices take registers."""
-        return f"(1, {BLOCK})"
 
     def _lanes(self) -> list[str]:
         if not self.spec.has_blocks:
@@ -949,7 +917,9 @@ class _Kernel(TileMath):
 
     def _accumulators(self, indent: str) -> list[str]:
         """What reductions begin with; with blocks apart for what is walked with a mask."""
-        shapes = {"part": self._shape, **({"rest": self._rest} if self.spec.has_blocks else {})}
+        shapes = {"part": "(TILE,)"}
+        if self.spec.has_blocks:  # a row for each block; with a mask one block, as its indices take registers
+            shapes = {"part": f"(TILE // {BLOCK}, {BLOCK})", "rest": f"(1, {BLOCK})"}
         parts = [
             f"{indent}{name}_{slot} = tl.full({shape}, {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
             for slot, reduction in self.tile.reductions
@@ -970,11 +940,6 @@ class _Kernel(TileMath):
         return lines
 
     @property
-    def tap_pointers(self) -> list[str]:
-        """The pointer parameters of what the kernels put out beside the update."""
-        return self.taps.pointers if self.taps is not None else []
-
-    @property
     def _runs(self) -> str:
         """Whether a program has something to do: where it measures, in a skipped step too."""
         measures = self.taps is not None and self.taps.stats
@@ -992,7 +957,7 @@ class _Kernel(TileMath):
             "    stop = tl.minimum(begin + SPAN, tl.load(numel + t))",
             *(["    columns_of_row = tl.load(columns + t)"] if self.spec.has_blocks else []),
             *self.table_loads(),
-            *(self.taps.prologue() if self.taps is not None else ()),
+            *(["    tap_first = tl.load(first_word + t)"] if self.taps is not None and self.taps.changes else ()),
         ]
 
     def _rows(self) -> list[str]:

@@ -18,11 +18,12 @@ _OF_THE_DEVICE = """
 rsqrt exp exp2 expm1 log log2 log1p log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erfc lgamma trunc
 """
 
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_SIGNS |= {"shift_left": "<<", "shift_right": ">>", "bit_and": "&", "bit_or": "|", "bit_xor": "^"}
+
 SPELLING = {
     **{name: f"libdevice.{name}({{0}})" for name in _OF_THE_DEVICE.split()},
-    "add": "({0} + {1})",
-    "sub": "({0} - {1})",
-    "mul": "({0} * {1})",
+    **{name: f"({{0}} {sign} {{1}})" for name, sign in _SIGNS.items()},
     "div": "divide({0}, {1})",
     "pow": "power({0}, {1})",
     "remainder": "floored_remainder({0}, {1})",
@@ -41,12 +42,6 @@ SPELLING = {
     "round": "libdevice.nearbyint({0})",
     "number": "{0}.to(tl.float32)",
     "where": "tl.where({0}, {1}, {2})",
-    "lt": "({0} < {1})",
-    "le": "({0} <= {1})",
-    "gt": "({0} > {1})",
-    "ge": "({0} >= {1})",
-    "eq": "({0} == {1})",
-    "ne": "({0} != {1})",
     "and": "both({0}, {1})",
     "or": "either({0}, {1})",
     "not": "({0} == 0)",
@@ -65,11 +60,6 @@ SPELLING = {
     "of_bits to uint8": "byte_of({0}, tl.uint8)",
     "whole": "{0}.to(tl.int32)",
     "real": "{0}.to(tl.float32)",
-    "shift_left": "({0} << {1})",
-    "shift_right": "({0} >> {1})",
-    "bit_and": "({0} & {1})",
-    "bit_or": "({0} | {1})",
-    "bit_xor": "({0} ^ {1})",
     "block_max": "block_max({0})",
     "nibble": "nibbles({0})",
     "pack": "packed_pairs({0})",
@@ -156,12 +146,17 @@ class _FusingWriter(_QuickWriter):
                     return self._fused(value, place).replace("{", "{{").replace("}", "}}")
         if value.operation == "div" and _has_root(value.args[1]):
             return "quick_quotient({0}, {1})"
-        if value.operation == "root" and (number := _floored(value.args[0])) is not None:
-            return f"tl.sqrt({self.expressions[id(number)]})".replace("{", "{{").replace("}", "}}")
-        if _is_larger(value) and not value.dtype and _is_number(value.args[2]):
-            return "larger_number({1}, {2})"
-        if value.operation == "add" and _is_byte(value.args[0]) and value.args[1].operation == "constant":
-            element = self.expressions[id(value.args[0].args[0])]
+        if value.operation == "root" and _is_larger(value.args[0]):
+            _, number, floor = value.args[0].args
+            if floor.operation == "constant" and floor.attribute <= _NOTHING:  # roots of all are one instruction here
+                return f"tl.sqrt({self.expressions[id(number)]})".replace("{", "{{").replace("}", "}}")
+        other = value.args[2] if _is_larger(value) and not value.dtype else None
+        if other and other.operation == "where" and all(arg.operation == "constant" for arg in other.args[1:]):
+            return "larger_number({1}, {2})"  # one of two constants is never NaN
+        first = value.args[0] if value.operation == "add" else None
+        is_byte = first and first.operation == "widen" and first.args[0].dtype == "uint8"
+        if first and is_byte and value.args[1].operation == "constant":
+            element = self.expressions[id(first.args[0])]
             return f"bytes_plus({element}, {{1}})"
         return super().template(value)
 
@@ -194,22 +189,7 @@ def _is_larger(value: Value) -> bool:
     return value.operation == "where" and value.args[0].operation == "gt" and value.args[0].args == value.args[1:]
 
 
-def _floored(value: Value) -> Value | None:
-    """The number that a value is but where it is next to nothing: roots of all numbers are one instruction here."""
-    is_floored = _is_larger(value) and value.args[2].operation == "constant" and value.args[2].attribute <= _NOTHING
-    return value.args[1] if is_floored else None
-
-
 _NOTHING = 2.0**-90
-
-
-def _is_number(value: Value) -> bool:
-    """Whether a value is one of two constants, and so never NaN."""
-    return value.operation == "where" and all(choice.operation == "constant" for choice in value.args[1:])
-
-
-def _is_byte(value: Value) -> bool:
-    return value.operation == "widen" and value.args[0].dtype == "uint8"
 
 
 def _has_root(value: Value) -> bool:
@@ -296,12 +276,9 @@ class TileBody:
 
     def _mask(self, array: Array) -> str:
         if self.mask and self.shapes is not None and array.elements == 1:
-            return "code_mask" if self._is_of_blocks(array) else self.mask
+            own = (s.arrays(name) for name, s in self.spec.storages.items() if codec_of(s).has_blocks)
+            return "code_mask" if any(array in arrays for arrays in own) else self.mask
         return _MASKS[array.elements] if self.mask and self.spec.has_blocks else self.mask
-
-    def _is_of_blocks(self, array: Array) -> bool:
-        own = (s.arrays(name) for name, s in self.spec.storages.items() if codec_of(s).has_blocks)
-        return any(array in arrays for arrays in own)
 
     def loaded(self, array: Array) -> str:
         """The expression of an array's elements as they lie in memory."""
@@ -424,13 +401,6 @@ def random_functions(slots: Iterable[int]) -> list[list[str]]:
 
 
 def _function(name: str, parameters: Iterable[str], roots: Iterable[Value], quick: bool = False) -> list[str]:
-    writer = _written(roots, quick)
-    returned = ", ".join(writer[root] for root in roots)
-    return ["@triton.jit", f"def {name}({', '.join(parameters)}):", *writer.lines, f"    return {returned}"]
-
-
-def _written(roots: Iterable[Value], quick: bool) -> Writer:
-    """A writer that has written a format's graph in statements."""
     writer = writer_of("float32", "    ", TritonNames(["number"]), quick, quick)
     writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
     values = ancestors(roots)
@@ -438,4 +408,5 @@ def _written(roots: Iterable[Value], quick: bool) -> Writer:
         if value.operation == "load":
             writer.bind(value, value.attribute)
     writer.write(values)
-    return writer
+    returned = ", ".join(writer[root] for root in roots)
+    return ["@triton.jit", f"def {name}({', '.join(parameters)}):", *writer.lines, f"    return {returned}"]
