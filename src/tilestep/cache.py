@@ -35,11 +35,9 @@ _SEAL = b"\n# tilestep sha256 "
 _SEAL_LENGTH = len(_SEAL) + 64
 
 _BUILDS = ".build-"
-_STALE = 3600.0
-"""Seconds after which a folder of a build is one that a killed process has left."""
+_STALE = 3600.0  # seconds after which a folder of a build is one that a killed process has left
 
-_WORD = 10.0
-"""Seconds of waiting for another process after which a warning says so."""
+_WORD = 10.0  # seconds of waiting for another process after which a warning says so
 
 
 def content_key(*parts: str) -> str:

@@ -20,8 +20,7 @@ from .rules import Rule
 from .runtime import graph_for, kernel_spec
 from .storage import dtype_name
 
-BACKENDS = {"triton": "cuda", "cpp": "cpu"}
-"""Type of device by name of backend."""
+BACKENDS = {"triton": "cuda", "cpp": "cpu"}  # type of device by name of backend
 
 
 @dataclass(frozen=True)

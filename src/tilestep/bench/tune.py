@@ -29,8 +29,7 @@ KINDS: Mapping[str, tuple[torch.dtype, MasterWeights]] = {
 }
 """Dtype of the parameters and how they are kept in float32, by name."""
 
-GAIN = 0.01
-"""A shape replaces the one in use only if it is faster by this part: less is noise."""
+GAIN = 0.01  # a shape replaces the one in use only if it is faster by this part: less is noise
 
 _CLOSE = 0.05
 """After its first turn a shape that is slower than the fastest by more than this part is measured no further."""

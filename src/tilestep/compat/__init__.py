@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Many tensors in one call: whether they are as they were, copies, zeros.
 
-TensorDispatch = TorchDispatchMode
-"""Base class of the tracer: sees every ATen call."""
+TensorDispatch = TorchDispatchMode  # base class of the tracer: sees every ATen call
 
 
 def fake_tensors() -> Any:
@@ -404,14 +403,11 @@ _profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
 UPDATE = "tilestep::update"
 """What is launched inside is the optimizer's, wherever it runs: in a step, in backward, before a forward."""
 
-HOST_UPDATE = "tilestep::host_update"
-"""The same for what the host computes itself, though the training may be on a GPU."""
+HOST_UPDATE = "tilestep::host_update"  # the same for what the host computes itself, though the training may be on a GPU
 
-REPLAY = "tilestep::replay"
-"""A CUDA graph with a step alone: the optimizer's as well, and the end of an iteration."""
+REPLAY = "tilestep::replay"  # a CUDA graph with a step alone: the optimizer's as well, and the end of an iteration
 
-ITERATION = "tilestep::iteration"
-"""The end of an iteration where the user says so."""
+ITERATION = "tilestep::iteration"  # the end of an iteration where the user says so
 
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -607,8 +603,7 @@ def distributed_tensor_type() -> Any | None:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-DTENSOR_PARTS = ("_local_tensor", "_spec")
-"""What a DTensor keeps its local part and its layout in."""
+DTENSOR_PARTS = ("_local_tensor", "_spec")  # what a DTensor keeps its local part and its layout in
 
 
 def dtensors_have_parts() -> bool:

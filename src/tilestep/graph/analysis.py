@@ -10,8 +10,7 @@ import torch
 from .ir import Builder, Graph, Level, Value, ancestors
 from .lowering import LOWERINGS
 
-Bounds = tuple[float, float]
-"""The least and the largest that a number can be."""
+Bounds = tuple[float, float]  # the least and the largest that a number can be
 
 _ANY: Bounds = (-math.inf, math.inf)
 _POSITIVE: Bounds = (0.0, math.inf)

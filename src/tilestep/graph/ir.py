@@ -124,8 +124,7 @@ _TRUTHS: dict[str, Callable[..., Any]] = {
     "isinf": math.isinf,
 }
 
-REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})
-"""From elements to one number per tensor."""
+REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})  # from elements to one number per tensor
 
 GLOBAL_REDUCTIONS = frozenset({"global_sum", "global_max"})
 """From one number per tensor to one for all tensors of the optimizer."""
@@ -163,11 +162,9 @@ class Level(IntEnum):
     MATRIX = 6
 
 
-SCALAR_LEVELS = (Level.CONSTANT, Level.GROUP, Level.TENSOR)
-"""Levels of values that are one number for a whole tensor."""
+SCALAR_LEVELS = (Level.CONSTANT, Level.GROUP, Level.TENSOR)  # levels of values that are one number for a whole tensor
 
-Over = tuple[int, int]
-"""A block of neighbouring dimensions, first and one past the last."""
+Over = tuple[int, int]  # a block of neighbouring dimensions, first and one past the last
 
 
 def join(values: Iterable[Value]) -> tuple[Level, Over | None]:
@@ -324,8 +321,7 @@ class Builder:
         self.dims = dims
         self.shape: tuple[int, ...] = ()
         """Shape that the first operand of the operation being lowered has in the trace: 1 where it was reduced."""
-        self.reads_shape = False
-        """Whether something was built that holds for this number of dimensions only."""
+        self.reads_shape = False  # whether something was built that holds for this number of dimensions only
         self._values: dict[tuple[Any, ...], Value] = {}
 
     def constant(self, number: float | bool) -> Value:

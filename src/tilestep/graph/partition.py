@@ -259,8 +259,7 @@ def _extent(over: Over | None) -> int:
     return 0 if over is None else over[1] - over[0]
 
 
-Condition = tuple[Value, bool]
-"""A truth value of hyperparameters and the step, and what it must be."""
+Condition = tuple[Value, bool]  # a truth value of hyperparameters and the step, and what it must be
 
 
 @dataclass

@@ -289,14 +289,12 @@ class Recorder(TensorDispatch):
         self.sizes = lowering.sizes_of(shape)
         self.build = Builder(len(shape))
         self.fx_graph = fx.Graph()
-        self.buffers: list[torch.Tensor] = []
-        """What the rule is called with: parameter, gradient and states."""
+        self.buffers: list[torch.Tensor] = []  # what the rule is called with: parameter, gradient and states
         self.node_of: dict[int, fx.Node] = {}
         self.values: dict[fx.Node, Value] = {}
         self.guards: dict[int, Guard] = {}
         self.named: dict[tuple[str, str], Value] = {}
-        self.moving: set[int] = set()
-        """Values that are hyperparameters given as functions of the step, by identity."""
+        self.moving: set[int] = set()  # values that are hyperparameters given as functions of the step, by identity
         self.reads_shape = False
         self.keep_alive: list[Any] = []
         self.refused: RuleError | None = None

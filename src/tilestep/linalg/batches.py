@@ -15,8 +15,7 @@ from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
 from .conditions import Conditions, GroupNumbers
 from .operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrices_at_once
 
-LEAST_MATRICES = 32
-"""Fewer are not worth a graph: its workspace stays allocated between steps."""
+LEAST_MATRICES = 32  # fewer are not worth a graph: its workspace stays allocated between steps
 
 _RUNS_BEFORE = 2
 """Kernels are built and libraries set themselves up in the first runs; a recording is too late for that."""
@@ -185,8 +184,7 @@ def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
     return function(*arguments)
 
 
-Results = dict[int, torch.Tensor]
-"""Batches by the identity of their value."""
+Results = dict[int, torch.Tensor]  # batches by the identity of their value
 
 
 def run_chunk(
@@ -277,8 +275,7 @@ class MatrixBatches:
             self._allocate(batch)
         shared = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
         parted = [self._batch(key, members) for key, members in self._sorted(shared).items()]
-        self.shared = SharedMatrices(segment, parted) if parted else None
-        """The tensors of which this rank has a part."""
+        self.shared = SharedMatrices(segment, parted) if parted else None  # the tensors of which this rank has a part
         operations = [
             MATRIX_OPERATIONS.get(value.operation) for matrix_pass in self._work() for value in matrix_pass.values
         ]
@@ -289,10 +286,8 @@ class MatrixBatches:
         """What decides on the host which work a step does not need; None if all is needed always."""
         self.skipped_values: SkippedValues | None = None
         """What steps leave out, whatever they need: set while a step is captured. None lets the host decide."""
-        self.active = np.ones(0, dtype=bool)
-        """Which tensors took part in the last step, where it matters."""
-        self.is_built = False
-        """Whether all passes have run, so that nothing is left to compile."""
+        self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, where it matters
+        self.is_built = False  # whether all passes have run, so that nothing is left to compile
         self._recorded = self._recordings()
 
     def _keys(self) -> list[tuple[Any, ...]]:

@@ -60,8 +60,7 @@ class StepBounds:
             self._since = active.astype(np.int64)
 
 
-_LOOKED_AHEAD = 1000
-"""Steps among which one is looked for that needs nothing of what the host waits for."""
+_LOOKED_AHEAD = 1000  # steps among which one is looked for that needs nothing of what the host waits for
 
 
 class GroupNumbers(Mapping[str, float]):

@@ -48,8 +48,7 @@ class Batch:
         return replace(self, members=list(members), index=index, arrays={}, states={})
 
 
-limit: int = 1 << 30
-"""The bound of an optimizer that is made now."""
+limit: int = 1 << 30  # the bound of an optimizer that is made now
 
 _kept: ContextVar[int | None] = ContextVar("_kept", default=None)
 """The bound of the optimizer whose kernels are being prepared; None for the one of now."""
@@ -112,14 +111,12 @@ def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute:
     return max(1, -(-count // min(chunks, count)))
 
 
-Launch = tuple[Any, Sequence[Any]]
-"""What launches one of Triton's kernels, and the arguments."""
+Launch = tuple[Any, Sequence[Any]]  # what launches one of Triton's kernels, and the arguments
 
 Space = tuple[str, str]
 """How many rows and columns a matrix has, in words of its parameter: `("rows", "columns")` is the parameter's shape."""
 
-PARAMETER: Space = ("rows", "columns")
-"""The parameter's own shape."""
+PARAMETER: Space = ("rows", "columns")  # the parameter's own shape
 
 Run = Callable[[Sequence[torch.Tensor], Sequence[float], "torch.Tensor | None"], torch.Tensor]
 """From batches [B, R, C], numbers and, or None, where the result should go, to the result: `out` itself if given."""
@@ -140,8 +137,7 @@ class MatrixOperation:
     launches: Callable[[tuple[int, int], Sequence[float], torch.device], list[Launch]] | None = None
 
 
-MATRIX_OPERATIONS: dict[str, MatrixOperation] = {}
-"""Every operation by name."""
+MATRIX_OPERATIONS: dict[str, MatrixOperation] = {}  # every operation by name
 
 
 def register(operation: MatrixOperation) -> MatrixOperation:
@@ -163,8 +159,7 @@ def _transpose(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.
     return operands[0].mT if out is None else out.copy_(operands[0].mT)
 
 
-matmul = register(MatrixOperation("matmul", 2, _product_space, _matmul))
-"""`left @ right`."""
+matmul = register(MatrixOperation("matmul", 2, _product_space, _matmul))  # `left @ right`
 
 transpose = register(MatrixOperation("transpose", 1, lambda space: (space[1], space[0]), _transpose, is_view=True))
 """`matrix.mT`."""

@@ -15,8 +15,7 @@ from ..tensor_watch import TensorFingerprint
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 
-KEPT = 8
-"""Recipes kept, the last used first; each holds 20 bytes of device memory per tile."""
+KEPT = 8  # recipes kept, the last used first; each holds 20 bytes of device memory per tile
 
 
 class Recipe:

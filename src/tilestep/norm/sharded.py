@@ -20,8 +20,7 @@ from .tiles import Order, combine, order_of
 
 Positions = Callable[[], Sequence[int]]
 
-KEPT = 4
-"""Lists of tensors whose meshes and placements are remembered."""
+KEPT = 4  # lists of tensors whose meshes and placements are remembered
 
 
 class Shares:

@@ -9,8 +9,7 @@ import torch
 from .._version import __version__
 from .tiles import DTYPES, Order
 
-FINISH_BLOCK = 8192
-"""Partial results that the finishing program reads at a time."""
+FINISH_BLOCK = 8192  # partial results that the finishing program reads at a time
 
 
 def tile_shape(elements: int) -> tuple[int, int, int]:

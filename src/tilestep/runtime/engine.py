@@ -145,19 +145,16 @@ class DeviceEngine:
             start = stop
         self._params = [entry.param for entry in self.entries]
         self._watch = TensorFingerprint(self._params)
-        self.states = FixedTensors([])
-        """The state that tables describe: the tensors as users have them."""
+        self.states = FixedTensors([])  # the state that tables describe: the tensors as users have them
         self._norm: NormTable | None = None
         self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        self.norm_pass: Callable[[], torch.Tensor] | None = None
-        """What `norm` calls, once it was called."""
+        self.norm_pass: Callable[[], torch.Tensor] | None = None  # what `norm` calls, once it was called
         self._has_shares = any(entry.norm_share != 1 for entry in self.entries)
         self._known_gradients: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})
         self.has_device_tables = self.grads.is_cuda
-        self.is_large = len(self.entries) >= _WORTH_THREADS
-        """Whether threads pay for the look at its tensors."""
+        self.is_large = len(self.entries) >= _WORTH_THREADS  # whether threads pay for the look at its tensors
         self.group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
         self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
         for segment in self.segments:

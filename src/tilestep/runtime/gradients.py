@@ -18,8 +18,7 @@ from ..tensor_watch import TensorFingerprint
 from .kernel_cache import statics_of
 from .segment import Entry, is_dense, same_walk
 
-_READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The dtypes of gradients that kernels read."""
+_READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # the dtypes of gradients that kernels read
 
 
 class Stale(Exception):
@@ -68,8 +67,7 @@ class Gradients:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watch = TensorFingerprint([])
         self._host = np.zeros(len(self.entries), dtype=np.int64)
-        self.settled = False
-        """Whether the gradients of the last step were those of the one before, all of them dense."""
+        self.settled = False  # whether the gradients of the last step were those of the one before, all of them dense
         self.scanned = False
         """Whether the last look at them was one in C++, which has brought the addresses that the table has."""
 
@@ -225,8 +223,7 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
         target.copy_(source)
 
 
-_LOW = 1 << 32
-"""Most memory lies above this address: below it may be an offset from no address at all."""
+_LOW = 1 << 32  # most memory lies above this address: below it may be an offset from no address at all
 
 
 def _check_kind(entry: Entry, gradient: torch.Tensor) -> None:
@@ -273,9 +270,7 @@ class GroupWatch:
         self._only_numbers_differ = False
         self.remember()
 
-    is_mutable: bool
-    """Whether a value can change and stay the same object."""
-
+    is_mutable: bool  # whether a value can change and stay the same object
     values: tuple[Any, ...]
     """The known values; as long as they are these objects, and none is mutable, nothing has changed."""
 

@@ -17,8 +17,7 @@ from ..rules import Rule
 from ..rules.scalars import PYTHON_TYPES, as_python
 from ..storage import Plain, Storage
 
-NUMBER = "<number>"
-"""Stands for any number in a static description."""
+NUMBER = "<number>"  # stands for any number in a static description
 
 KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale", "machine_epsilon"})
 """What the scalar pass knows without a column of the hyperparameter table, beside the parameter's sizes."""

@@ -20,11 +20,8 @@ from ..backends.spec import CLIP, NORM, SKIP, SKIPPED
 class StepLimit:
     """A limit with a memory. Subclasses are frozen dataclasses of numbers."""
 
-    kernel = ""
-    """Name of its kernel in backends/triton/support.py."""
-
-    skips = False
-    """Whether it may skip steps."""
+    kernel = ""  # name of its kernel in backends/triton/support.py
+    skips = False  # whether it may skip steps
 
     @property
     def size(self) -> int:
@@ -241,8 +238,7 @@ class StepHistory:
         self._numbers: dict[tuple[StepLimit, torch.device], torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
         """The loss of the step that is decided next, float64[1], where it was given."""
-        self.has_norm = False
-        """Whether the last step found out the norm of its gradients."""
+        self.has_norm = False  # whether the last step found out the norm of its gradients
 
     def of(self, limit: StepLimit, device: torch.device) -> torch.Tensor:
         """The numbers of a limit on a device, float64[limit.size]; what another device knows is copied at first."""

@@ -32,8 +32,7 @@ class JointNorm:
         self._norm = SharedNorm(device, entries)
         self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self._pieces: dict[int, list[tuple[NormTable, NormTable, torch.Tensor]]] = {}
-        self.is_put = False
-        """Whether `put` was called for every engine, with the gradients that the next step uses."""
+        self.is_put = False  # whether `put` was called for every engine, with the gradients that the next step uses
 
     @property
     def takes_pieces(self) -> bool:

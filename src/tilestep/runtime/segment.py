@@ -98,8 +98,7 @@ def layout_record(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     return record
 
 
-Block = tuple[int, int, int]
-"""Matrices, rows and columns in a tile."""
+Block = tuple[int, int, int]  # matrices, rows and columns in a tile
 
 
 @dataclass
@@ -270,50 +269,25 @@ def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
 class Segment:
     """Tensors with one spec on one device: their tiles, addresses and layouts, as numpy arrays."""
 
-    tile_size = 0
-    """Elements in a tile."""
-
-    reads_gradients = False
-    """Whether passes read gradients as tensors rather than by address."""
-
-    unscales = False
-    """Whether this step's gradients carry a loss scale, which the last pass that reads them takes away."""
-
-    may_skip = False
-    """Whether the device may decide to skip this step."""
-
-    can_be_captured = False
-    """Whether its passes can go into a CUDA graph, but for what `choices` says of matrices."""
-
+    tile_size = 0  # elements in a tile
+    reads_gradients = False  # whether passes read gradients as tensors rather than by address
+    unscales = False  # whether this step's gradients carry a loss scale, which the last pass that reads them takes away
+    may_skip = False  # whether the device may decide to skip this step
+    can_be_captured = False  # whether its passes can go into a CUDA graph, but for what `choices` says of matrices
     streamer: TileStreamer | None = None
     """What brings arrays that live elsewhere to where tile passes work on them, and back."""
 
-    tile_ranges: Sequence[TileRange] = ()
-    """Runs of tiles that passes can work on one by one."""
-
-    has_taps = True
-    """Whether its kernels can put out statistics and bits of changed weights."""
-
-    taps: SegmentTaps | None = None
-    """What it puts out beside updates."""
-
-    batches_matrices = True
-    """Whether matrix passes run on batches; else the segment does their work its own way."""
-
-    step: torch.Tensor
-    """float32[tensors], step counts."""
-
-    scalar_states: dict[str, torch.Tensor]
-    """float32[tensors] for each scalar state."""
-
+    tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
+    has_taps = True  # whether its kernels can put out statistics and bits of changed weights
+    taps: SegmentTaps | None = None  # what it puts out beside updates
+    batches_matrices = True  # whether matrix passes run on batches; else the segment does their work its own way
+    step: torch.Tensor  # float32[tensors], step counts
+    scalar_states: dict[str, torch.Tensor]  # float32[tensors] for each scalar state
     sums: torch.Tensor
     """float64[tensors][reductions], reductions over one tensor; a segment without works them out by itself."""
 
-    global_parts: torch.Tensor
-    """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
-
-    totals: torch.Tensor
-    """float64[slots], the combined values."""
+    global_parts: torch.Tensor  # float64[tensors][slots], what a scalar pass leaves to be combined over all tensors
+    totals: torch.Tensor  # float64[slots], the combined values
 
     def __init__(
         self,
@@ -329,8 +303,7 @@ class Segment:
         self.grads = grads
         self.gradients: Sequence[torch.Tensor | None] = ()
         self.control = control
-        self.skip = control[SKIP]
-        """Not 0 where the step is skipped, a scalar on the device."""
+        self.skip = control[SKIP]  # not 0 where the step is skipped, a scalar on the device
         self.device = entries[0].param.device
         self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
         numels = [entry.param.numel() for entry in self.entries]

@@ -13,8 +13,7 @@ from ..devices import is_host
 from ..storage import values_of
 from ..tensor_watch import sum_of_versions
 
-WORD = 32
-"""Weights whose bits are in one word."""
+WORD = 32  # weights whose bits are in one word
 
 
 def extent_of(tensor: torch.Tensor) -> int:
@@ -37,8 +36,7 @@ class SegmentTaps:
         self.by_kernels = segment.has_taps and taps_fit(segment.spec)
         self.columns = tap_columns(segment.spec)
         self.measures = False
-        self.has_run = False
-        """Whether its passes have run in this step."""
+        self.has_run = False  # whether its passes have run in this step
         device, entries = segment.device, segment.entries
         width = len(self.columns)
         self.totals = torch.full((len(entries), width), math.nan, dtype=torch.float64, device=device)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-BLOCK = 128
-"""Elements of a block."""
+BLOCK = 128  # elements of a block
 
 
 def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:

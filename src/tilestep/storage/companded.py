@@ -8,8 +8,7 @@ from .format import Term, magnitude, maximum, minimum, quotient, rough_quotient,
 from .stochastic import chance
 
 _ROUND = 1.5 * 2.0**23
-LARGEST_SCALE = 2.0**123
-"""A block with something larger is kept as infinite: a sum of nine of its elements could be."""
+LARGEST_SCALE = 2.0**123  # a block with something larger is kept as infinite: a sum of nine of its elements could be
 
 
 def scale_of(number: Term, rounds_up: bool = False) -> Term:

@@ -163,11 +163,9 @@ def _pairwise(comparison: Callable[[Term, Term | float], Term]) -> Callable[[Ter
     return lambda left, right: where(comparison(left, right), left, right)
 
 
-minimum = _pairwise(lambda left, right: left < right)
-"""The smaller of two terms; the second where one is NaN."""
+minimum = _pairwise(lambda left, right: left < right)  # the smaller of two terms; the second where one is NaN
 
-maximum = _pairwise(lambda left, right: left > right)
-"""The larger of two terms; the second where one is NaN."""
+maximum = _pairwise(lambda left, right: left > right)  # the larger of two terms; the second where one is NaN
 
 
 def if_rounds_to(high: Term, value: Term) -> Term:

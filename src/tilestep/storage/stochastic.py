@@ -16,8 +16,7 @@ import torch
 from ..graph import Builder, Value
 from .format import Array, Storage, Term, evaluated, magnitude, maximum, minimum, where
 
-RANDOM_BITS = 16
-"""Random bits for each number that is kept."""
+RANDOM_BITS = 16  # random bits for each number that is kept
 
 
 class Rounding(Storage, Protocol):

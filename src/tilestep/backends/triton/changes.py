@@ -9,8 +9,7 @@ import triton.language as tl
 
 from .support import INTERPRETED, libdevice, loop_bound
 
-WORDS = 512
-"""Words that a program reads: 16,384 weights."""
+WORDS = 512  # words that a program reads: 16,384 weights
 
 POINTERS = ["tap_words", "blocks", "counts", "indices", "values"]
 

@@ -173,8 +173,7 @@ class Launcher:
         return run
 
 
-Launch = tuple[Launcher, Sequence[torch.Tensor | float]]
-"""A launcher and what it is going to be called with."""
+Launch = tuple[Launcher, Sequence[torch.Tensor | float]]  # a launcher and what it is going to be called with
 
 
 def build_together(launches: Sequence[Launch], device: torch.device) -> None:

@@ -55,8 +55,7 @@ def range_tables(
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
-_TAP_RUN = 256
-"""Tiles whose statistics one program combines."""
+_TAP_RUN = 256  # tiles whose statistics one program combines
 _MOST_SPANS, _ENOUGH_PROGRAMS = 8, 8192
 """Spans that a program walks which measures, and how many programs there are for each of them: what it has accumulated
 is reduced once."""
@@ -66,8 +65,7 @@ _MEASURING = {"maxnreg": 80}
 _REGISTERS, _FEWER_REGISTERS, _RANDOM_REGISTERS = 64, 56, 80
 """Of a thread where tiles are of blocks, whose programs then are enough to hide what they wait for; fewer where loads
 run ahead into shared memory, more where numbers are rounded at random."""
-_FEW_ARRAYS = 6
-"""Of a parameter, its master and two states in blocks: as many fit in these registers."""
+_FEW_ARRAYS = 6  # of a parameter, its master and two states in blocks: as many fit in these registers
 _DECIDE_BLOCK = 8192
 _DECIDE_FLAGS = (
     "HAS_NORM",

@@ -18,22 +18,19 @@ from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_poi
 
 Launch = tuple[Launcher, list[torch.Tensor]]
 
-_PROGRAMS = 4096
-"""Programs that a large segment is cut into at least: 32 for each processor of the largest GPUs."""
+_PROGRAMS = 4096  # programs that a large segment is cut into at least: 32 for each processor of the largest GPUs
 
 _FEWEST_ELEMENTS, _MOST_ELEMENTS = 4096, 32768
 """Bounds on the elements of a tile that a program walks sub-block by sub-block. The fewer tiles, the fewer table loads
 and parts of columns; the bits of a reduction depend on the tiles, so a segment's own sizes alone decide."""
 
-_WHOLE_ELEMENTS = 1024
-"""Elements of a tile that is held at once: small matrices, or a few rows."""
+_WHOLE_ELEMENTS = 1024  # elements of a tile that is held at once: small matrices, or a few rows
 
 _HELD_BYTES, _FEWEST_HELD, _MOST_HELD = 4096, 512, 2048
 """Bytes that the sub-blocks of all arrays read by a pass hold together, where tiles have more rows, and bounds on their
 elements."""
 
-_STAGES = 3
-"""Sub-blocks of a tile that are computed or being read; those behind the first wait in shared memory."""
+_STAGES = 3  # sub-blocks of a tile that are computed or being read; those behind the first wait in shared memory
 
 _FEW_BYTES = 2
 """A pass that reads no more than this of an element computes about as long as it reads: the three instructions an
@@ -48,11 +45,9 @@ _ELEMENTS_A_WARP, _MOST_WARPS = 128, 4
 _WIDEST, _WIDE = 128, 1024
 """Columns of a tile at most, and where a last tile of half of them is no great part of a row any more."""
 
-_LONGEST = 1024
-"""Columns of the tiles of one long row."""
+_LONGEST = 1024  # columns of the tiles of one long row
 
-_SPANNED = 2**31
-"""Elements that lie from the first of a tile to its last at most: kernels count them in 32 bits."""
+_SPANNED = 2**31  # elements that lie from the first of a tile to its last at most: kernels count them in 32 bits
 
 _SIDES = (1, 4, 16, 64)
 _FINISH_BLOCK = 1024

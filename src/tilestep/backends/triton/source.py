@@ -101,8 +101,7 @@ _TOGETHER = 4
 """Neighbours that are combined before they are accumulated: a thread has at least as many, and keeps one number for
 them. With a number for each element, a kernel's registers leave room for few programs."""
 
-_NEAR_HOLDS = 2.0**126
-"""Up to which sum a program's squares of small magnitudes are those of all of its elements."""
+_NEAR_HOLDS = 2.0**126  # up to which sum a program's squares of small magnitudes are those of all of its elements
 
 
 class TapText:
