@@ -53,15 +53,12 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
 def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
     """A block whose products are those of the tensors given: an update may run while a model does, under autocast."""
     enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
-    return _switched_off(enabled) if enabled else nullcontext()
-
-
-@contextmanager
-def _switched_off(kinds: Sequence[str]) -> Iterator[None]:
-    with ExitStack() as blocks:
-        for kind in kinds:
-            blocks.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    if not enabled:
+        return nullcontext()
+    blocks = ExitStack()
+    for kind in enabled:
+        blocks.enter_context(torch.autocast(kind, enabled=False))
+    return blocks
 
 
 def _meet(segments: Sequence[Segment], index: int) -> None:
@@ -176,10 +173,6 @@ class DeviceEngine:
         """Whether the state that tables describe lies where it lay, as it lay."""
         return self.states.look(self.looking_threads)
 
-    def _require_states(self) -> None:
-        if not self.states_are_unmoved:
-            raise Stale("state was given other memory")
-
     def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
         """Before `prepare`: launch the norm of gradients that lie as they did, while the host checks the rest."""
         self._started_norm = None
@@ -212,7 +205,12 @@ class DeviceEngine:
             return True
         try:
             if self.gradients.inspect(gradients):
-                self._spread_strided()
+                if self.captured:
+                    raise Stale("gradients lie in memory otherwise")
+                for segment, members in zip(self.segments, self._ranges):
+                    inside = {i - members.start: g for i, g in self.gradients.strided.items() if i in members}
+                    segment.set_strided(inside)
+                    segment.upload()
         except Exception:
             self.gradients.forget()
             raise
@@ -222,7 +220,8 @@ class DeviceEngine:
         """Take over where parameters and state lie now."""
         if not self._watch.unchanged(self._params):
             self._moved()
-        self._require_states()
+        if not self.states_are_unmoved:
+            raise Stale("state was given other memory")
 
     def follow_memory(self) -> None:
         """Before a pass that was prepared some time ago: take over where parameters lie by now."""
@@ -239,14 +238,6 @@ class DeviceEngine:
         self._watch.remember_addresses(self._params)
         for segment in self.segments:
             segment.read_addresses()
-            segment.upload()
-
-    def _spread_strided(self) -> None:
-        if self.captured:
-            raise Stale("gradients lie in memory otherwise")
-        for segment, members in zip(self.segments, self._ranges):
-            inside = {i - members.start: g for i, g in self.gradients.strided.items() if i in members}
-            segment.set_strided(inside)
             segment.upload()
 
     def push(self) -> None:

@@ -78,14 +78,11 @@ class Gradients:
             return False
         if self.scanned or not self._watch.same_addresses(present):
             self._watch.remember_addresses(present)
-            if not self._have_memory(present):
+            # Only low addresses can tell of elements without memory.
+            if min(self._watch.addresses, default=_LOW) < _LOW and not all(map(has_memory, present)):
                 return False
             self._upload()
         return True
-
-    def _have_memory(self, present: Sequence[torch.Tensor]) -> bool:
-        """Whether none of these has elements and no memory, of which only low addresses can tell."""
-        return min(self._watch.addresses, default=_LOW) >= _LOW or all(map(has_memory, present))
 
     def invalidate(self) -> None:
         """Look at every gradient again at the next step: a look in C++ has brought addresses since the last one."""
@@ -306,7 +303,8 @@ class GroupWatch:
                 return self._other_numbers(now)
         chosen = self.chosen()
         numbers = _numbers(chosen)
-        if numbers == self._known_numbers() and statics_of(chosen) == self._statics:
+        known = self._seen if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
+        if numbers == known and statics_of(chosen) == self._statics:
             if not self.is_mutable:
                 self.values = now
             return False
@@ -330,9 +328,6 @@ class GroupWatch:
                 raise ValueError(f"Invalid {name} of group {self.index}: nan")
             if name == "max_grad_norm" and value < 0:
                 raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
-
-    def _known_numbers(self) -> list[tuple[str, Any]]:
-        return self._seen if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
 
     def same_statics(self) -> bool:
         """Whether flags, strings, None and the kinds of all values are the known ones."""

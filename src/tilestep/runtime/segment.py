@@ -15,7 +15,7 @@ from ..backends.spec import MAX_DIMS, SKIP, KernelSpec, cut_tiles
 from ..backends.triton.launch import Launch
 from ..compat import has_memory
 from ..errors import GradientError, StateError
-from ..graph import Over, Program, Slices
+from ..graph import Program, Slices
 from ..graph.tracer import group_value
 from ..linalg.batches import Exchange, MatrixBatches
 from ..storage import BLOCK, rows_of, stream_of
@@ -156,11 +156,18 @@ class SliceTables:
         self, slices: Slices, shapes: Sequence[Sequence[int]], choose: Callable[[int, int, int], Block]
     ) -> None:
         self.views = [cut_view([view.extents(shape) for shape in shapes], choose) for view in slices.views]
-        counts = [[_slice_count(shape, over) for shape in shapes] for over in slices.kinds]
+        counts = [
+            [math.prod(shape[: over[0]]) * math.prod(shape[over[1] :]) for shape in shapes] for over in slices.kinds
+        ]
         self.starts = np.asarray([_starts(np.asarray(of_kind, dtype=np.int64)) for of_kind in counts], dtype=np.int64)
         """int64[kinds, tensors + 1], where each tensor's slices begin in an array of all slices of a kind."""
-        self.spans = np.asarray([[_span(shape, *pair) for shape in shapes] for pair in slices.spans], dtype=np.int64)
+        self.spans = np.zeros((len(slices.spans), len(shapes), 2), dtype=np.int64)
         """int64[pairs, tensors, 2], elements from one coarse slice to the next, and their distance inside one."""
+        for pair, (fine, (first, stop)) in enumerate(slices.spans):
+            apart = range(first, stop) if fine is None else sorted({*range(first, stop)} - {*range(*fine)})
+            for place, shape in enumerate(shapes):
+                inner = math.prod(shape[stop:])
+                self.spans[pair, place] = math.prod(shape[dim] for dim in apart) * inner, inner
         self.slot_counts = [int(self.starts[slices.kinds.index(over), -1]) for over in slices.overs]
         """Elements of each slot's array."""
         self.most_tiles = max((len(view.tile_tensor) for view in self.views), default=0)
@@ -179,18 +186,6 @@ class SliceTables:
                 tiles = self.views[self._slices.views.index(tile.view)]
                 counts[slot] = tiles.part_counts[int(tile.view.place(reduction.over) == "column")]
         return counts
-
-
-def _slice_count(shape: Sequence[int], over: Over) -> int:
-    return math.prod(shape[: over[0]]) * math.prod(shape[over[1] :])
-
-
-def _span(shape: Sequence[int], fine: Over | None, coarse: Over) -> tuple[int, int]:
-    inner = math.prod(shape[coarse[1] :])
-    inside = [size for dim, size in enumerate(shape[: coarse[1]]) if dim >= coarse[0]]
-    if fine is not None:
-        inside = [size for dim, size in enumerate(inside, coarse[0]) if not fine[0] <= dim < fine[1]]
-    return math.prod(inside) * inner, inner
 
 
 @dataclass(frozen=True)
@@ -308,7 +303,8 @@ class Segment:
         self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
         numels = [entry.param.numel() for entry in self.entries]
         if spec.has_blocks:
-            numels = [_padded(numel, int(columns)) for numel, columns in zip(numels, self.columns)]
+            rows = [numel // max(columns, 1) for numel, columns in zip(numels, self.columns.tolist())]
+            numels = [count * -(-columns // BLOCK) * BLOCK for count, columns in zip(rows, self.columns.tolist())]
         self.tiles = cut_tiles(numels, self.tile_size)
         used = sorted({entry.group for entry in self.entries})
         self.group_indices = used
@@ -316,8 +312,12 @@ class Segment:
         self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
         self.sizes = np.asarray([_sizes(entry.handle, spec.sizes) for entry in self.entries], dtype=np.int64)
         scratch = spec.program.matrices.scratch
-        if not self.batches_matrices:
-            _require_no_exchange(self.entries, spec)
+        alone = None if self.batches_matrices else next((entry for entry in entries if entry.exchange), None)
+        if alone is not None:
+            raise GradientError(
+                f"{alone.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
+                "C++ compiler, or Triton on a GPU"
+            )
         self.matrices = MatrixBatches(self) if scratch and self.batches_matrices else None
         if self.matrices is not None and self.matrices.conditions is not None:
             # What a step needs is decided on the host, from which tensors have gradients.
@@ -501,16 +501,14 @@ class Segment:
         for row, index in enumerate(indices):
             entry = self.entries[index]
             gradient = gradients.get(index, entry.param)
-            walked = [gradient, *(self._walked(entry, name) for name in self.array_names)]
+            # An array of rows, columns or blocks is never walked with the others.
+            arrays = {name: entry.param if name in self._apart else entry.arrays[name] for name in self.array_names}
+            walked = [gradient, *arrays.values()]
             if self.spec.draws:
                 walked.append(torch.empty_strided(entry.param.shape, strides_of(entry), device="meta"))
             record = layout_record(walked)
             self.layouts[row, : len(record)] = record
             self.layout_index[index] = row
-
-    def _walked(self, entry: Entry, name: str) -> torch.Tensor:
-        """An array to take strides from; one of rows, columns or blocks is never walked with the others."""
-        return entry.param if name in self._apart else entry.arrays[name]
 
     def hyper_rows(self) -> list[list[float]]:
         """The hyperparameter table as it should be now, a row per group of this segment."""
@@ -525,15 +523,6 @@ class Segment:
                 if isinstance(value, torch.Tensor) and value.is_cuda:
                     tensors.append((row, column, value))
         return tensors
-
-
-def _require_no_exchange(entries: Sequence[Entry], spec: KernelSpec) -> None:
-    for entry in entries:
-        if entry.exchange is not None:
-            raise GradientError(
-                f"{entry.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
-                "C++ compiler, or Triton on a GPU"
-            )
 
 
 def _address(entry: Entry, name: str) -> int:
@@ -556,10 +545,8 @@ def strides_of(entry: Entry) -> tuple[int, ...]:
 
 def _is_counted(entry: Entry) -> bool:
     """Whether elements that lie behind each other have indices behind each other in the whole tensor."""
-    return all(
-        size == 1 or own == whole
-        for size, own, whole in zip(entry.param.shape, entry.param.stride(), strides_of(entry))
-    )
+    walk = zip(entry.param.shape, entry.param.stride(), strides_of(entry))
+    return all(size == 1 or own == whole for size, own, whole in walk)
 
 
 def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:
@@ -571,11 +558,6 @@ def _columns(entry: Entry) -> int:
     """Elements of a row of blocks; all of a tensor whose rows hold whole blocks."""
     columns = entry.columns or rows_of(entry.param.shape)[1]
     return columns if columns % BLOCK else entry.param.numel()
-
-
-def _padded(numel: int, columns: int) -> int:
-    """Elements of a tensor whose rows end with whole blocks."""
-    return numel // columns * -(-columns // BLOCK) * BLOCK if numel else 0
 
 
 def _is_plain(entry: Entry, apart: Collection[str], by_rows: bool) -> bool:

@@ -23,11 +23,6 @@ def extent_of(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
-def words_of(tensor: torch.Tensor) -> int:
-    """Words that hold a bit for each element of a tensor, counted along its memory."""
-    return -(-extent_of(tensor) // WORD)
-
-
 class SegmentTaps:
     """Room for what a segment puts out, and the way round where its kernels cannot do it."""
 
@@ -40,7 +35,7 @@ class SegmentTaps:
         device, entries = segment.device, segment.entries
         width = len(self.columns)
         self.totals = torch.full((len(entries), width), math.nan, dtype=torch.float64, device=device)
-        counts = np.asarray([words_of(entry.param) if changes else 0 for entry in entries], dtype=np.int64)
+        counts = np.asarray([-(-extent_of(entry.param) // WORD) if changes else 0 for entry in entries], dtype=np.int64)
         self.first_word = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         self.words = torch.zeros(max(int(self.first_word[-1]), 1), dtype=torch.int32, device=device)
         self._before: list[torch.Tensor] = []
@@ -82,7 +77,12 @@ class SegmentTaps:
         self._raw = [entry.param.detach().clone() for entry in segment.entries]
         if self.measures:
             self._before = [self._number("param", position) for position in range(len(segment.entries))]
-            self._gradient_columns()
+            for position, gradient in enumerate(segment.gradients):
+                if gradient is not None:
+                    exact = gradient.detach().to(segment.device, torch.float64)
+                    self._put(position, "grad_squares", exact.square().sum())
+                    self._put(position, "grad_max", _largest(exact))
+                    self._put(position, "grad_zeros", (exact == 0).sum())
 
     @property
     def _sees_writes(self) -> bool:
@@ -105,14 +105,6 @@ class SegmentTaps:
     def _put(self, position: int, column: str, value: torch.Tensor) -> None:
         self.totals[position, self.columns.slot(column)] = value
 
-    def _gradient_columns(self) -> None:
-        for position, gradient in enumerate(self._segment.gradients):
-            if gradient is not None:
-                exact = gradient.detach().to(self._segment.device, torch.float64)
-                self._put(position, "grad_squares", exact.square().sum())
-                self._put(position, "grad_max", _largest(exact))
-                self._put(position, "grad_zeros", (exact == 0).sum())
-
     def end(self) -> None:
         """After the passes: compare."""
         if self._sees_writes and self._versions:
@@ -124,9 +116,16 @@ class SegmentTaps:
         before, self._before = self._before, []
         raw, self._raw = self._raw, []
         for position, entry in enumerate(segment.entries):
-            others = _bits_of(entry.param.detach()) != _bits_of(raw[position])
-            if self.changes:
-                _mark(self.bits(position), others, entry.param)
+            integer = _INTEGERS[entry.param.dtype.itemsize]
+            others = entry.param.detach().view(integer) != raw[position].view(integer)
+            bits = self.bits(position)
+            if self.changes and len(bits):  # they count along the parameter's memory
+                laid = torch.zeros(len(bits) * WORD, dtype=torch.int32, device=bits.device)
+                laid.as_strided(entry.param.shape, entry.param.stride()).copy_(others)
+                weights = torch.ones((), dtype=torch.int32, device=bits.device) << torch.arange(
+                    WORD, device=bits.device
+                )
+                bits |= (laid.view(-1, WORD) * weights.to(torch.int32)).sum(1, dtype=torch.int32)
             if self.measures and segment.gradients[position] is not None:
                 self._columns_after(position, before[position], others)
 
@@ -174,20 +173,6 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
-
-
-def _mark(bits: torch.Tensor, flags: torch.Tensor, like: torch.Tensor) -> None:
-    """Set the bits, int32[words], of the elements that have a flag; they count along the memory of `like`."""
-    if not len(bits):
-        return
-    laid = torch.zeros(len(bits) * WORD, dtype=torch.int32, device=bits.device)
-    laid.as_strided(like.shape, like.stride()).copy_(flags)
-    weights = torch.ones((), dtype=torch.int32, device=bits.device) << torch.arange(WORD, device=bits.device)
-    bits |= (laid.view(-1, WORD) * weights.to(torch.int32)).sum(1, dtype=torch.int32)
 
 
 def chunks_of(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,9 @@ def load_module(title: str, source: str) -> ModuleType:
     """Make a module of Triton source, and write it to the cache for debuggers, profilers and people to read."""
     if not available():
         raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")
-    _keep_triton_files_private()
+    global _triton_folder
+    if os.environ.get("TRITON_CACHE_DIR") in (None, _triton_folder):  # else the user has named one
+        _triton_folder = os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
     import torch
     import triton
 
@@ -63,13 +65,6 @@ def load_module(title: str, source: str) -> ModuleType:
     sys.modules[name] = module
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     return module
-
-
-def _keep_triton_files_private() -> None:
-    """Let Triton keep what it compiles in a folder of the cache, unless the user has named one."""
-    global _triton_folder
-    if os.environ.get("TRITON_CACHE_DIR") in (None, _triton_folder):
-        _triton_folder = os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
 
 
 _triton_folder: str | None = None
@@ -132,7 +127,7 @@ class Launcher:
         if self._grid[0] == 0:
             return
         if not self._compiles:
-            self._ordinary(arguments)
+            self._kernel[self._grid](*arguments, **self._constants, **self._options)
             return
         if self._run is None:
             self._run = self._compiled_runner(arguments)
@@ -145,7 +140,7 @@ class Launcher:
         except (AttributeError, TypeError):
             # A Triton whose compiled kernels are called otherwise: the arguments were refused before anything ran.
             self._compiles = False
-            self._ordinary(arguments)
+            self._kernel[self._grid](*arguments, **self._constants, **self._options)
         self._proven = True
 
     def _launched_directly(self, arguments: tuple[torch.Tensor | float, ...]) -> bool:
@@ -157,9 +152,6 @@ class Launcher:
             # A launcher that takes other arguments refuses these before anything ran.
             self._direct = None
             return False
-
-    def _ordinary(self, arguments: tuple[torch.Tensor | float, ...]) -> None:
-        self._kernel[self._grid](*arguments, **self._constants, **self._options)
 
     def _compiled_runner(self, arguments: tuple[torch.Tensor | float, ...]) -> Any:
         if any(isinstance(argument, int) for argument in arguments):
@@ -179,10 +171,7 @@ Launch = tuple[Launcher, Sequence[torch.Tensor | float]]  # a launcher and what 
 def build_together(launches: Sequence[Launch], device: torch.device) -> None:
     """Let Triton compile what these launches need, several kernels at a time; nothing is loaded or launched."""
     waiting = [(launcher, arguments) for launcher, arguments in launches if not launcher.is_built]
-    if len(waiting) < 2:
-        return
-    threads = min(build_threads(), len(waiting))
-    if threads < 2:
+    if len(waiting) < 2 or (threads := min(build_threads(), len(waiting))) < 2:
         return
     with torch.cuda.device(device), _builds_counted():
         compile_together([functools.partial(launcher.compile, arguments) for launcher, arguments in waiting], threads)

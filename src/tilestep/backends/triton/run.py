@@ -177,7 +177,7 @@ class CudaSegment(Segment):
             self._cuts[spans] = (cut, tables, self._tap_sums(cut, tables["tap_partials"]))
         cut, tables, self._finish_taps = self._cuts[spans]
         self._tables["tap_partials"] = tables["tap_partials"]
-        listed = self._strided(cut)
+        listed = np.nonzero((self.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
         return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
 
     def _table(self, array: np.ndarray) -> torch.Tensor:
@@ -264,7 +264,10 @@ class CudaSegment(Segment):
         if self.spec.has_blocks:
             # What measures has no registers left for more than one tile.
             size["STAGES"] = self.shape.stages if module is _module(self.spec) else 1
-        taps = self._tap_pointers(module, index)
+        tile = self.spec.program.tiles[index]
+        own = taps_of(self.spec if module is _module(self.spec) else self.spec.measuring, tile) if tile else None
+        kinds = [kind for kind, wanted in (("stats", own.stats), ("changes", own.changes)) if wanted] if own else []
+        taps = [name for kind in kinds for name in triton_backend.POINTERS[kind]]
         pointers = triton_backend.tile_pointers(self.spec, taps)
         plain = self._prepare(module, f"tile_pass_{index}", tiles, size)
         launches = [(plain, [tables[name] for name in pointers])]
@@ -274,30 +277,18 @@ class CudaSegment(Segment):
             launches.append((strided, [tables[name] for name in names]))
         return launches
 
-    def _tap_pointers(self, module: ModuleType, index: int) -> list[str]:
-        """The pointer parameters of what a tile pass puts out beside the update."""
-        tile = self.spec.program.tiles[index]
-        spec = self.spec if module is _module(self.spec) else self.spec.measuring
-        taps = taps_of(spec, tile) if tile is not None else None
-        if taps is None:
-            return []
-        pointers = triton_backend.POINTERS
-        return (pointers["stats"] if taps.stats else []) + (pointers["changes"] if taps.changes else [])
-
     def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
         kernel = getattr(module, f"{self.spec.name}_{name}")
         warps = self.shape.warps if name.startswith("tile_pass") else 4
-        measures = module is not _module(self.spec) and self.spec.compute is torch.float32
-        options = {**(_MEASURING if measures else self._registers(name)), **EXACT}
-        return prepare(kernel, grid, self.device, constants, num_warps=warps, **options)
-
-    def _registers(self, name: str) -> dict[str, int]:
-        """How many registers a thread of a kernel may have."""
-        is_small = self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS and self.spec.compute is torch.float32
-        if not is_small or not name.startswith("tile_pass") or name.endswith("_strided"):
-            return {}
-        ahead = _FEWER_REGISTERS if self.shape.stages > 1 else _REGISTERS
-        return {"maxnreg": _RANDOM_REGISTERS if self.spec.draws else ahead}
+        options: dict[str, int] = {}
+        is_single = self.spec.compute is torch.float32
+        is_small = is_single and self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS
+        if is_single and module is not _module(self.spec):
+            options = _MEASURING
+        elif is_small and name.startswith("tile_pass") and not name.endswith("_strided"):
+            ahead = _FEWER_REGISTERS if self.shape.stages > 1 else _REGISTERS
+            options = {"maxnreg": _RANDOM_REGISTERS if self.spec.draws else ahead}
+        return prepare(kernel, grid, self.device, constants, num_warps=warps, **options, **EXACT)
 
     def _arguments(self, names: Sequence[str]) -> list[torch.Tensor]:
         return [self._tables[name] for name in names]
@@ -312,12 +303,8 @@ class CudaSegment(Segment):
         copy_to(self._tables["layouts"], self.layouts)
         self._list_strided_tiles()
 
-    def _strided(self, cut: Tiles) -> np.ndarray:
-        """int32, the tiles that are walked by coordinates."""
-        return np.nonzero((self.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
-
     def _list_strided_tiles(self) -> None:
-        listed = self._strided(self.tiles)
+        listed = np.nonzero((self.layout_index >= 0)[self.tiles.tile_tensor])[0].astype(np.int32)
         self._strided_tiles = len(listed)
         if len(listed):
             self._tables["tile_list"] = self._table(listed)
