@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,15 @@ def test_the_version_comes_from_one_place() -> None:
     ]
     assert written == [Path("tilestep/_version.py")]
     assert importlib.metadata.version("tilestep") == tilestep.__version__
+
+
+def test_importing_it_imports_little_else() -> None:
+    """Nothing of torch's that `import torch` leaves out: distributed checkpoints take longer than all of tilestep."""
+    code = "import sys, torch; first = {*sys.modules}; import tilestep; print(*{*sys.modules} - first)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    others = {name for name in said.split() if name.partition(".")[0] not in {"tilestep", *sys.stdlib_module_names}}
+    assert {name.partition(".")[0] for name in others} <= {"filelock", "platformdirs"}, sorted(others)
+    assert "LoadPlanner" in dir(tilestep)
 
 
 def test_the_newest_changes_are_those_of_this_version() -> None:

@@ -47,12 +47,13 @@ from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
 from .runtime.limits import Sigma, ZClip
 from .schedules.capture import CapturedStep, capture
 from .schedules.overlap import OverlappedOptimizer, overlap
-from .schedules.zero import LoadPlanner, ShardedOptimizer, load_checkpoint, save_checkpoint, shard
+from .schedules.zero import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .taps import Stats, StatsPlot, StepStats
 from .tracing import Profile, profile
 
 if TYPE_CHECKING:
     from .optimizer.named_types import *  # noqa: F403
+    from .schedules.zero.planner import LoadPlanner
 
 globals().update(named_optimizers())
 
@@ -64,10 +65,19 @@ _ELSEWHERE = {
 if not TYPE_CHECKING:  # type checkers would take any name for known
 
     def __getattr__(name: str) -> Any:
-        """Say why an optimizer of torch's is not here."""
+        """Import what is slow to import, and say why an optimizer of torch's is not here."""
+        if name == "LoadPlanner":
+            # torch.distributed.checkpoint, which it derives from, takes longer to import than all of tilestep.
+            from .schedules.zero.planner import LoadPlanner
+
+            globals()[name] = LoadPlanner
+            return LoadPlanner
         if name in _ELSEWHERE:
             raise AttributeError(f"tilestep has no {name}: {_ELSEWHERE[name]}; use torch.optim.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -113,6 +112,8 @@ class Trial:
             self.during = TRIED[len(self._blocks) % len(TRIED)]
 
     def _choose(self, slowest: Callable[[torch.Tensor], None]) -> None:
+        import statistics  # brings fractions and decimals, which nothing else here asks for
+
         seconds: dict[str, list[float]] = {name: [] for name in TRIED}
         for name, marks in self._blocks:
             seconds[name].extend(self._clock.between(*pair) for pair in pairwise(marks))

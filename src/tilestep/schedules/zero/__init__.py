@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .checkpoint import LoadPlanner, load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, save_checkpoint
 from .schedule import ShardedOptimizer
 from .shard import shard

@@ -6,21 +6,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from ...compat import checkpoint_types, is_copy, is_empty_like, wrapper_tensor
 from ...errors import StateError
 from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
-from ...optimizer.groups import OWN_KEYS
 from ...optimizer.masters import MASTER_KEYS
 from ...optimizer.states import TRAINING, StateTemplate, fill_buffers, storages
 from ...rules import Rule
@@ -329,125 +327,6 @@ _MARK = ".tilestep-checkpoint"
 longer its own. Folders without it are never removed."""
 
 
-_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):
-    """For `torch.distributed.checkpoint.load`: takes checkpoints of torch's optimizers, and misses all else.
-
-    Param groups of tilestep's optimizers have a rule, a clip and a kind of master that those of torch's have not, and
-    every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses such a checkpoint,
-    or, with `allow_partial_load`, takes one without half of the state. Of an optimizer that has no state before its
-    first step, it loads param groups alone; this one brings the state too, as whole tensors in CPU memory. So it does
-    with states in other blocks than the optimizer's (`state_dtype`), for `load_state_dict` to take them by value;
-    `DefaultLoadPlanner` reads their codes as if they were numbers. A checkpoint with masters of another kind
-    (`master_weights`) than a state has is refused, with what to do instead.
-
-    Example:
-        >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
-        >>> weight, folder = torch.ones(2, requires_grad=True), tempfile.mkdtemp()
-        >>> weight.grad = torch.ones(2)
-        >>> theirs, mine = torch.optim.SGD([weight], lr=0.5, momentum=0.9), tilestep.SGD([weight], momentum=0.9)
-        >>> theirs.step()
-        >>> dcp.save({"optimizer": theirs.state_dict()}, checkpoint_id=folder, no_dist=True)  # doctest: +ELLIPSIS
-        Metadata(...)
-        >>> state = {"optimizer": mine.state_dict()}
-        >>> dcp.load(state, checkpoint_id=folder, planner=tilestep.LoadPlanner(), no_dist=True)
-        >>> mine.load_state_dict(state["optimizer"])
-        >>> mine.param_groups[0]["lr"], mine.state[weight]["momentum_buffer"].tolist()
-        (0.5, [1.0, 1.0])
-    """
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """As `DefaultLoadPlanner` does, with the states that begin here, without what the checkpoint cannot have."""
-        if metadata is not None:
-            _begin_states(state_dict, metadata)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        saved = self.state_dict if metadata is None else metadata.state_dict_metadata
-        for key, value in self.state_dict.items():
-            place, _, name = str(key).rpartition(".")
-            others = [other for other in MASTER_KEYS if f"{place}.{other}" in saved]
-            if name in MASTER_KEYS and others and key not in saved:
-                raise StateError(
-                    f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into "
-                    "an optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
-                )
-            entry = None if metadata is None else getattr(saved.get(key), "properties", None)
-            dtypes = (getattr(value, "dtype", None), getattr(entry, "dtype", None))
-            if dtypes[0] is not dtypes[1] and None not in dtypes and not _CODES.isdisjoint(dtypes):
-                raise StateError(
-                    f"the checkpoint has {key} as {dtypes[1]}, and it is to be read into {dtypes[0]}: load it into the "
-                    "state_dict() of the optimizer, not flattened, which takes other formats by value, or give the "
-                    "optimizer the state_dtype of the checkpoint"
-                )
-        counts = any(str(key).endswith(".step") for key in saved)
-        places = {str(key).rpartition(".")[0] for key in saved}
-
-        def is_never_saved(key: str) -> bool:
-            place, _, name = key.rpartition(".")
-            if name == "step":
-                # A plain SGD has nothing else, and torch's not even that.
-                return not counts or place not in places
-            return "param_groups." in f"{place}." and name in OWN_KEYS
-
-        self.state_dict = {
-            key: value for key, value in self.state_dict.items() if key in saved or not is_never_saved(str(key))
-        }
-
-
-def _begin_states(state_dict: Any, metadata: Any) -> None:
-    """Make room for a checkpoint's states where an optimizer has none yet, or keeps them in other blocks."""
-    # Codes that were read into what keeps numbers, or other codes, would be nothing: they are read as they are, and
-    # `load_state_dict` takes them by value.
-    optimizers = dict(_optimizers(state_dict))
-    have_begun = {place for place, optimizer in optimizers.items() if optimizer["state"]}
-    saved: dict[tuple[tuple[str, ...], str], dict[str, Any]] = {}
-    for key, path in (metadata.planner_data or {}).items():
-        place = tuple(map(str, path[:-3]))
-        if len(path) >= 3 and place in optimizers and path[-3] == "state":
-            saved.setdefault((place, str(path[-2])), {})[path[-1]] = metadata.state_dict_metadata[key]
-    for (place, param), entries in saved.items():
-        optimizer = optimizers[place]
-        # Paths of checkpoints have strings where states have numbers.
-        numbers = {str(number): number for group in optimizer["param_groups"] for number in group["params"]}
-        state = optimizer["state"]
-        names: Iterable[str] = entries
-        if place in have_begun:
-            if numbers.get(param, param) not in state:
-                continue
-            own = state[numbers.get(param, param)] = dict(state[numbers.get(param, param)])
-            names = _take_out_other_blocks(own, entries)
-        for name in names:
-            entry = entries[name]
-            # What is no tensor is set by `load_bytes`.
-            value = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-            state.setdefault(numbers.get(param, param), {})[name] = value
-
-
-def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> list[str]:
-    """Remove the states that a checkpoint has in other blocks, or in none; the names that it has of these."""
-    dtypes = {name: entry.properties for name, entry in entries.items() if hasattr(entry, "size")}
-    pairs = {name: (kept_in_blocks(own, name), kept_in_blocks(dtypes, name)) for name in own if name in dtypes}
-    names: list[str] = []
-    for name, (mine, theirs) in pairs.items():
-        if mine == theirs:
-            continue
-        for array in (name,) if mine is None else [array.name for array in mine.arrays(name)]:
-            del own[array]
-        names += [name] if theirs is None else [array.name for array in theirs.arrays(name)]
-    return names
-
-
-def _optimizers(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The state_dicts of optimizers, by their places."""
-    if "param_groups" in values and isinstance(values.get("state"), Mapping):
-        yield path, values
-        return
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _optimizers(value, (*path, str(key)))
-
-
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
     """Save what `torch.distributed.checkpoint` can save, beside the checkpoints there are; all ranks must call it.
 
@@ -485,6 +364,8 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
     """
     if keep is not None and keep < 1:
         raise ValueError(f"Invalid keep: {keep}; at least the new checkpoint stays")
+    import torch.distributed.checkpoint as dcp
+
     root = Path(folder)
     with _naming_lost_ranks():
         number = _from_first_rank(lambda: _begin(root))
@@ -511,6 +392,10 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
         FileNotFoundError: if there is none.
         RankError: if a rank is gone.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from .planner import LoadPlanner
+
     root = Path(folder)
     with _naming_lost_ranks():
         newest = _from_first_rank(lambda: _newest(root))
@@ -523,6 +408,8 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
 @contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
     """A block in which errors of communication, those of torch's checkpoints too, say which rank is gone."""
+    import torch.distributed.checkpoint as dcp
+
     try:
         yield
     except (RuntimeError, dcp.CheckpointException) as error:
