@@ -121,7 +121,17 @@ class GradReadiness:
 
     def awaited(self) -> AwaitedGradients:
         """For one bucket what it waits for; nothing so far."""
-        return AwaitedGradients() if self._module is None else _CountedNatively(self._module, self._pass)
+        awaited, module = AwaitedGradients(), self._module
+        if module is not None:
+            own = module.new_awaited(self._pass)
+            functions = {
+                "begin": module.await_places,
+                "come": module.come,
+                "left": module.left,
+                "hook": module.new_hook,
+            }
+            vars(awaited).update({name: partial(function, own) for name, function in functions.items()})
+        return awaited
 
 
 class AwaitedGradients:
@@ -147,15 +157,6 @@ class AwaitedGradients:
     def hook(self, place: int, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
         """What is to be called when a gradient has come: counts it where that is all there is to do."""
         return function
-
-
-class _CountedNatively(AwaitedGradients):
-    """As `AwaitedGradients`, each method a function of the C++ module."""
-
-    def __init__(self, module: Any, pass_: Any) -> None:
-        own = module.new_awaited(pass_)
-        functions = {"begin": module.await_places, "come": module.come, "left": module.left, "hook": module.new_hook}
-        vars(self).update({name: partial(function, own) for name, function in functions.items()})
 
 
 class GradientRounds:
@@ -357,18 +358,13 @@ class GradientRounds:
 
 
 class TakesGradients(Protocol):
-    """Something that takes gradients away before the step."""
+    """Something that takes gradients away before the step; `taken_by` ends a sentence with how to clip then."""
+
+    taken_by: str
 
     @property
-    def has_taken_some(self) -> bool:
-        """Whether there are any such gradients now."""
-
-    def has_taken(self, param: Any) -> bool:
-        """Whether there is a gradient for the coming step that is no longer in the parameter's `grad`."""
-
-    @property
-    def taken_by(self) -> str:
-        """Who has taken it, and how to clip then: the end of a sentence."""
+    def has_taken_some(self) -> bool: ...
+    def has_taken(self, param: Any) -> bool: ...
 
 
 _takers: weakref.WeakSet[Any] = weakref.WeakSet()

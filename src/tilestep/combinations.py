@@ -127,13 +127,13 @@ def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
 
 
 class Wrappable(Protocol):
-    """Something that looks at gradients, and has to know what else reduces them over ranks."""
+    """Something that looks at gradients, and has to know what else reduces them over ranks.
 
-    def holds(self, param: Any) -> bool:
-        """Whether it looks at a parameter's gradient."""
+    `wrapped` adapts to a module with its parameters that is being wrapped, or raises in the wrapper's constructor.
+    """
 
-    def wrapped(self, wrapper: nn.Module, kind: str) -> None:
-        """A module with its parameters is being wrapped: adapt to it, or raise in its constructor."""
+    def holds(self, param: Any) -> bool: ...
+    def wrapped(self, wrapper: nn.Module, kind: str) -> None: ...
 
 
 _following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()

@@ -29,11 +29,8 @@ class Waits(Protocol):
     """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
 
     @property
-    def is_pending(self) -> bool:
-        """Whether any parameter may still be on its way."""
-
-    def wait(self, param: Any) -> None:
-        """Make the code that runs next wait for a parameter."""
+    def is_pending(self) -> bool: ...
+    def wait(self, param: Any) -> None: ...
 
 
 def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor], bool]) -> list[Any]:
@@ -121,16 +118,23 @@ def _put_around(call: Any) -> tuple[CompiledRegion | None, Callable[..., Any] | 
 
 def _guard(module: nn.Module, waits: Waits) -> list[Any]:
     is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, waits))
-    if is_guarded and not _holds_parameters_elsewhere(module):
+    lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
+    # Recurrent ones keep their parameters in a list of their own too, for their kernels.
+    if is_guarded and not any(isinstance(item, nn.Parameter) for value in lists for item in value):
         return []
-    return [module.register_forward_pre_hook(_waiting_before_forward(waits))]
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        if waits.is_pending:
+            for param in module.parameters(recurse=False):
+                waits.wait(param)
+
+    return [module.register_forward_pre_hook(before_forward)]
 
 
 class Knows(Waits, Protocol):
     """What also knows which parameters may be on their way at some time."""
 
-    def knows(self, param: Any) -> bool:
-        """Whether something is one of them."""
+    def knows(self, param: Any) -> bool: ...
 
 
 _sharers: weakref.WeakKeyDictionary[Knows, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
@@ -200,21 +204,6 @@ def _before_any_forward(module: nn.Module, _: Any) -> None:
                 waits.wait(param)
 
 
-def _waiting_before_forward(waits: Waits) -> Callable[[nn.Module, Any], None]:
-    def before_forward(module: nn.Module, _: Any) -> None:
-        if waits.is_pending:
-            for param in module.parameters(recurse=False):
-                waits.wait(param)
-
-    return before_forward
-
-
-def _holds_parameters_elsewhere(module: nn.Module) -> bool:
-    """Whether a module keeps its parameters in a list of its own too, as recurrent ones do for their kernels."""
-    lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
-    return any(isinstance(item, nn.Parameter) for value in lists for item in value)
-
-
 class _Both:
     """Two that know of parameters on their way."""
 
@@ -263,14 +252,11 @@ class GuardedParameters(dict[str, Any]):
         # For every parameter in every forward: no look-up more than there must be.
         param = dict.__getitem__(self, key)
         if _is_traced():
-            if not self._is_awaited():
+            if not any(region.is_entered for region in self.regions):
                 self._waits.compiled = True
         elif self._waits.is_pending:
             self._waits.wait(param)
         return param
-
-    def _is_awaited(self) -> bool:
-        return any(region.is_entered for region in self.regions)
 
     def wait(self) -> None:
         """Wait for all of them."""

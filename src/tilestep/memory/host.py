@@ -98,7 +98,10 @@ class HostState(StateOnHost):
 
     def sync_masters(self) -> None:
         """Copy parameters that other code has written to; through `param.data` their sums tell of it, not versions."""
-        if self.mirrors.versions() == self._versions and self._holds_sums():
+        # The host waits for backward, where sums of bits are compared.
+        if self.mirrors.versions() == self._versions and (
+            self._sums is None or torch.equal(self._sums, self._checksums())
+        ):
             return
         for mirror in self.mirrors.values():
             mirror.host.copy_(mirror.part.detach())
@@ -107,10 +110,6 @@ class HostState(StateOnHost):
         """Remember that parameters and copies agree; what sums the parameters is launched, not waited for."""
         self._versions = self.mirrors.versions()
         self._sums = self._checksums()
-
-    def _holds_sums(self) -> bool:
-        """Whether the parameters' bits sum up to what they did after the last step; the host waits for backward."""
-        return self._sums is None or torch.equal(self._sums, self._checksums())
 
     def _checksums(self) -> torch.Tensor:
         return checksums([mirror.part for mirror in self.mirrors.values()])
@@ -122,7 +121,8 @@ class HostState(StateOnHost):
         if control[UNSCALE] and not control[SKIP]:
             for entry in engine.entries:
                 gradient = self.mirror_of[id(entry.param)].sent
-                if gradient is not None and _takes_writes(gradient):
+                # An expanded one, whose elements share memory, stays as it is.
+                if gradient is not None and not any(n > 1 and not s for n, s in zip(gradient.shape, gradient.stride())):
                     gradient.mul_(control[INVERSE_SCALE])
         self.drop_gradients()
 
@@ -188,27 +188,13 @@ class HostUpdate(ChunkedPasses):
             stop = min((tile_range.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
             mirror = self._mirrors[place]
             if stop > first and mirror.present:
-                ends = self._segment.element_at(place, first), self._segment.element_at(place, stop)
-                pairs.append(_part_between(mirror, *ends))
+                first, stop = self._segment.element_at(place, first), self._segment.element_at(place, stop)
+                target, source = mirror.part.detach(), mirror.host
+                # All of it where the orders in memory differ.
+                if target.stride() == source.stride() and is_dense(target):
+                    target, source = (
+                        tensor.as_strided((stop - first,), (1,), tensor.storage_offset() + first)
+                        for tensor in (target, source)
+                    )
+                pairs.append((target, source))
         self._home.inward.copy(pairs)
-
-
-def _part_between(mirror: Mirror, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements of a parameter in memory order, on the device and on the host; all of it where the orders differ."""
-    target, source = mirror.part.detach(), mirror.host
-    if not _same_order(target, source):
-        return target, source
-    return (
-        target.as_strided((stop - first,), (1,), target.storage_offset() + first),
-        source.as_strided((stop - first,), (1,), source.storage_offset() + first),
-    )
-
-
-def _takes_writes(gradient: torch.Tensor) -> bool:
-    """Whether each element of a tensor has memory of its own; an expanded one stays as it is."""
-    return not any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
-
-
-def _same_order(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether both fill their memory in the same order."""
-    return left.stride() == right.stride() and is_dense(left)

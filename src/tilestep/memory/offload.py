@@ -9,7 +9,7 @@ import torch
 
 from ..backends.cpp.compile import compiler
 from ..backends.triton.launch import available as triton_is_there
-from ..combinations import kind_of, refusal, wrappers_around
+from ..combinations import kind_of, refuse, wrappers_around
 from ..devices import is_host
 from ..errors import OffloadError
 from ..optimizer import Optimizer
@@ -86,9 +86,9 @@ def offload(
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
     made = resolve_optimizer("offload", optimizer)
-    _refuse("offload", made)
+    refuse("offload", made.attached, error=OffloadError)
     if gradients:
-        _refuse("offload of gradients", made)
+        refuse("offload of gradients", made.attached, error=OffloadError)
         _refuse_wrappers(made)
     device = _device_of(made)
     where, reason = _choose(made, device, where, gradients)
@@ -101,17 +101,11 @@ def offload(
     return move_state(made, memory, where, reason)
 
 
-def _refuse(added: str, optimizer: Optimizer) -> None:
-    reason = refusal(added, optimizer.attached)
-    if reason:
-        raise OffloadError(reason)
-
-
 def _refuse_wrappers(optimizer: Optimizer) -> None:
     """Raise for what reduces gradients over ranks only after they have gone to the host."""
-    own = {id(param): label for label, _, _, param in iter_params(optimizer)}
+    own = {id(param) for _, _, _, param in iter_params(optimizer)}
     for wrapper in wrappers_around(lambda param: id(param) in own):
-        raise OffloadError(f"what the model is wrapped in {refusal('offload of gradients', [kind_of(wrapper)])}")
+        refuse("offload of gradients", [kind_of(wrapper)], "what the model is wrapped in", OffloadError)
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
@@ -136,7 +130,7 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: b
         return "here", "the parameters are on the CPU, and so is the state"
     if "shard" in optimizer.attached:
         if where == "cpu":
-            _refuse("offload to the CPU", optimizer)
+            refuse("offload to the CPU", optimizer.attached, error=OffloadError)
         where = "gpu"
     able = {"gpu": triton_is_there(), "cpu": compiler() is not None}
     needs = {"gpu": "Triton", "cpu": "a C++ compiler"}

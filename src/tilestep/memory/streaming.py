@@ -37,16 +37,6 @@ class StreamedState(StateOnHost):
         self._returning: set[int] = set()
         """Parts whose gradients come back for the step, by `id`: matrix operations take tensors of the device."""
 
-    def provide(self) -> None:
-        """Make every buffer as large as the largest chunk; what was in smaller ones is lost."""
-        for buffer in self.buffers:
-            if buffer.memory.numel() < self.buffer_size:
-                buffer.memory = torch.empty(self.buffer_size, dtype=torch.uint8, device=self.device)
-                self.inward.keep(buffer.memory)
-                self.outward.keep(buffer.memory)
-                # Kernels that used this memory before may still run.
-                buffer.free = self.compute.mark()
-
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a buffer lies in this memory."""
         return is_host(buffer.device) and self.memory.holds(buffer)
@@ -162,7 +152,15 @@ class StreamedUpdate(ChunkedPasses):
         if self._ready:
             return
         segment, self._ready = self._segment, True
-        self._home.provide()
+        home = self._home
+        for buffer in home.buffers:
+            # As large as the largest chunk; what was in smaller ones is lost.
+            if buffer.memory.numel() < home.buffer_size:
+                buffer.memory = torch.empty(home.buffer_size, dtype=torch.uint8, device=home.device)
+                home.inward.keep(buffer.memory)
+                home.outward.keep(buffer.memory)
+                # Kernels that used this memory before may still run.
+                buffer.free = home.compute.mark()
         if not self._in_slices:
             tile_ranges = [chunk.tile_range(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
             segment.set_tile_ranges(tile_ranges)

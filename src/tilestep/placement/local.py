@@ -110,16 +110,12 @@ def _without(shape: torch.Size, over: Over) -> torch.Size:
     return torch.Size([1 if dim in range(*over) else size for dim, size in enumerate(shape)])
 
 
-def _placements(like: Any, over: Over | None) -> tuple[Any, ...]:
+def _placements(like: Any, *overs: Over | None) -> tuple[Any, ...]:
     """The placements of a parameter, replicated where they cut it along a dimension that slices have not."""
-    return _placements_of(tuple(like.placements), like.dim(), over or (0, 0))
-
-
-def _placements_of(placements: tuple[Any, ...], dims: int, over: Over) -> tuple[Any, ...]:
     from torch.distributed.tensor import Replicate
 
-    gone = range(*over)
-    return tuple(Replicate() if not cut.is_replicate() and cut.dim % dims in gone else cut for cut in placements)
+    gone, dims = [dim for over in overs for dim in range(*(over or (0, 0)))], like.dim()
+    return tuple(Replicate() if not cut.is_replicate() and cut.dim % dims in gone else cut for cut in like.placements)
 
 
 def slices_here(like: Any, over: Over) -> torch.Tensor:
@@ -135,10 +131,7 @@ def logical_coordinates(like: Any) -> list[torch.Tensor]:
     for dim, size in enumerate(like.shape):
         shape = [size if axis == dim else 1 for axis in range(like.dim())]
         numbers = _replicated(torch.arange(size, device="cpu").view(shape), like.device_mesh)
-        others = (0, dim), (dim + 1, like.dim())
-        placements: Any = like.placements
-        for over in others:
-            placements = _placements_of(placements, like.dim(), over)
+        placements = _placements(like, (0, dim), (dim + 1, like.dim()))
         coordinates.append(local_part(numbers.redistribute(placements=placements)).reshape(-1))
     return coordinates
 

@@ -58,7 +58,16 @@ class MatrixExchange:
         order = sorted(range(len(placements)), key=lambda at: not placements[at].is_shard())
         cuts = [(placements[at].dim % param.dim(), at) for at in order]
         self._shapes.append(param.shape)
-        self._bounds.append([self._bounds_of(param.shape, cuts, rank) for rank in range(self._ranks)])
+        # Which rows and columns a rank has: each cut, of a dimension along one of ours, as `torch.chunk` does.
+        self._bounds.append([])
+        for coordinates in self._coordinates:
+            bounds = [(0, size) for size in param.shape]
+            for dim, at in cuts:
+                start, stop = bounds[dim]
+                step = -(-(stop - start) // self._sizes[at])
+                first = start + coordinates[at] * step
+                bounds[dim] = min(first, stop), min(first + step, stop)
+            self._bounds[-1].append((bounds[0], bounds[1]))
         self._owners = None
         place = len(self._shapes) - 1
         mine = [slices_here(param, (1 - dim, 2 - dim)).tolist() for dim in range(2)]
@@ -82,16 +91,6 @@ class MatrixExchange:
                 self._owners[matrix] = owner
                 load[owner] += work[matrix]
         return self._owners[place]
-
-    def _bounds_of(self, shape: torch.Size, cuts: Sequence[tuple[int, int]], rank: int) -> Bounds:
-        """Which rows and columns a rank has: each cut, of a dimension along one of ours, as `torch.chunk` does."""
-        bounds = [(0, size) for size in shape]
-        for dim, at in cuts:
-            start, stop = bounds[dim]
-            step = -(-(stop - start) // self._sizes[at])
-            first = start + self._coordinates[rank][at] * step
-            bounds[dim] = min(first, stop), min(first + step, stop)
-        return bounds[0], bounds[1]
 
     def _part_shape(self, place: int, rank: int) -> tuple[int, int]:
         (top, bottom), (left, right) = self._bounds[place][rank]
@@ -117,8 +116,15 @@ class MatrixExchange:
         ranks = range(self._ranks)
         mine = [(place, part.dtype) for place, part in parts if self.owns(place)]
         coming = [sum(self._bytes(place, rank, dtype) for place, dtype in mine) for rank in ranks]
+        received: Sequence[torch.Tensor]
         if self._everywhere:
-            received = self._from_all(_packed([part for _, part in parts], parts), coming)
+            # The same message to all ranks; messages may have different lengths.
+            own, longest = _packed([part for _, part in parts], parts), max(coming)
+            padded = torch.nn.functional.pad(own, (0, longest - len(own)))
+            whole = own.new_empty(self._ranks * longest)
+            if longest:
+                dist.all_gather_into_tensor(whole, padded, group=self._group)
+            received = [whole[rank * longest :][:size] for rank, size in enumerate(coming)]
         else:
             leaving = [[part for place, part in parts if self._owner(place) == rank] for rank in ranks]
             received = self._exchanged([_packed(tensors, parts) for tensors in leaving], coming, parts)
@@ -160,17 +166,6 @@ class MatrixExchange:
         )
         return received.split(list(coming))
 
-    def _from_all(self, own: torch.Tensor, coming: Sequence[int]) -> Sequence[torch.Tensor]:
-        """The same message to all ranks; messages may have different lengths."""
-        longest = max(coming)
-        if not longest:
-            return [own] * self._ranks
-        padded = own.new_zeros(longest)
-        padded[: len(own)] = own
-        received = own.new_empty(self._ranks * longest)
-        dist.all_gather_into_tensor(received, padded, group=self._group)
-        return [message[:size] for message, size in zip(received.split(longest), coming)]
-
 
 def _packed(tensors: Sequence[torch.Tensor], like: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
     """The bytes of tensors, one after the other."""
@@ -180,11 +175,10 @@ def _packed(tensors: Sequence[torch.Tensor], like: Sequence[tuple[int, torch.Ten
 
 def _unpacked(buffer: torch.Tensor, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
     """Tensors of these shapes and dtypes, out of their bytes."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    return [_seen_as(piece, dtype).view(*shape) for piece, (shape, dtype) in zip(buffer.split(sizes), kinds)]
-
-
-def _seen_as(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    pieces = buffer.split([math.prod(shape) * dtype.itemsize for shape, dtype in kinds])
     # A tensor begins at a multiple of its items' size.
-    aligned = piece.storage_offset() % dtype.itemsize == 0
-    return (piece if aligned else piece.clone()).view(dtype)
+    aligned = [
+        piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
+        for piece, (_, dtype) in zip(pieces, kinds)
+    ]
+    return [piece.view(dtype).view(*shape) for piece, (shape, dtype) in zip(aligned, kinds)]

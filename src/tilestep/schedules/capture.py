@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..combinations import refusal
+from ..combinations import refuse
 from ..compat import REPLAY, addresses_equal, marked
 from ..errors import CaptureError, GradientError
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
@@ -55,9 +55,7 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
         ...     print(str(error)[:69])
         the step cannot be captured: its parameters are on the CPU, which has
     """
-    reason = refusal("capture", optimizer.attached)
-    if reason:
-        raise CaptureError(reason)
+    refuse("capture", optimizer.attached, error=CaptureError)
     with optimizer.schedule.for_graph(optimizer, alone=work is None) as updating:
         return _captured(optimizer, updating, work)
 

@@ -56,14 +56,6 @@ class _Tracked:
         """How often any code but its passes has written to it, and steps."""
         return sum_of_versions(self.watched) - int(self.writes[0])
 
-    def take_bits(self, earlier: _Tracked) -> None:
-        """Take over what was set before."""
-        self.wholly = earlier.wholly
-        if earlier.bits.shape == self.bits.shape and earlier.param.stride() == self.param.stride():
-            self.bits.copy_(earlier.bits)
-        else:
-            self.wholly |= bool(earlier.bits.any())
-
 
 def index_dtype(param: torch.Tensor) -> torch.dtype:
     """The dtype of flat indices into a parameter."""
@@ -130,7 +122,11 @@ class Changes:
                     )
                     earlier = self._tracked.get(id(handle))
                     if earlier is not None and earlier.handle is handle:
-                        one.take_bits(earlier)
+                        one.wholly = earlier.wholly
+                        if earlier.bits.shape == one.bits.shape and earlier.param.stride() == one.param.stride():
+                            one.bits.copy_(earlier.bits)
+                        else:
+                            one.wholly |= bool(earlier.bits.any())
                     tracked[id(handle)] = one
         self._tracked, self._version = tracked, None
         self._watched = [tensor for one in tracked.values() for tensor in one.watched]
@@ -187,7 +183,8 @@ class Changes:
             if one.leads or not gathers:
                 by_device.setdefault(one.param.device, []).append(one)
         lists = [
-            _OnCpu(own) if _is_plain(device) else _OnDevice(own, device, self._cut) for device, own in by_device.items()
+            _OnCpu(own) if is_host(device) and not _by_kernels(device) else _OnDevice(own, device, self._cut)
+            for device, own in by_device.items()
         ]
         if gathers:
             made = self._gathered(lists)
@@ -206,9 +203,8 @@ class Changes:
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The changes of all ranks on each of them, in two messages: how many there are, then all of them."""
         sharers = self._sharers
-        device = next(
-            (listing.device for listing in lists if not is_host(listing.device)), _parts_device(self._handles)
-        )
+        here = local_part(self._handles[0]).device if self._handles else torch.device("cpu")
+        device = next((listing.device for listing in lists if not is_host(listing.device)), here)
         mine = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for listing in lists:
             mine.index_copy_(0, sent([one.place for one in listing.tracked], device), _moved(listing.counts(), mine))
@@ -243,23 +239,15 @@ class Changes:
         made = {}
         for place in there:
             handle, index, values = self._handles[place], whole[place, 0], whole[place, 1]
-            if not _is_in_order(handle):
+            cut = getattr(handle, "placements", None)
+            cut = None if cut is None else [placement for placement in cut if not placement.is_replicate()]
+            # Whether the lists of ranks, one after the other, have ascending indices.
+            in_order = handle.is_contiguous() if cut is None else len(cut) <= 1 and all(one.is_shard(0) for one in cut)
+            if not in_order:
                 index, order = torch.sort(index)
                 values = values[order]
             made[place] = _moved(index, handle), _moved(values, handle)
         return made
-
-
-def _parts_device(handles: Sequence[torch.Tensor]) -> torch.device:
-    return local_part(handles[0]).device if handles else torch.device("cpu")
-
-
-def _is_in_order(handle: Any) -> bool:
-    """Whether the lists of ranks, one after the other, have ascending indices."""
-    if not is_distributed(handle):
-        return handle.is_contiguous()  # type: ignore[no-any-return]
-    cut = [placement for placement in handle.placements if not placement.is_replicate()]
-    return len(cut) <= 1 and all(placement.is_shard(0) for placement in cut)
 
 
 def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -295,11 +283,6 @@ class _Whole:
             whole += self._coordinates[dim][rest // inner] * stride
             rest = rest % inner
         return whole
-
-
-def _is_plain(device: torch.device) -> bool:
-    """Whether lists are made on the host."""
-    return is_host(device) and not _by_kernels(device)
 
 
 def _by_kernels(device: torch.device) -> bool:
@@ -404,7 +387,10 @@ class _Run:
         from ..backends.triton.launch import prepare
 
         self.members, self._device = list(members), device
-        self._dtype, self._bits = members[0].param.dtype, _table_of(members[0].bits)
+        bits = members[0].bits
+        # The table that the bits are views of.
+        table = bits.as_strided((bits.untyped_storage().nbytes() // bits.itemsize,), (1,), 0)
+        self._dtype, self._bits = members[0].param.dtype, table
         words = np.asarray([one.bits.numel() for one in members])
         first = np.asarray([one.bits.storage_offset() for one in members])
         addresses = np.asarray([one.param.data_ptr() for one in members])
@@ -468,8 +454,3 @@ class _Blocks:
     def listed(self, counts: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The same by `id` of what is tracked."""
         return dict(zip(map(id, self.tracked), self.pairs(counts)))
-
-
-def _table_of(bits: torch.Tensor) -> torch.Tensor:
-    """The table that a view is of."""
-    return bits.as_strided((bits.untyped_storage().nbytes() // bits.itemsize,), (1,), 0)

@@ -18,7 +18,7 @@ from ..placement.local import is_distributed
 if TYPE_CHECKING:
     from ..backends.spec import KernelSpec
     from ..runtime import DeviceEngine
-    from ..runtime.segment import Entry, Segment
+    from ..runtime.segment import Segment
 
 
 _COLUMNS = (
@@ -150,7 +150,16 @@ class _Part:
         self._factors = {}
         for name in (*graph.slice_states, *graph.matrix_states):
             over = graph.slice_states.get(name)
-            factors = [_share_of_state(entry, over, sharers) / entry.share for entry in self._entries]
+            # What a rank's sums over a state of rows, columns or a matrix count; matrices are the same on all ranks.
+            shares = [
+                entry.share
+                if sharers is None or not is_distributed(entry.handle)
+                else 1 / sharers.size
+                if over is None
+                else sharers.share(entry.handle, over)
+                for entry in self._entries
+            ]
+            factors = [share / entry.share for share, entry in zip(shares, self._entries)]
             self._factors[name] = torch.tensor(factors, dtype=torch.float64, device=segment.device)
 
     def put_into(self, table: torch.Tensor) -> None:
@@ -173,13 +182,6 @@ class _Part:
         for column, numbers in others:
             there = numbers.to(self._device, non_blocking=True).masked_fill(missing, math.nan)
             table[:, self._raw.index(column)].index_copy_(0, self.rows, there)
-
-
-def _share_of_state(entry: Entry, over: Any, sharers: Any) -> float:
-    """What a rank's sums over a state of rows, columns or a matrix count; matrices are the same on all ranks."""
-    if sharers is None or not is_distributed(entry.handle):
-        return entry.share
-    return 1 / sharers.size if over is None else sharers.share(entry.handle, over)
 
 
 class Measurer:
@@ -232,7 +234,9 @@ class Measurer:
         raw = self._together(raw)
         column = dict(zip(self._raw, raw.unbind(1)))
         inverse = self._engines[0].control[INVERSE_SCALE]
-        self._note_first(column)
+        wrong = ~column["grad_max"].isfinite() & ~column["grad_zeros"].isnan()
+        first = torch.where(wrong.any(), wrong.to(torch.int8).argmax(), self.first)
+        self.first.copy_(torch.where(self.first < 0, first, self.first))
         update, param = column["update_squares"].sqrt(), column["param_squares"].sqrt()
         made = [
             column["grad_squares"].sqrt() * inverse,
@@ -273,11 +277,6 @@ class Measurer:
         whole = raw.clone()
         whole[:, self._sums], whole[:, self._extremes] = parts[0].view_as(sums), extremes
         return torch.where(parts[1].view_as(there) > 0, whole, self._nothing)
-
-    def _note_first(self, column: Mapping[str, torch.Tensor]) -> None:
-        wrong = ~column["grad_max"].isfinite() & ~column["grad_zeros"].isnan()
-        first = torch.where(wrong.any(), wrong.to(torch.int8).argmax(), self.first)
-        self.first.copy_(torch.where(self.first < 0, first, self.first))
 
     def _of_state(self, state: str, column: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Norm and largest magnitude of a state of each parameter, whatever it is for the rule of that."""

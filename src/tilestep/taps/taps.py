@@ -133,7 +133,8 @@ class Taps:
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
         """Before a step's passes: decide whether they measure; whether they need more than kernels."""
-        self.measures = self._is_due or (captured and self.asked is not None)
+        is_due = self.asked is not None and (self.calls + 1) % self.asked.every == 0
+        self.measures = is_due or (captured and self.asked is not None)
         looks = self.measures
         for engine in engines:
             for segment in engine.segments:
@@ -141,10 +142,6 @@ class Taps:
                 segment.taps.measures, segment.taps.has_run = self.measures, False
                 looks |= segment.taps.goes_round
         return looks
-
-    @property
-    def _is_due(self) -> bool:
-        return self.asked is not None and (self.calls + 1) % self.asked.every == 0
 
     def finish(self) -> None:
         """After a step's passes: make the table of what was measured."""

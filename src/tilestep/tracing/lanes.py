@@ -355,7 +355,11 @@ def _of_host(events: Events, threads: dict[Any, list[Call]], contexts: dict[Any,
     for thread, calls in threads.items():
         sent = [call for call in calls if call.is_named(_COMMUNICATION_RANGES, is_range=True)]
         communication = union(communication, ((call.start, call.stop) for call in sent))
-        optimizer = union(optimizer, ((call.start, call.stop) for call in sent if _sent_by_optimizer(call, senders)))
+        for call in sent:
+            # Nothing links it to the step that has asked for it but that one comes after the other.
+            place = bisect_right(senders, (call.start, True)) - 1
+            if place >= 0 and senders[place][1]:
+                optimizer = union(optimizer, [(call.start, call.stop)])
         # What a backend's thread runs inside a collective is the collective.
         inside = union((call.start, call.stop) for call in sent)
         working[thread] = minus(union((call.start, call.stop) for call in calls if not call.is_range), inside)
@@ -374,9 +378,3 @@ def _of_host(events: Events, threads: dict[Any, list[Call]], contexts: dict[Any,
         host=minus([(events.start, events.stop)], everything),
         optimizer=union(update, optimizer),
     )
-
-
-def _sent_by_optimizer(sent: Call, senders: list[tuple[float, bool]]) -> bool:
-    """Whether the collective was asked for in a step: nothing links the two but that one comes after the other."""
-    place = bisect_right(senders, (sent.start, True)) - 1
-    return place >= 0 and senders[place][1]

@@ -45,10 +45,13 @@ def draw(report: Report, path: Path, title: str) -> None:
     figure, panel = pyplot.subplots(figsize=(11, 0.9 + 0.42 * len(rows)), layout="constrained")
 
     def bars(spans: Intervals) -> list[tuple[float, float]]:
-        return [
-            ((start - shown.start) / 1e3, (stop - start) / 1e3)
-            for start, stop in _visible(spans, shown.stop - shown.start)
-        ]
+        drawn: Intervals = []
+        for start, stop in spans:
+            if drawn and start - drawn[-1][1] < (shown.stop - shown.start) * _FINEST:
+                drawn[-1] = (drawn[-1][0], stop)
+            else:
+                drawn.append((start, stop))
+        return [((start - shown.start) / 1e3, (stop - start) / 1e3) for start, stop in drawn]
 
     for place, (name, spans) in enumerate(rows):
         panel.broken_barh(bars(spans), (place - 0.38, 0.76), color=_COLORS[name], linewidth=0)
@@ -64,16 +67,6 @@ def draw(report: Report, path: Path, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _visible(spans: Intervals, width: float) -> Intervals:
-    drawn: Intervals = []
-    for start, stop in spans:
-        if drawn and start - drawn[-1][1] < width * _FINEST:
-            drawn[-1] = (drawn[-1][0], stop)
-        else:
-            drawn.append((start, stop))
-    return drawn
 
 
 LANES = tuple(_COLORS)  # the lanes that are shown, by name
@@ -266,7 +259,8 @@ def profile(out: str | os.PathLike[str] | None = "trace", *, picture: bool = Tru
         >>> 0 < traced.report.exposed_milliseconds < traced.report.milliseconds
         True
     """
-    return Profile(_redirected(out), picture, title)
+    folder = _folder if _folder is not None or out is None else Path(out)
+    return Profile(folder, picture, title)
 
 
 _watchers: list[list[Report]] = []
@@ -287,12 +281,6 @@ def collecting(out: Path) -> Iterator[list[Report]]:
         _folder = before
 
 
-def _redirected(out: str | os.PathLike[str] | None) -> Path | None:
-    if _folder is not None:
-        return _folder
-    return None if out is None else Path(out)
-
-
 def _written(profiler: torch.profiler.profile, out: Path | None, picture: bool, title: str) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "trace.json"
@@ -302,22 +290,13 @@ def _written(profiler: torch.profiler.profile, out: Path | None, picture: bool, 
     if out is None:
         return report
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{_stem()}.json"
+    is_one_of_several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    path = out / (f"trace-rank{torch.distributed.get_rank()}.json" if is_one_of_several else "trace.json")
     trace["traceEvents"] += lane_events(report.iterations)
     path.write_text(json.dumps(trace), encoding="utf-8")
     if not picture:
         return replace(report, files=(path,))
     drawn = path.with_suffix(".png")
-    draw(report, drawn, title or _described(report))
-    return replace(report, files=(path, drawn))
-
-
-def _stem() -> str:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return f"trace-rank{torch.distributed.get_rank()}"
-    return "trace"
-
-
-def _described(report: Report) -> str:
     where = torch.cuda.get_device_name() if report.on_gpu else "CPU"
-    return f"one training iteration on {where}, torch {torch.__version__}"
+    draw(report, drawn, title or f"one training iteration on {where}, torch {torch.__version__}")
+    return replace(report, files=(path, drawn))

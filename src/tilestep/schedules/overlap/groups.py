@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,12 +54,21 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[
     divided: list[tuple[str, list[torch.Tensor], nn.Module | None]] = []
     by_module: dict[nn.Module | None, list[tuple[str, torch.Tensor]]] = {}
     names = {id(param): name for name, param in model.named_parameters()}
-    for name, module, param in reversed(list(_owned(model))):
+    kind = fsdp_module_type()
+    modules = [
+        (name, module) for name, module in model.named_modules() if kind is not None and isinstance(module, kind)
+    ]
+    # Each once, in the reverse order of registration, by the FSDP module that gathers it.
+    for name, param in reversed(list(model.named_parameters())):
         if id(param) in own and id(param) not in together:
+            holders = [(prefix, module) for prefix, module in modules if not prefix or name.startswith(f"{prefix}.")]
+            # Names of holders are prefixes of each other: the longest is the innermost.
+            module = max(holders, key=lambda holder: len(holder[0]))[1] if holders else None
             by_module.setdefault(module, []).append((name, param))
     for module, members in by_module.items():
         if module is not None:
-            divided.append((_name_of(model, module), [param for _, param in members], module))
+            name = next(name for name, candidate in model.named_modules() if candidate is module)
+            divided.append((f"module {name}" if name else "the root module", [param for _, param in members], module))
         else:
             divided.extend((name, params, None) for name, params in _buckets(members, bucket_bytes))
     by_rule: dict[str, list[torch.Tensor]] = {}
@@ -88,23 +96,6 @@ def _together(optimizer: Optimizer) -> dict[int, str]:
         if spec_of(rule, group, param).program.global_reductions:
             rule_names[id(param)] = rule.name
     return rule_names
-
-
-def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, torch.Tensor]]:
-    """Each parameter once, in the order of registration: its name, the FSDP module that gathers it, itself."""
-    kind = fsdp_module_type()
-    modules: list[tuple[str, Any]] = []
-    if kind is not None:
-        modules = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
-    for name, param in model.named_parameters():
-        holders = [(prefix, module) for prefix, module in modules if not prefix or name.startswith(f"{prefix}.")]
-        # Names of holders are prefixes of each other: the longest is the innermost.
-        yield name, max(holders, key=lambda holder: len(holder[0]))[1] if holders else None, param
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    name = next(name for name, candidate in model.named_modules() if candidate is module)
-    return f"module {name}" if name else "the root module"
 
 
 def _buckets(members: Sequence[tuple[str, torch.Tensor]], most: int) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -7,7 +7,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from ...combinations import kind_of, refusal, split_kind
+from ...combinations import kind_of, refusal, refuse, split_kind
 from ...compat import uncompiled
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
@@ -81,9 +81,7 @@ def overlap(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"overlap() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
-    reason = refusal("overlap", optimizer.attached)
-    if reason:
-        raise ValueError(reason)
+    refuse("overlap", optimizer.attached)
     if during not in ("auto", "backward", "forward"):
         raise ValueError(f'Invalid during: {during!r}; it is "auto", "backward" or "forward"')
     if comm_hook is not None and during != "backward":
@@ -93,8 +91,18 @@ def overlap(
     require_listed_once("overlap()", optimizer)
     require_shapes("overlap()", ((label, param) for label, _, _, param in iter_params(optimizer)))
     model = uncompiled(model)
-    _check_model(optimizer, model)
-    device = _only_device(optimizer)
+    devices: dict[torch.device, str] = {}
+    for name, module in model.named_modules():
+        refuse("overlap", [kind_of(module)], f"module {name!r}" if name else "the model")
+    for label, _, _, param in iter_params(optimizer):
+        if reason := refusal("overlap", [split_kind(param)]):
+            raise ValueError(f"{label} {reason.replace('is a', 'belongs to a', 1)}")
+        if not param.is_meta:
+            devices[param.device] = label
+    if len(devices) > 1:
+        (first, label), (second, other), *_ = devices.items()
+        raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
+    device = next(iter(devices), torch.device("cpu"))
     grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20))
     schedule = OverlapSchedule(optimizer, model, grouping, device, during, scaler, comm_hook, early_norm)
     try:
@@ -105,23 +113,3 @@ def overlap(
         schedule.tracker.rounds.hooks.remove()
         raise
     return cast(OverlappedOptimizer, optimizer)
-
-
-def _check_model(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise for wrappers that updates cannot be overlapped with, on any rank by itself."""
-    for name, module in model.named_modules():
-        reason = refusal("overlap", [kind_of(module)])
-        if reason:
-            raise ValueError(f"{f'module {name!r}' if name else 'the model'} {reason}")
-    for label, _, _, param in iter_params(optimizer):
-        reason = refusal("overlap", [split_kind(param)])
-        if reason:
-            raise ValueError(f"{label} {reason.replace('is a', 'belongs to a', 1)}")
-
-
-def _only_device(optimizer: Optimizer) -> torch.device:
-    devices = {param.device: label for label, _, _, param in iter_params(optimizer) if not param.is_meta}
-    if len(devices) > 1:
-        (first, label), (second, other), *_ = devices.items()
-        raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
-    return next(iter(devices), torch.device("cpu"))
