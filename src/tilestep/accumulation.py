@@ -174,13 +174,7 @@ class GradientRounds:
     # a round has one of each.
 
     def __init__(
-        self,
-        owner: Any,
-        stream: SideStream,
-        announce: Any = None,
-        *,
-        eager: bool = False,
-        accumulates: bool = False,
+        self, owner: Any, stream: SideStream, announce: Any = None, *, eager: bool = False, accumulates: bool = False
     ) -> None:
         self._owner: Callable[[], Any] = weakref.ref(owner)
         self._stream, self._eager, self._accumulates = stream, eager, accumulates

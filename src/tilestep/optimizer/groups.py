@@ -179,8 +179,7 @@ Pattern = Union[str, "re.Pattern[str]", Callable[[str, torch.Tensor], bool]]
 
 
 def param_groups(
-    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-    overrides: Mapping[Pattern, Mapping[str, Any]],
+    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]], overrides: Mapping[Pattern, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Sort a model's parameters into param groups; each goes to the first pattern that fits its name.
 

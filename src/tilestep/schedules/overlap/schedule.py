@@ -355,11 +355,7 @@ class OverlapSchedule(Schedule):
         return [gradient for gradient in gradients if gradient is not None]
 
     def _work(
-        self,
-        plan: StepPlan,
-        gradients: list[list[torch.Tensor | None]],
-        group: Group,
-        held: list[torch.Tensor],
+        self, plan: StepPlan, gradients: list[list[torch.Tensor | None]], group: Group, held: list[torch.Tensor]
     ) -> Callable[[], None]:
         places, is_measured = plan.places.get(group.index, ()), self._optimizer().taps is not None
         runs_later = self.lane.stream is None

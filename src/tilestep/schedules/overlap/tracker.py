@@ -16,14 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...accumulation import GradientRounds, announce_taker, gradientless
 from ...amp import GradScaler
 from ...combinations import follow_wrappers, refusal, wrappers_around
-from ...compat import (
-    backward_pass,
-    count_scaled_losses,
-    local_parts,
-    ready,
-    step_is_ordinary,
-    version_of,
-)
+from ...compat import backward_pass, count_scaled_losses, local_parts, ready, step_is_ordinary, version_of
 from ...devices import is_host
 from ...errors import GradientError
 from ...optimizer import Optimizer

@@ -87,11 +87,7 @@ def attempt_together(
 
 
 def validate_across_ranks(
-    optimizer: Optimizer,
-    model: nn.Module,
-    ranks: Ranks,
-    options: Options,
-    also: Callable[[], Iterable[str]] = tuple,
+    optimizer: Optimizer, model: nn.Module, ranks: Ranks, options: Options, also: Callable[[], Iterable[str]] = tuple
 ) -> dict[Any, str]:
     """`validate_locally`, with its errors raised on every rank; and the first thing in which ranks differ."""
 

@@ -254,10 +254,7 @@ class ShardedSchedule(Schedule):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self,
-        max_norm: float | torch.Tensor,
-        params: Iterable[torch.Tensor] | None = None,
-        process_group: Any = None,
+        self, max_norm: float | torch.Tensor, params: Iterable[torch.Tensor] | None = None, process_group: Any = None
     ) -> torch.Tensor:
         """Scale summed gradients so that their 2-norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
