@@ -807,10 +807,6 @@ def of_tracing() -> None:
     >>> minus([(0.0, 10.0)], [(2.0, 3.0), (9.0, 12.0)])
     [(0.0, 2.0), (3.0, 9.0)]
 
-    >>> from tilestep.tracing.lanes import cut
-    >>> cut([(0.0, 4.0), (6.0, 9.0)], 3.0, 7.0)
-    [(3.0, 4.0), (6.0, 7.0)]
-
     >>> from tilestep.tracing.lanes import length
     >>> length([(0.0, 4.0), (6.0, 9.0)])
     7.0

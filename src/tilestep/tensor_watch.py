@@ -46,24 +46,20 @@ class TensorFingerprint:
         """Whether every tensor is unchanged, but for its address."""
         if self._known is not None:
             return self._module.compare(self._known, tensors) != _CHANGED
-        same = len(tensors) == len(self._indices) and (self._check(*tensors) or self._same_descriptions(tensors))
-        if same and len(tensors) >= _WORTH_NATIVE:
-            self._look_natively(tensors)
-        return same
-
-    def _same_descriptions(self, tensors: Sequence[Any]) -> bool:
-        """What guards mean, but for `requires_grad` and whether one is a `Parameter`, which do not matter here."""
-        pairs = zip(tensors, self._descriptions)
-        same = all(isinstance(tensor, torch.Tensor) and description(tensor) == wanted for tensor, wanted in pairs)
-        if same:
+        if len(tensors) != len(self._indices):
+            return False
+        if not self._check(*tensors):
+            # As guards, but for `requires_grad` and whether one is a `Parameter`, which do not matter here.
+            pairs = zip(tensors, self._descriptions)
+            if not all(isinstance(tensor, torch.Tensor) and description(tensor) == wanted for tensor, wanted in pairs):
+                return False
             self._guard(tensors)
-        return same
-
-    def _look_natively(self, tensors: Sequence[torch.Tensor]) -> None:
-        """From now on in C++, twice as fast, if that is built and these tensors lie where the remembered ones lay."""
-        self._module = native.module(len(tensors))
-        if self._module is not None and self.same_addresses(list(tensors)):
-            self._known = self._module.watch(list(tensors))
+        if len(tensors) >= _WORTH_NATIVE:
+            # In C++ from now on, twice as fast, if that is built and these tensors lie where the remembered ones lay.
+            self._module = native.module(len(tensors))
+            if self._module is not None and self.same_addresses(list(tensors)):
+                self._known = self._module.watch(list(tensors))
+        return True
 
     def same_metadata_and_addresses(self, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
         """Both answers by one look where it is a look in C++; elsewhere the second is False, which means unknown."""

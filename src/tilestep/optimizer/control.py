@@ -381,17 +381,6 @@ class StepControl:
         else:
             raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
 
-    def take_unused_loss(self) -> bool:
-        """Whether a loss was given for a step that was decided before; it is forgotten."""
-        loss, self.history.loss = self.history.loss, None
-        return loss is not None
-
-    def forget_step(self, optimizer: Optimizer) -> None:
-        """After a step that failed: take away what was set for it; the next one would use it again."""
-        for name in ("grad_scale", "found_inf"):
-            vars(optimizer).pop(name, None)
-        self.history.loss = None
-
     def carry_to(self, engines: Sequence[DeviceEngine]) -> None:
         """Let engines that were built anew go on with the norm, the skipped steps and the mean norm."""
         if self.numbers is not None:

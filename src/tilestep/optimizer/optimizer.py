@@ -515,7 +515,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 evaluated = closure()
-        loss = evaluated if loss is None else loss
+        loss, history = evaluated if loss is None else loss, self.control.history
         if loss is not None:
             self.control.take_loss(loss)
         try:
@@ -524,9 +524,14 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 self.schedule.step(self.update)
         except Exception:
-            self.control.forget_step(self)
+            # What was set for this step would be used by the next one.
+            for name in ("grad_scale", "found_inf"):
+                vars(self).pop(name, None)
+            history.loss = None
             raise
-        if loss is not None and self.control.take_unused_loss() and self.param_groups and self._current_plan().engines:
+        unused = loss is not None and history.loss is not None
+        history.loss = None
+        if unused and self.param_groups and self._current_plan().engines:
             raise RuntimeError(
                 "step(loss=...): the step was decided before it was called, in backward or without gradients, so its "
                 "loss was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"

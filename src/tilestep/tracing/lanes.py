@@ -55,11 +55,6 @@ def overlap(one: Intervals, other: Intervals) -> Intervals:
     return minus(one, minus(one, other))
 
 
-def cut(intervals: Intervals, start: float, stop: float) -> Intervals:
-    """The part between two moments."""
-    return overlap(intervals, [(start, stop)])
-
-
 def length(intervals: Intervals) -> float:
     """How long the set is."""
     return sum(stop - start for start, stop in intervals)
@@ -253,7 +248,7 @@ class Lanes:
 
     def between(self, start: float, stop: float) -> Lanes:
         """The part between two moments."""
-        return Lanes(**{lane.name: cut(getattr(self, lane.name), start, stop) for lane in fields(self)})
+        return Lanes(**{lane.name: overlap(getattr(self, lane.name), [(start, stop)]) for lane in fields(self)})
 
     @property
     def exposed(self) -> Intervals:

@@ -114,7 +114,12 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
         key = (item.kind, item.itemsize, item.whole, item.trains, apart)
         filling.setdefault(key, []).append(index)
         sizes[key] = sizes.get(key, 0) + item.numel * item.itemsize
-        if sizes[key] >= _full_at(item, ranks, cap_bytes, totals[item.trains], in_full[item.trains]):
+        if cap_bytes is not None:
+            full = cap_bytes * (ranks if item.whole else 1)
+        else:
+            full = default_cap(totals[item.trains], in_full[item.trains])
+            full = max(full, LEAST_CAP * ranks) if item.whole else full
+        if sizes[key] >= full:
             done.append(filling.pop(key))
             in_full[item.trains] += sizes.pop(key)
     # One that was never full is complete when its last parameter is.
@@ -146,14 +151,6 @@ def _bytes(items: Sequence[Item], layouts: Sequence[BucketLayout]) -> int:
     return sum(layout.numel * items[layout.slots[0].index].itemsize for layout in layouts)
 
 
-def _full_at(item: Item, ranks: int, cap_bytes: float | None, total: int, in_full: int) -> float:
-    """Bytes of a bucket that takes no more."""
-    if cap_bytes is not None:
-        return cap_bytes * (ranks if item.whole else 1)
-    cap = default_cap(total, in_full)
-    return max(cap, LEAST_CAP * ranks) if item.whole else cap
-
-
 def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
     if items[members[0]].whole:
         return _whole_layout(members, items, ranks, costs)
@@ -179,17 +176,14 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
             # What is balanced by size alone always fits.
             owners, loads = _dealt(by_size, sizes, [0] * ranks)
             break
-        owners[index] = rank = min(
-            fitting, key=lambda candidate: (costs[candidate] + _cost(owners, items, candidate), candidate)
-        )
+        spent = list(costs)
+        for other, owner in owners.items():
+            spent[owner] += items[other].cost
+        owners[index] = rank = min(fitting, key=lambda candidate: (spent[candidate], candidate))
         loads[rank] += sizes[index]
     for index, rank in owners.items():
         costs[rank] += items[index].cost
     return _placed(members, items, owners, section, ranks)
-
-
-def _cost(owners: Mapping[int, int], items: Sequence[Item], rank: int) -> int:
-    return sum(items[index].cost for index, owner in owners.items() if owner == rank)
 
 
 def _dealt(members: Sequence[int], sizes: Mapping[int, int], loads: list[int]) -> tuple[dict[int, int], list[int]]:

@@ -129,11 +129,6 @@ class GradientBucket:
         assert self.flat is not None
         return self.flat
 
-    def new_section(self) -> torch.Tensor:
-        """Where this rank's section of the sums goes, if the memory of the bucket is given back."""
-        assert self.flat is not None
-        return self.flat.new_empty(self.bucket.layout.section)
-
     def let_go(self) -> None:
         """Give back memory that is only taken for a round."""
         if self._memory is None:
@@ -289,8 +284,11 @@ class GradientSync:
             return
         flat = sums.complete()
         self._is_awaited = True
-        section = sums.section = sums.own_section if sums.keeps_memory else sums.new_section()
-        assert section is not None
+        section = sums.own_section
+        if section is None:
+            # The memory of the bucket is given back.
+            section = flat.new_empty(sums.bucket.layout.section)
+        sums.section = section
         sums.was_summed = True
         given_back = () if sums.keeps_memory else (flat, section)
         with self.channel.after_compute(*given_back, sums.carried):

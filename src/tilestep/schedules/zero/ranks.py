@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,23 +31,18 @@ def ranks_of(mesh: Any) -> Ranks:
         raise ValueError(f"rank {dist.get_rank()} does not belong to {mesh}; only ranks of the mesh may call shard()")
     if mesh.ndim == 1:
         return Ranks(mesh.get_group(), None, rank_monitor())
-    shard = _shard_dimension(mesh.mesh_dim_names)
-    return Ranks(mesh.get_group(shard), mesh.get_group(1 - shard), rank_monitor())
-
-
-def _shard_dimension(names: Sequence[str] | None) -> int:
-    for dim, name in enumerate(names or ()):
-        bare = name.removeprefix("dp_")
-        if bare.startswith("shard"):
-            return dim
-        if bare.startswith("replicate"):
-            return 1 - dim
-    if names:
+    names = mesh.mesh_dim_names or ()
+    bare = [name.removeprefix("dp_") for name in names]
+    # Without names the second splits.
+    sides = [dim for dim, name in enumerate(bare) if name.startswith("shard")]
+    sides += [1 - dim for dim, name in enumerate(bare) if name.startswith("replicate")]
+    if names and not sides:
         raise ValueError(
             f"which dimension of a mesh {tuple(names)} splits the state and which replicates it? Call them 'shard' and "
             "'replicate'"
         )
-    return 1
+    shard = sides[0] if sides else 1
+    return Ranks(mesh.get_group(shard), mesh.get_group(1 - shard), rank_monitor())
 
 
 PATIENCE = 10.0  # seconds that a process has to answer
@@ -71,8 +66,10 @@ class RankMonitor:
         self._store: Any = None
         self._over = threading.Event()
         if store is not None and ranks > 1:
-            # One written in Python lives as long as it is referred to.
-            self._connection = _own_connection(store)
+            # A connection on which nothing else waits. One written in Python lives as long as it is referred to.
+            self._connection = store
+            with suppress(AttributeError, RuntimeError):  # older stores, and those written in Python, make none
+                self._connection = store.clone()
             self._store = dist.PrefixStore("tilestep/roll_call", self._connection)
             self._thread = threading.Thread(target=self._answer, name="tilestep roll call", daemon=True)
             self._thread.start()
@@ -176,15 +173,6 @@ class RankMonitor:
             f"error of its own ({_first_line(error)})",
             [],
         )
-
-
-def _own_connection(store: Any) -> Any:
-    """A connection to a store on which nothing else waits, where the store can make one."""
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError):
-        # Older ones, and stores written in Python.
-        return store
 
 
 def _gone(absent: list[int]) -> str:

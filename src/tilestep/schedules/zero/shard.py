@@ -102,7 +102,13 @@ def shard(
     optimizer, model = attempt_together(ranks, lambda: _prepared(optimizer, model, mesh))
     syncs, dtypes = (overlap_grad_sync, overlap_param_sync), (grad_sync_dtype, param_sync_dtype)
     options = Options(*syncs, bucket_cap_mb, *dtypes, grad_buffer, param_buffer, average)
-    names = validate_across_ranks(optimizer, model, ranks, options, lambda: _about(optimizer, norm_groups))
+
+    def also() -> Iterator[str]:
+        steps = steps_behind(optimizer)
+        yield f"norm_groups of {[dist.get_world_size(group) for group in norm_groups]} ranks"
+        yield f"state after steps {steps}" if any(steps) else "no state of earlier steps"
+
+    names = validate_across_ranks(optimizer, model, ranks, options, also)
     route_unscaling(lambda optimizer: isinstance(optimizer, ShardedOptimizer), ShardedSchedule.route)
     state = begun_state(optimizer)
     if state is None:
@@ -135,10 +141,3 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
     if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")
     return made, plain_module(model)
-
-
-def _about(optimizer: Optimizer, norm_groups: Sequence[Any]) -> Iterator[str]:
-    """What else must be the same on all ranks when an optimizer is going to be sharded, a line each."""
-    yield f"norm_groups of {[dist.get_world_size(group) for group in norm_groups]} ranks"
-    steps = steps_behind(optimizer)
-    yield f"state after steps {steps}" if any(steps) else "no state of earlier steps"
