@@ -185,10 +185,8 @@ class GradientRounds:
         self._place_of: dict[int, tuple[int, int]] = {}  # for each parameter, by `id`, its bucket and its place there
         self._readiness: list[GradReadiness] = []
         self.awaited: list[AwaitedGradients] = []  # for each bucket what it waits for
-        self.writers: list[dict[int, torch.cuda.Stream]] = []
-        """For each bucket the streams that have written gradients, by number."""
-        self.trains: list[bytes] = []
-        """For each bucket a one for each parameter that did train when that was last noted, else a zero."""
+        self.writers: list[dict[int, torch.cuda.Stream]] = []  # for each bucket the streams that have written gradients
+        self.trains: list[bytes] = []  # for each bucket a one for each parameter that trains, else a zero
         self._all_trains = b""
         self.is_native = False  # whether gradients are counted in C++
         self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `tensor_watch.survey`

@@ -25,8 +25,7 @@ from .compat import (
 class Waits(Protocol):
     """What knows which parameters are on their way."""
 
-    compiled: bool
-    """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
+    compiled: bool  # whether compiled code outside of compiled modules uses parameters: it looks none up
 
     @property
     def is_pending(self) -> bool: ...
@@ -169,9 +168,7 @@ def _guard_sharer(waits: Knows, module: nn.Module, param: Any) -> None:
         _guard(module, waits)
 
 
-_late: weakref.WeakSet[Knows] = weakref.WeakSet()
-"""Those of `guard_sharers` for which modules of any model wait when they are called, too."""
-
+_late: weakref.WeakSet[Knows] = weakref.WeakSet()  # those for which modules of any model wait when they are called, too
 _forwards: list[Any] = []
 
 
@@ -237,8 +234,7 @@ class GuardedParameters(dict[str, Any]):
     def __init__(self, entries: dict[str, Any], waits: Waits) -> None:
         super().__init__(entries)
         self._waits = waits
-        self.regions: tuple[CompiledRegion, ...] = ()
-        """The compiled modules that wait for these parameters where they are called."""
+        self.regions: tuple[CompiledRegion, ...] = ()  # the compiled modules that wait for them when called
 
     @classmethod
     def of(cls, entries: dict[str, Any], waits: Waits) -> GuardedParameters:

@@ -11,9 +11,7 @@ import torch
 from .compat import UPDATE, current_stream_number, is_capturing, marked
 from .devices import has_streams
 
-Event = torch.cuda.Event | None
-"""A point in the order of a stream; None on a CPU, where everything before it has happened."""
-
+Event = torch.cuda.Event | None  # a point in a stream's order; None on a CPU, where all before it has happened
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -41,13 +39,11 @@ class SideStream:
             self.in_order = True
         self._index = (device.index or 0) if self.stream is None else self.stream.device_index
         self._entered_from: torch.cuda.Stream | None = None
-        self.writers: dict[int, torch.cuda.Stream] = {}
-        """Streams that write what is going to be used here, by number: `after_compute` waits for them."""
+        self.writers: dict[int, torch.cuda.Stream] = {}  # by number those that `after_compute` waits for
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._others: dict[int, SideStream] = {}
         self._marks = 0
-        self._reached: dict[int, int] = {}
-        """The last mark that each stream has waited for, by the stream's number: what came before it has come too."""
+        self._reached: dict[int, int] = {}  # by number of a stream the last mark that it has waited for
 
     # Which stream is current.
 

@@ -32,9 +32,7 @@ def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
 
 ALIGNMENT = 256  # bytes at whose multiples buffers begin
 _PAGE = 4096
-_PORTABLE, _MAPPED = 1, 2
-"""Flags of CUDA's page-locking: for every device's context, and kernels may read and write it by its address."""
-
+_PORTABLE, _MAPPED = 1, 2  # flags of CUDA's page-locking: for every context, and kernels use it by its address
 _MEMINFO = Path("/proc/meminfo")
 _STATM = Path("/proc/self/statm")
 _CONTROL_GROUP = Path("/sys/fs/cgroup")

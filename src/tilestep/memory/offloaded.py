@@ -191,8 +191,7 @@ def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW, _TOGETHER = 1024, 2**25
-"""Elements of a row, and elements that are summed together; these are copied to lie side by side."""
+_ROW, _TOGETHER = 1024, 2**25  # elements of a row, and of those that are copied side by side and summed together
 
 
 @torch.no_grad()

@@ -34,8 +34,7 @@ class StreamedState(StateOnHost):
         self.updates: list[StreamedUpdate] = []
         self.buffer_size = 0  # bytes that the largest chunk takes
         self._chunks = 0
-        self._returning: set[int] = set()
-        """Parts whose gradients come back for the step, by `id`: matrix operations take tensors of the device."""
+        self._returning: set[int] = set()  # parts whose gradients come back: matrix operations take the device's
 
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a buffer lies in this memory."""

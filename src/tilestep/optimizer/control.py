@@ -60,8 +60,7 @@ if TYPE_CHECKING:
 
 
 LIMITS_KEY = "limits"  # key of the first group of a state_dict for what adaptive limits remember
-_MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
-"""Keys of the first group of a state_dict, and their places in the control numbers."""
+_MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}  # keys of a state_dict's first group, and places
 
 
 @dataclass(frozen=True)
@@ -247,11 +246,9 @@ class StepControl:
         self.policy, self._policy_needs_norm = policy, policy.needs_norm
         self._constants = vars(policy.inputs())  # what of the inputs is the same at every step
         self.history = StepHistory()
-        self.numbers: torch.Tensor | None = None
-        """The control numbers of one of the devices: those of the last step, or what the next one carries on with."""
+        self.numbers: torch.Tensor | None = None  # control numbers of the last step, or what the next carries on with
         self.checks_overflow = False  # set by `GradScaler` for one step: gradients that are not finite are an overflow
-        self.gradients_scaled: bool | None = None
-        """Set by `GradScaler`: from `scale` until the gradients are unscaled or used they carry a loss scale."""
+        self.gradients_scaled: bool | None = None  # set by `GradScaler`: whether gradients carry a loss scale
         self.joint: JointGradNorm | None = None  # what shares its norm with other optimizers
         self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
 

@@ -31,8 +31,7 @@ GROUP_OPTIONS: Mapping[str, Any] = {
 }
 """What a param group may say for any rule, and what a group means that does not say it; the last two for `shard`."""
 
-OWN_KEYS = (*GROUP_OPTIONS, "rule")
-"""Keys of a param group that torch's optimizers do not have; a group has none of them at its default."""
+OWN_KEYS = (*GROUP_OPTIONS, "rule")  # keys that torch's param groups do not have; at their defaults a group has none
 
 
 def deciding_keys(rule: Rule) -> tuple[str, ...]:
@@ -40,8 +39,7 @@ def deciding_keys(rule: Rule) -> tuple[str, ...]:
     return (*rule.hyperparameters, *OWN_KEYS, "differentiable", *_FIXED.intersection(rule.options))
 
 
-_FIXED = frozenset({"decoupled_weight_decay"})
-"""Options that are part of what a rule is: a group cannot have another value."""
+_FIXED = frozenset({"decoupled_weight_decay"})  # options that are part of what a rule is, in every group
 
 
 def without_defaults(group: dict[str, Any]) -> None:

@@ -17,8 +17,7 @@ from ..tensor_watch import sum_of_versions
 MasterWeights = bool | str  # what `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
 
-MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())
-"""State keys of the buffers that keep parameters more precisely."""
+MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())  # their keys in states
 
 
 def check_choice(choice: Any) -> None:
@@ -89,8 +88,7 @@ class Masters:
         is_fresh = [id(buffer) in fresh for _, _, buffer in self._members]
         self._sum = self._total() if all(is_fresh) else None
         now = self._versions_of(self._params)
-        self._versions = [version if is_new else None for version, is_new in zip(now, is_fresh)]
-        """One by one; None for those not looked at."""
+        self._versions = [version if is_new else None for version, is_new in zip(now, is_fresh)]  # None: not looked at
 
     def __len__(self) -> int:
         return len(self._params)

@@ -101,9 +101,7 @@ class Optimizer(torch.optim.Optimizer):
     schedule: Schedule = AT_STEP  # when updates run: the object that `shard` or `overlap` have attached, if they have
     placement: Placement = LOCAL  # where parameters lie, if they do not say it themselves, as DTensors do
     memory: StateMemory  # where state lives: the object that `offload` has attached, if it has
-    attached: tuple[str, ...] = ()
-    """What `shard`, `overlap`, `offload` and `joint_norm` have attached, as `combinations.REFUSED` calls it."""
-
+    attached: tuple[str, ...] = ()  # what is attached, as `combinations.REFUSED` calls it
     taps: Taps | None = None  # what it gives out beside updates
     workspace_limit: int | None = None
     """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""

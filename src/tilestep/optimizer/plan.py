@@ -94,15 +94,12 @@ class StepPlan:
         )
         """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
         alone = sources[0] if len(sources) == 1 and not has_own_sums else None
-        self.norm_engine = alone if isinstance(alone, DeviceEngine) else None
-        """The engine of which that is the norm pass, if it is one engine's."""
+        self.norm_engine = alone if isinstance(alone, DeviceEngine) else None  # whose norm pass that is
         self.same_list: Callable[[Any, Any], bool] = _same
         """Whether two lists hold the same objects; C++'s own once there is one."""
-        self.built_ahead: set[bool] = set()
-        """For which steps kernels were built together: those that unscale, or those that do not."""
+        self.built_ahead: set[bool] = set()  # whether kernels of steps that unscale, or do not, were built together
         self.kind: Any = None  # what the last step was decided from, as far as passes must know
-        self.decided_plainly = False
-        """Whether control numbers are those of a step that nothing is asked of, which need not be written again."""
+        self.decided_plainly = False  # whether control numbers are those of a step that nothing is asked of
 
     @property
     def scan(self) -> dict[int, Scan] | None:
@@ -392,9 +389,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=not is_host(device))
 
 
-_MOVED, _CHANGED = 1, 2
-"""Answers of a look in C++: gradients are elsewhere; it is left to Python to say what has changed."""
-
+_MOVED, _CHANGED = 1, 2  # answers of a look in C++: gradients are elsewhere; Python must say what has changed
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -405,8 +400,7 @@ class Scan:
         # A look writes every address: where kernels read host memory, into their own table.
         self.host = np.zeros(len(engine.entries), dtype=np.int64) if engine.has_device_tables else None
         address = engine.grads.data_ptr() if self.host is None else self.host.ctypes.data
-        self.check_unchanged: Callable[[int], int] = partial(module.scan, scanner, address)
-        """Looks with so many threads."""
+        self.check_unchanged: Callable[[int], int] = partial(module.scan, scanner, address)  # with so many threads
         self.release: Callable[[], object] = partial(module.release, scanner)
         """Lets go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
         self.mark_written: Callable[[int], object] = partial(module.bump, scanner)

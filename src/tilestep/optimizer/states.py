@@ -44,15 +44,9 @@ if TYPE_CHECKING:
     from .protocol import Optimizer
 
 
-StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None
-"""What `Optimizer` takes as `state_dtype`."""
-
-SMALLEST = 4096
-"""Elements from which a parameter's state is kept as `state_dtype` says: of smaller ones little can be saved."""
-
-SHORTEST = 32
-"""Elements of a row from which it is worth its scales: of shorter ones, blocks would be little more than those."""
-
+StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # what `state_dtype` takes
+SMALLEST = 4096  # elements from which a parameter's state is kept as `state_dtype` says: smaller ones save little
+SHORTEST = 32  # elements of a row from which it is worth its scales
 _EMBEDDING = re.compile(r"emb|wte|wpe|vocab", re.IGNORECASE)
 _NAME = re.compile(r"\((.*)\)$")
 
@@ -295,9 +289,7 @@ class ParameterState(dict[str, Any]):
     """One parameter's state, which counts the tensors that are replaced or taken away: kernels know the old ones."""
 
     count: _Count | None = None
-    is_ahead = False
-    """Whether it was made before a step needed it, for a capture: it begins once more with the values of that step."""
-
+    is_ahead = False  # whether it was made before a step needed it: it begins once more with that step's values
     __setitem__ = _noted("__setitem__")
     __delitem__ = _noted("__delitem__")
     __ior__ = _noted("__ior__")
@@ -442,8 +434,7 @@ class StateTemplate:
         self.own = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(scale_names, rule.state_names))}
         """Names of which a value that a state does not have is not kept."""
         self.names = rule.state_names
-        self.buffers = self.own.difference(graph.scalar_states, graph.matrix_states)
-        """Those of buffers that lie as the parameter does."""
+        self.buffers = self.own.difference(graph.scalar_states, graph.matrix_states)  # those that lie as the parameter
 
     def begin(
         self,

@@ -38,11 +38,8 @@ class Origin:
 class Placement:
     """Parameters that say themselves where they lie. A new placement is a class derived from this one."""
 
-    wholes: Mapping[Any, torch.Tensor] = {}
-    """For a parameter that is a piece of another: a tensor on the meta device that stands for all of it."""
-
-    has_own_names = False
-    """Whether labels name parameters that the user's param groups do not: formats then do not go by these names."""
+    wholes: Mapping[Any, torch.Tensor] = {}  # for a piece of a parameter, a meta tensor that stands for all of it
+    has_own_names = False  # whether labels have names that users' groups have not: formats do not go by these
 
     def owner(self, optimizer: Any) -> Any:
         """The optimizer that has the parameters as users have them."""

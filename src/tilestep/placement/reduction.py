@@ -228,8 +228,7 @@ class Ranks:
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
         self.count = self.size * self.copies  # all ranks, those that hold copies too
         self.monitor = monitor
-        self.reductions = self.with_others(())
-        """Reductions over the ranks that split the state; copies hold the same results."""
+        self.reductions = self.with_others(())  # over the ranks that split the state; copies have the same results
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         # Who copies what ranks have together does not make other ranks; process groups cannot be copied.

@@ -138,14 +138,9 @@ def footprint(
 
 BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, those that `best_bucket` looks at
 _CLOSE = 1.005  # iterations that differ by less are taken for equal
-Regime = Literal["eager", "blocks", "whole"]
-"""How the model runs: eager, every block compiled by itself, or compiled as a whole."""
-
-_HOST_IS_NEAR = 0.85
-"""From this part of the GPU's time on the host may be what is waited for; hosts of one kind of GPU differ by a half."""
-
-_MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5
-"""Each bucket is looked at: more would take minutes, or all memory."""
+Regime = Literal["eager", "blocks", "whole"]  # how the model runs: eager, or compiled block by block or whole
+_HOST_IS_NEAR = 0.85  # from this part of the GPU's time on the host may be waited for; hosts differ by a half
+_MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5  # each bucket is looked at: more takes minutes
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ..optimizer.plan import StepPlan
 
 
-_ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32
-"""Tensors whose place is compared at a replay; the other ones' turn comes at the next."""
+_ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32  # tensors that a replay looks at; others' turn is the next
 
 
 def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> CapturedStep:

@@ -433,8 +433,7 @@ class _Blocks:
             kinds.setdefault(key, []).append(one)
         self._given, self._addresses = list(tracked), [one.param.data_ptr() for one in tracked]
         self._runs = [_Run(members, device) for members in kinds.values()]
-        self.tracked = [one for run in self._runs for one in run.members]
-        """The parameters in the order of counts and lists."""
+        self.tracked = [one for run in self._runs for one in run.members]  # in the order of counts and lists
 
     def fits(self, tracked: Sequence[_Tracked]) -> bool:
         """Whether these are the parameters, and lie where they lay."""

@@ -33,8 +33,7 @@ _COLUMNS = (
     "lost_fraction",
 )
 
-_ONE_MESSAGE = 64
-"""Ranks up to which extremes travel with the sums, each in a place of its own; more ranks send two messages."""
+_ONE_MESSAGE = 64  # ranks up to which extremes travel with the sums, in places of their own; else apart
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ _UPDATE_KERNELS = re.compile(
     r"\w+_pass_\d+(_\w+)?|\w+_finish_\d+|norm_tiles|norm_finish|scale_tiles|limit_by_\w+|decide|combine_parts"
     r"|symmetric_tiles|sum_up_taps|count_changes|list_changes"
 )
-_UPDATE_OPERATORS = re.compile(r"aten::(_foreach_|_amp_|_fused_(adam|adamw|adagrad|sgd)_).*")
-"""Outside of backward an optimizer's, a clip's or a scaler's."""
+_UPDATE_OPERATORS = re.compile(r"aten::(_foreach_|_amp_|_fused_(adam|adamw|adagrad|sgd)_).*")  # outside of backward
 _LIST_KERNEL = "multi_tensor_apply_kernel"  # torch's for lists of tensors, outside of backward likewise
 _COMMUNICATION_KERNELS = re.compile(r".*(nccl|symm_mem|multimem).*", re.IGNORECASE)
 _COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional|fsdp)::.*")

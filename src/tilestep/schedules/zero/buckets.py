@@ -15,21 +15,15 @@ from ...compat import PeerMemory
 from ...runtime import is_dense
 from .ranks import Ranks
 
-ALIGNMENT = 16
-"""Elements to which parameters and ranks' sections are aligned: at least 16 bytes in every dtype, 8-bit ones too."""
-
-
+ALIGNMENT = 16  # elements to which parameters and sections are aligned: 16 bytes in 8-bit types, more in others
 LEAST_PADDING = 2**20  # bytes of padding that are worth another mesh
-_LARGEST_SHARED_UNIT = 128
-"""Units that divide it share buckets with each other; those of any other unit have buckets of their own."""
-
+_LARGEST_SHARED_UNIT = 128  # units that divide it share buckets; any other unit has buckets of its own
 LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
 """Bytes between which the first and last buckets are where no size is given: smaller ones cost the host more than the
 network, and the last of larger ones is waited for too long."""
 
 PARTS = 16  # such a part of all are the first and last buckets: little that backward does not hide
-LARGEST_PARTS = 6
-"""No bucket between them is a larger part of all: what is communicated has ended soon after what it runs beside."""
+LARGEST_PARTS = 6  # no bucket between is a larger part: communication has to end soon after what it is beside
 
 
 @dataclass(frozen=True)
@@ -356,8 +350,7 @@ class Bucket:
                 view.copy_(param)
                 param.data = view
                 self.views.append(view)
-        self.exact: torch.Tensor | None = None
-        """This rank's section as the optimizer keeps it, where what travels has lost bits."""
+        self.exact: torch.Tensor | None = None  # this rank's section as updated, where what travels has lost bits
         if loses_bits(self.dtype, self.sync_dtype):
             self.exact = self.section_of(memory).clone()
 

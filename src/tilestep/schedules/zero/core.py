@@ -162,8 +162,7 @@ class Sharding:
         norm_groups: Sequence[Any] = (),
     ) -> None:
         self.model, self.ranks, self.options, self.norm_groups = model, ranks, options, list(norm_groups)
-        self.deciders = ranks.with_others(norm_groups)
-        """All ranks that decide a step together: those with other parts of the model too."""
+        self.deciders = ranks.with_others(norm_groups)  # all that decide a step together, with other parts of the model
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}

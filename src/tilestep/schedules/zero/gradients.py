@@ -30,18 +30,14 @@ class GradientBucket:
         self.views: list[torch.Tensor] = []
         # Of fixed size, and so are their values: what is allocated after a backward has the allocator tidy up what that
         # has freed. Of bytes a copy would be made.
-        self.filled = bytearray(len(bucket.params))
-        """A one for each parameter whose gradient of this rank is in the bucket, else a zero."""
+        self.filled = bytearray(len(bucket.params))  # a one where this rank's gradient is in the bucket, else a zero
         self._none, self._all = bytearray(len(self.filled)), bytearray(b"\1" * len(self.filled))
         self.section: torch.Tensor | None = None  # this rank's section of the summed gradients, once they are there
-        self.was_summed = False
-        """Whether there was such a section since the last step, which may have been dropped since."""
-        self.carried: torch.Tensor | None = None
-        """That of earlier rounds since the last step, to be added to the next one."""
+        self.was_summed = False  # whether there was a section since the last step, dropped or not
+        self.carried: torch.Tensor | None = None  # sums of earlier rounds since the last step, for the next
         self.work: Any = None
         self.comes_averaged = False  # whether what comes from the other ranks is divided by their number already
-        self.own_section = None if memory is None else bucket.section_of(memory)
-        """Where this rank's section of the sums goes, if the bucket's memory is always there: into it."""
+        self.own_section = None if memory is None else bucket.section_of(memory)  # where sums go
         self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
         """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
         if memory is not None:
@@ -173,8 +169,7 @@ class GradientSync:
         self.sums: list[GradientBucket] = []
         self._places: list[list[int]] = []
         self.params: list[torch.Tensor] = []  # all parameters by place
-        self._used_here = bytearray()
-        """For each parameter a one if this rank has had a gradient of it since the last step, else a zero."""
+        self._used_here = bytearray()  # a one where this rank has had a gradient since the last step, else a zero
         self._next = 0
         self._rounds = 0
         self._is_awaited = False  # whether communication has begun and was not waited for

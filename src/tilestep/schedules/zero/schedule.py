@@ -62,11 +62,9 @@ class ShardedSchedule(Schedule):
         self._stepped: _Gradients | None = None  # those of the last step, if nothing was written to the pieces since
         self._begun: _Gradients | None = None  # those when it was last noted which parameters have state
         self._captures_alone = False  # whether a step is being captured without the backward before it
-        self._consolidated: dict[str, Any] | None = None
-        """What `consolidate_state_dict` has gathered for the next `state_dict`."""
+        self._consolidated: dict[str, Any] | None = None  # gathered for the next `state_dict`
         self._shown = 0  # how often the plan of the pieces had been made when their states were last put into `state`
-        self._overflows_are_shared = False
-        """Whether overflows that a scaler has found since the last step are known on all ranks."""
+        self._overflows_are_shared = False  # whether all ranks know what a scaler has found since the last step
 
     @property
     def _optimizer(self) -> Optimizer:
