@@ -628,7 +628,7 @@ def of_optimizer() -> None:
     >>> spec_of(optimizer.rule_of(group), group, group["params"][0]).compute
     torch.float32
 
-    >>> from tilestep.optimizer.attached import resolve_optimizer
+    >>> from tilestep.optimizer.optimizer import resolve_optimizer
     >>> import torch, tilestep
     >>> weight = torch.zeros(2, requires_grad=True)
     >>> len(resolve_optimizer("shard", lambda: tilestep.AdamW([weight])).state)

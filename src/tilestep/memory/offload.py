@@ -13,8 +13,8 @@ from ..combinations import kind_of, refuse, wrappers_around
 from ..devices import is_host
 from ..errors import OffloadError
 from ..optimizer import Optimizer
-from ..optimizer.attached import resolve_optimizer
 from ..optimizer.checkpoint import unchanged_on_error
+from ..optimizer.optimizer import resolve_optimizer
 from ..optimizer.parameters import iter_params
 from ..placement.local import local_part
 from .copies import check_device

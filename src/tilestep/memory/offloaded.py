@@ -21,8 +21,8 @@ from ..compat import ready, version_of
 from ..devices import has_streams, is_host
 from ..errors import OffloadError
 from ..optimizer import Optimizer
-from ..optimizer.attached import AttachedType
 from ..optimizer.build import spec_of
+from ..optimizer.optimizer import AttachedType
 from ..optimizer.parameters import iter_params
 from ..placement import is_distributed
 from ..placement.local import local_part

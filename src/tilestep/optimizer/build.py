@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -36,7 +36,15 @@ from ..storage import entries_of
 from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys, sorted_for
 from .masters import MASTER_KEYS, Masters, check_master
-from .parameters import check_not_shared, check_pairs, check_parameter, further_rounds, iter_params, listed_once
+from .parameters import (
+    Optimizer,
+    check_not_shared,
+    check_pairs,
+    check_parameter,
+    further_rounds,
+    iter_params,
+    listed_once,
+)
 from .plan import StepPlan
 from .states import (
     BufferRequests,
@@ -50,9 +58,6 @@ from .states import (
     has_begun,
     storages,
 )
-
-if TYPE_CHECKING:
-    from .protocol import Optimizer
 
 
 def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size) -> Graph:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,12 +22,8 @@ from .build import loaded_states
 from .control import with_limits
 from .groups import GROUP_OPTIONS, about_group, check_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, master_kind
-from .parameters import iter_params
+from .parameters import Optimizer, iter_params
 from .states import TRAINING, WatchedState, saved_choice, shape_of, starts_of
-
-if TYPE_CHECKING:
-    from .protocol import Optimizer
-
 
 _OWN_KEYS = ("state_dtype", "master_weights", "rounding", "seed")
 

@@ -52,11 +52,11 @@ from ..errors import GradientError
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead
 from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
+from .parameters import Optimizer
 from .plan import StepPlan, moved
 
 if TYPE_CHECKING:
     from ..placement import ReductionGroup
-    from .protocol import Optimizer
 
 
 LIMITS_KEY = "limits"  # key of the first group of a state_dict for what adaptive limits remember

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,11 +10,8 @@ from ..placement import distribute, local_state
 from ..placement.local import as_real, copy_into, local_part
 from ..storage import entries_of, kept_in_blocks, values_of
 from .masters import MASTER_KEYS, exact_values
-from .parameters import iter_params, param_states
+from .parameters import Optimizer, iter_params, param_states
 from .states import SQUARES, TRAINING, compute_dtype
-
-if TYPE_CHECKING:
-    from .protocol import Optimizer
 
 
 def keeps_averages(optimizer: Optimizer) -> bool:

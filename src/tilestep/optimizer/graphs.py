@@ -16,12 +16,11 @@ from ..linalg import MATRIX_OPERATIONS
 from ..runtime import Stale, segment_class
 from ..runtime.capturing import PREPARE, require
 from .build import graph_of
-from .parameters import LISTED_TWICE
+from .parameters import LISTED_TWICE, Optimizer
 
 if TYPE_CHECKING:
     from ..taps import Taps
     from .plan import StepPlan
-    from .protocol import Optimizer
 
 
 CHANGED = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -771,3 +771,26 @@ def _class_for(rule: Rule) -> type[Optimizer]:
 def named_optimizers() -> dict[str, type[Optimizer]]:
     """Class name to class, for every rule in the registry when it is first called; the same classes each time."""
     return {name: _class_for(rule) for name, rule in registry.items()}
+
+
+class AttachedType(type):
+    """A kind of optimizers by what is attached to them: `isinstance` asks for that, and it makes no objects."""
+
+    # Its classes name in `attached_as` what `combinations.REFUSED` calls it.
+
+    attached_as: Iterable[str] = ()
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Optimizer) and any(name in instance.attached for name in cls.attached_as)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{cls.__name__} is what an optimizer is called to which something is attached: {cls.__doc__}")
+
+
+def resolve_optimizer(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Optimizer:
+    """An optimizer, or what a function makes."""
+    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        optimizer = optimizer()
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{caller}() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+    return optimizer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from ..errors import GradientError
 from ..graph import Graph, size_from_end
 from ..rules import Rule
 from ..runtime import check_no_overlap, is_dense
+
+if TYPE_CHECKING:
+    from ..placement import ReductionGroup
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -95,6 +98,35 @@ class Grouped(Protocol):
 
     param_groups: list[dict[str, Any]]
     state: Any
+
+
+class Optimizer(Grouped, Protocol):
+    """`optimizer.Optimizer`, for the functions that its methods are made of."""
+
+    attached: tuple[str, ...]
+    control: Any
+    is_evaluating: bool
+    graphs: Any
+    memory: Any
+    placement: Any
+    schedule: Any
+    _optimizer_load_state_dict_post_hooks: Any
+    _optimizer_load_state_dict_pre_hooks: Any
+    taps: Any
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def mesh_ranks(self) -> ReductionGroup | None: ...
+    def rule_of(self, group: Mapping[str, Any]) -> Rule: ...
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any: ...
+    def drop_plan(self) -> None: ...
+    def attach(self, names: Sequence[str]) -> None: ...
+    def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None: ...
+    def prepare_capture(self) -> None: ...
+    def rebuild(self, *, ahead: bool = False) -> Any: ...
+    def take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None: ...
+    def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> Any: ...
 
 
 def iter_params(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:

@@ -22,12 +22,11 @@ from ..placement.local import ComplexMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.gradients import copy_to
 from .masters import Masters
-from .parameters import LISTED_TWICE
+from .parameters import LISTED_TWICE, Optimizer
 from .states import begin_again
 
 if TYPE_CHECKING:
     from ..taps import Taps
-    from .protocol import Optimizer
 
 _GRAD = operator.attrgetter("grad")
 

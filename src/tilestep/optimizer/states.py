@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -38,11 +38,7 @@ from ..storage import (
     values_of,
 )
 from .masters import MASTER_KEYS, master_kind, other_master
-from .parameters import iter_params
-
-if TYPE_CHECKING:
-    from .protocol import Optimizer
-
+from .parameters import Optimizer, iter_params
 
 StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # what `state_dtype` takes
 SMALLEST = 4096  # elements from which a parameter's state is kept as `state_dtype` says: smaller ones save little

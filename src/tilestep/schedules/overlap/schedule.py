@@ -19,8 +19,8 @@ from ...compat import is_capturing, local_parts, ready
 from ...devices import has_streams
 from ...errors import CaptureError
 from ...optimizer import Optimizer
-from ...optimizer.attached import AttachedType
 from ...optimizer.checkpoint import unchanged_on_error
+from ...optimizer.optimizer import AttachedType
 from ...optimizer.parameters import require_listed_once
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed

@@ -19,11 +19,11 @@ from ...errors import GradientError
 from ...norm import NormTable
 from ...norm.tiles import combine
 from ...optimizer import Optimizer
-from ...optimizer.attached import AttachedType
 from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value, unchanged_on_error
 from ...optimizer.control import with_limits
 from ...optimizer.graphs import prepare_capture, push, require_no_waits
 from ...optimizer.groups import GROUP_OPTIONS
+from ...optimizer.optimizer import AttachedType
 from ...optimizer.parameters import iter_params, require_listed_once
 from ...runtime.capturing import PREPARE, require
 from ...side_stream import SideStream

@@ -13,7 +13,7 @@ from ...combinations import refuse
 from ...compat import route_unscaling
 from ...errors import GradientError
 from ...optimizer import Optimizer
-from ...optimizer.attached import resolve_optimizer
+from ...optimizer.optimizer import resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...placement.local import REAL_INSTEAD
 from .agree import apart_from_others, attempt_together, plain_module, validate_across_ranks
