@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,15 +49,12 @@ from ..backends.spec import (
 )
 from ..combinations import FSDP1, refuse
 from ..errors import GradientError
+from ..placement import ReductionGroup
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead
 from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
 from .parameters import Optimizer
 from .plan import StepPlan, moved
-
-if TYPE_CHECKING:
-    from ..placement import ReductionGroup
-
 
 LIMITS_KEY = "limits"  # key of the first group of a state_dict for what adaptive limits remember
 _MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}  # keys of a state_dict's first group, and places

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,13 +15,10 @@ from ..errors import CaptureError
 from ..linalg import MATRIX_OPERATIONS
 from ..runtime import Stale, segment_class
 from ..runtime.capturing import PREPARE, require
+from ..taps import Taps
 from .build import graph_of
 from .parameters import LISTED_TWICE, Optimizer
-
-if TYPE_CHECKING:
-    from ..taps import Taps
-    from .plan import StepPlan
-
+from .plan import StepPlan
 
 CHANGED = (
     "parameters have moved, or load_state_dict, add_param_group, a changed flag or replaced state made its optimizer "

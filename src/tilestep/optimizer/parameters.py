@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,11 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import GradientError
 from ..graph import Graph, size_from_end
+from ..placement import ReductionGroup
 from ..rules import Rule
 from ..runtime import check_no_overlap, is_dense
-
-if TYPE_CHECKING:
-    from ..placement import ReductionGroup
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from ..placement import LocalGradients, ReductionGroup, SharedSums
 from ..placement.local import ComplexMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.gradients import copy_to
+from ..taps import Taps
 from .masters import Masters
 from .parameters import LISTED_TWICE, Optimizer
 from .states import begin_again
-
-if TYPE_CHECKING:
-    from ..taps import Taps
 
 _GRAD = operator.attrgetter("grad")
 

@@ -6,21 +6,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..combinations import refuse
 from ..compat import REPLAY, addresses_equal, marked
 from ..errors import CaptureError, GradientError
+from ..optimizer import Optimizer
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
+from ..optimizer.plan import StepPlan
 from ..runtime import Stale
 from ..runtime.capturing import HostBranches, require
-
-if TYPE_CHECKING:
-    from ..optimizer import Optimizer
-    from ..optimizer.plan import StepPlan
-
 
 _ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32  # tensors that a replay looks at; others' turn is the next
 

@@ -6,20 +6,16 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..backends.spec import INVERSE_SCALE
+from ..backends.spec import INVERSE_SCALE, KernelSpec
 from ..backends.taps import FAR, NEAR, TapColumns, tap_columns
 from ..compat import is_capturing
 from ..placement.local import is_distributed
-
-if TYPE_CHECKING:
-    from ..backends.spec import KernelSpec
-    from ..runtime import DeviceEngine
-    from ..runtime.segment import Segment
-
+from ..runtime import DeviceEngine
+from ..runtime.segment import Segment
 
 _COLUMNS = (
     "grad_norm",

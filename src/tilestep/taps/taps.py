@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,14 +12,10 @@ from ..backends.spec import Taps as KernelTaps
 from ..backends.taps import taps_fit
 from ..devices import is_host
 from ..placement import Origin
-from ..runtime import segment_class
+from ..runtime import DeviceEngine, segment_class
 from ..runtime.taps import SegmentTaps
 from .changes import Changes, Names
 from .stats import Measurer, Stats, StepStats
-
-if TYPE_CHECKING:
-    from ..runtime import DeviceEngine
-
 
 _NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,8 @@ from ...optimizer.states import TRAINING, StateTemplate, fill_buffers, storages
 from ...rules import Rule
 from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
 from .buckets import Box, boxes, memory_order
-from .ranks import rank_monitor
-
-if TYPE_CHECKING:
-    from .core import Member, Sharding
-    from .ranks import Ranks
+from .core import Member, Sharding
+from .ranks import Ranks, rank_monitor
 
 
 class ShardedTensorPiece(torch.Tensor):
