@@ -3,9 +3,10 @@
     python benchmarks/formats.py [--elements 1190000000] [--only int8] [--peers [SECONDS]] [--memory] [--out FOLDER]
 
 On a GPU 219 bfloat16 tensors of 1.19 B elements and 2,000 tensors of 131 M elements; on a CPU a hundredth of it. One
-process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`. On a CPU also the loop
-written by hand for the format (plain_loops.py), from the same state and checked against it, with quartiles of the
-ratios of times that follow each other. `--peers` measures the optimizers of other libraries after
+process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`. On a CPU also one tensor
+of 524,288 elements, and the loop written by hand for the format (plain_loops.py), from the same state and checked
+against it, with quartiles of the ratios of times that follow each other, of the whole step and of its kernels alone;
+with `--threads 1` of the thread's own time. `--peers` measures the optimizers of other libraries after
 `torch.nn.utils.clip_grad_norm_`, each in a process of its own that may take so many seconds: on 24 of the 219 tensors
 first, then on all where time is left. One that cannot be imported or run says why. `--memory` measures the peak of a
 step and of a backward pass that takes it, in place of times. With `--out`, formats.json is written there after every
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +88,13 @@ def shapes(elements: int, tensors: int) -> list[tuple[int, int]]:
 
 def waited(run: Callable[[], Any], device: str) -> float:
     """Milliseconds until one call is done, its host's time among them."""
-    start = time.perf_counter()
+    # Of one thread, the time that it had: others may use the machine too.
+    clock = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     run()
     if device != "cpu":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start) * 1e3
 
 
 def timed(run: Callable[[], Any], device: str) -> float:
@@ -146,7 +150,7 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
     run, state, moved, optimizer, params = made(name, sizes, device)
     half = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     other = torch.empty_like(half)
-    steps, copies, plain, apart = [], [], [], 0.0
+    steps, copies, plain, kernels, apart = [], [], [], [], 0.0
     has_plain = device == "cpu" and name in CHOICES and not name.startswith("stochastic")
     by_hand, kept = plain_step(name, params, optimizer, 1.0) if has_plain else (None, [])
     for _ in range(rounds):
@@ -154,6 +158,7 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
         if by_hand is not None:
             plain.append(timed(by_hand, device))
             apart = apart if len(plain) > 1 else disagreement(kept, params, optimizer)
+            kernels.append(timed(partial(run_kernels, optimizer), device))
         copies.append(timed(lambda: other.copy_(half), device))
     waits = [waited(run, device) for _ in range(rounds)]
     elements = sum(rows * columns for rows, columns in sizes)
@@ -165,11 +170,23 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
         "with the host's time, ms": round(statistics.median(waits), 3),
         "copy of as many bytes, ms": round(statistics.median(copies[2:]), 3),
         "state, bytes an element": round(state / elements, 3),
-        **({} if by_hand is None else _beside(steps[2:], plain[2:], copies[2:], apart)),
+        **({} if by_hand is None else _beside(steps[2:], plain[2:], kernels[2:], copies[2:], apart)),
     }
 
 
-def _beside(steps: list[float], plain: list[float], copies: list[float], apart: float) -> dict[str, Any]:
+def run_kernels(optimizer: Any) -> None:
+    """The norm and the passes of a step, without what the host does before them."""
+    for engine in optimizer.plan.engines:
+        engine.own_norm_table().sum_squares(engine.grads, engine.power_sum)
+        for segment in engine.segments:
+            for index in range(len(segment.spec.program.scalars)):
+                segment.scalar_pass(index)
+                segment.tile_pass(index)
+
+
+def _beside(
+    steps: list[float], plain: list[float], kernels: list[float], copies: list[float], apart: float
+) -> dict[str, Any]:
     """Times beside those of the loop written by hand: ratios of those that follow each other, by quartiles."""
 
     def quartiles(times: list[float], others: list[float]) -> list[float]:
@@ -179,6 +196,7 @@ def _beside(steps: list[float], plain: list[float], copies: list[float], apart: 
     return {
         "plain loop, ms": round(statistics.median(plain), 3),
         "over the plain loop, quartiles": quartiles(steps, plain),
+        "kernels over the plain loop, quartiles": quartiles(kernels, plain),
         "over the copy, quartiles": quartiles(steps, copies),
         "plain loop over the copy, quartiles": quartiles(plain, copies),
         "fastest, plain loop's and copy's, ms": [round(min(times), 3) for times in (steps, plain, copies)],
@@ -289,7 +307,8 @@ def main() -> None:
                 add(peer_row(name, given), "peers, after torch.nn.utils.clip_grad_norm_")
         return
     many = shapes(elements // 9, 2000 if device == "cuda" else 200)
-    for sizes in (shapes(elements, TENSORS), *(() if given.shape else (many,))):
+    one = [[(512, 1024)]] if device == "cpu" else []
+    for sizes in (shapes(elements, TENSORS), *(() if given.shape else (many, *one))):
         for name in CHOICES:
             if given.only in name:
                 with forced_shape(TileShape(*given.shape)) if given.shape else contextlib.nullcontext():

@@ -144,6 +144,16 @@ def test_every_rule_is_vectorized(name: str) -> None:
         assert {line, line + 1} & vectorized, f"the loop at line {line} is scalar"
 
 
+def test_loops_ask_ahead_for_every_array_unless_they_sum() -> None:
+    def asked(rule: str) -> list[str]:
+        text = cpp.source(spec_of(registry[rule], torch.bfloat16, master=True))
+        first_pass = text[text.index("void tile_pass_0") :].split("void ")[1]
+        return re.findall(r" ask_ahead<\d+>\((\w+)_array, chunk\);", first_pass)
+
+    assert asked("AdamW") == ["grad", "param", "master_param", "exp_avg", "exp_avg_sq"]
+    assert not asked("LAMB")
+
+
 @pytest.mark.parametrize("scalar", ["float", "double"])
 def test_functions_of_one_element_become_functions_of_vectors(scalar: str) -> None:
     if compiled(PRELUDE + "\n#if !__GLIBC_PREREQ(2, 35) || !defined(__x86_64__)\n#error\n#endif\n", "-E").returncode:

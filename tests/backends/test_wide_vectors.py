@@ -9,7 +9,9 @@ import torch
 
 import tilestep
 from tilestep.backends.cpp import run
-from tilestep.backends.cpp.compile import wide_vectors
+from tilestep.backends.cpp.compile import load_library, wide_vectors
+from tilestep.norm import cpu_backend
+from tilestep.norm.tiles import cut
 
 LANES = 16
 WITHOUT_SUMS = ["SGD", "AdamW", "Lion", "Rprop", "SophiaG"]
@@ -74,3 +76,17 @@ def test_programs_with_sums_keep_their_lanes(rule: str, monkeypatch: pytest.Monk
     assert optimizer.plan is not None
     (segment,) = optimizer.plan.engines[0].segments
     assert run._flags(segment.spec) == (() if rule in WITH_SUMS else ("-DWIDE",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norms_have_lanes_of_their_own(norm_type: float, dtype: torch.dtype) -> None:
+    # But for powers: the C library's of vectors differ in last places with their width.
+    tensors = [torch.randn(length, dtype=torch.float64).to(dtype) for length in (3, 20_000, 1024 + LANES + 5)]
+    tiles = cut([len(tensor) for tensor in tensors], [dtype] * len(tensors), cpu_backend.TILE)
+    addresses, norms = torch.tensor([tensor.data_ptr() for tensor in tensors]), []
+    for flags in ((), wide_vectors()):
+        norms.append(torch.zeros(1, dtype=torch.float64))
+        library = cpu_backend.with_signatures(load_library("norm", cpu_backend.SOURCE, flags))
+        cpu_backend.CpuNorm(library, tiles).norm(addresses, norms[-1], norm_type, True)
+    assert torch.equal(*norms)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends.cpp.compile import load_library, warn_of_failure
+from ..backends.cpp.compile import load_library, warn_of_failure, wide_vectors
 from ..backends.spec import LARGEST_SUM
 from ..devices import thread_count
 from ..errors import BuildError
@@ -41,6 +41,13 @@ constexpr int64_t TILE = """
     + r""";
 constexpr int64_t BLOCK = 1024;  // floats summed into one lane before the lanes go to double: at most BLOCK / LANES
 constexpr int64_t LANES = 32;
+
+// Asks for the lines that LANES elements lie in 2 KiB later.
+template <class T> inline void ask_ahead(const T* x) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(x) + 2048;
+    for (uintptr_t byte = 0; byte < LANES * sizeof(T); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const void*>(begin + byte));
+}
 
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
@@ -112,6 +119,7 @@ template <class Op, class T> double sum(const T* x, int64_t count, double p) {
         const T* block = x + begin;
         Wide lanes[LANES] = {};
         for (int64_t i = 0; i < whole; i += LANES) {
+            ask_ahead(block + i);
 #pragma omp simd
             for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] += Op::of(widen(block[i + lane]), power);
         }
@@ -268,7 +276,11 @@ PER_THREAD = 32768  # elements below which one more thread takes longer to wake 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = load_library("norm", SOURCE)
+    return with_signatures(load_library("norm", SOURCE, wide_vectors()))
+
+
+def with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
+    """A built library whose functions know their arguments' types."""
     tables: list[Any] = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     results: list[Any] = [ctypes.c_void_p, ctypes.c_void_p]
     library.tilestep_norm.argtypes = [*tables, ctypes.c_int, ctypes.c_double, ctypes.c_int, *results, ctypes.c_int]

@@ -170,7 +170,7 @@ def decide_on_host(control: torch.Tensor, inputs: StepInputs) -> None:
         weight = max(1 - inputs.mean_decay, 1 / (numbers[MEAN_COUNT] + 1))
         numbers[MEAN] += weight * (min(norm, limit) - numbers[MEAN])
         numbers[MEAN_COUNT] += 1
-    control.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+    control.numpy()[:] = numbers
     if inputs.overflow is not None:
         inputs.overflow.fill_(float(overflow))
 
@@ -179,8 +179,8 @@ def limit_on_host(control: torch.Tensor, limit: StepLimit, memory: torch.Tensor,
     """Let a limit with a memory decide a CPU step."""
     decided, remembered = control.tolist(), memory.tolist()
     limit.on_host(decided, remembered, None if loss is None else float(loss))
-    control.copy_(torch.tensor(decided, dtype=torch.float64, device="cpu"))
-    memory.copy_(torch.tensor(remembered, dtype=torch.float64, device="cpu"))
+    control.numpy()[:] = decided
+    memory.numpy()[:] = remembered
 
 
 class DeviceControl:

@@ -95,8 +95,8 @@ class Masters:
 
     def _total(self) -> int:
         # Versions only grow: no version has changed if their sum has not. A DTensor and its part have one each.
-        parts = local_parts(self._params) if self._have_parts else []
-        return sum_of_versions(self._params) + sum_of_versions(parts)
+        own = sum_of_versions(self._params)
+        return own + sum_of_versions(local_parts(self._params)) if self._have_parts else own
 
     def _versions_of(self, params: list[torch.Tensor]) -> list[int]:
         versions = list(map(version_of, params))
@@ -125,8 +125,8 @@ class Masters:
     def record_versions(self) -> None:
         """Parameters and masters agree now."""
         if self._params:
-            self._sum = self._total()
-            self._versions = self._versions_of(self._params)  # type: ignore[assignment]
+            versions = self._versions_of(self._params)
+            self._versions, self._sum = list(versions), sum(versions)
 
     @contextmanager
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:

@@ -19,6 +19,7 @@ from .text import (
     TileBody,
     accumulate,
     array_lines,
+    arrays_of,
     combine,
     format_functions,
     key_lines,
@@ -168,7 +169,7 @@ class TapText:
         """What a chunk begins with."""
         lines = [f"        {scalar} tap_{slot} = 0;" for slot in self._slots]
         if self._taps.changes and not skipped:
-            lines.append("        uint8_t tap_flags[1024] = {0};")
+            lines.append(f"        uint8_t tap_flags[{_SUMMED if self.stats else _CHUNK}] = {{0}};")
         return lines
 
     @property
@@ -509,8 +510,8 @@ class _SlicePass:
         return [*lines, "  }"]
 
 
-_CHUNK = 1024
-"""Elements summed in the compute type before they are added to a float64 sum."""
+_CHUNK, _SUMMED = 64, 1024
+"""Elements of a loop: one that sums goes on in the compute type that long, before it adds to a float64 sum."""
 
 
 def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
@@ -562,6 +563,13 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     return "\n".join(lines)
 
 
+def _chunk_head(size: int) -> list[str]:
+    return [
+        f"      for (int64_t chunk = begin; chunk < end; chunk += {size}) {{",
+        f"        const int64_t chunk_end = chunk + {size} < end ? chunk + {size} : end;",
+    ]
+
+
 def _layout_line(spec: KernelSpec) -> str:
     return f"      const int64_t* layout = {_layout_of(spec)};"
 
@@ -581,8 +589,7 @@ def _skipped_loop(spec: KernelSpec, scalars: Writer, taps: TapText, strided: boo
     body = TileBody(spec, taps.tile, inner, strided, "          ")
     inner.lines += taps.loads(body, {})
     lines = [_layout_line(spec)] if strided else []
-    lines.append(f"      for (int64_t chunk = begin; chunk < end; chunk += {_CHUNK}) {{")
-    lines.append(f"        const int64_t chunk_end = chunk + {_CHUNK} < end ? chunk + {_CHUNK} : end;")
+    lines += _chunk_head(_SUMMED)
     lines += taps.chunk_lines(scalar_type(spec), skipped=True)
     if not strided:
         lines.append(f"#pragma omp simd{taps.clause}")
@@ -613,10 +620,12 @@ def _element_loop(
     clause = "".join(
         f" reduction({COMBINERS[reduction.operation]} : chunk_{slot})" for slot, reduction in tile.reductions
     )
-    lines = [
-        f"      for (int64_t chunk = begin; chunk < end; chunk += {_CHUNK}) {{",
-        f"        const int64_t chunk_end = chunk + {_CHUNK} < end ? chunk + {_CHUNK} : end;",
-    ]
+    sums = bool(tile.reductions) or (taps is not None and taps.stats)
+    lines = _chunk_head(_SUMMED if sums else _CHUNK)
+    if not sums and not strided:
+        lines += [
+            f"        ask_ahead<{_CHUNK}>({array.name}_array, chunk);" for array in arrays_of(spec, tile, unscales)
+        ]
     for slot, reduction in tile.reductions:
         lines.append(f"        {scalar} chunk_{slot} = {neutral(reduction)};")
     lines += taps.chunk_lines(scalar) if taps is not None else []

@@ -260,6 +260,14 @@ template <class T> inline T remainder_of(T left, T right) {{
   return (rest != 0 && ((rest < 0) != (right < 0))) ? rest + right : rest;
 }}
 
+// Asks for the lines of `count` elements that are worked on four blocks later. Processors foresee a few streams by
+// themselves, and less well the nearer these lie to the same place of a page.
+template <int64_t count, class T> inline void ask_ahead(const T* array, int64_t first) {{
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(array) + (first + {4 * BLOCK}) * sizeof(T);
+  for (uintptr_t byte = 0; byte < count * sizeof(T); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(begin + byte));
+}}
+
 // 32 truth values as the bits of a word.
 inline uint32_t packed(const uint8_t* flags) {{
   uint32_t bits = 0;

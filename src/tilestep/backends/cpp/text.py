@@ -29,7 +29,7 @@ launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk c
 unscale inverse_scale skip same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
 block count pair pairs columns per_row j low high walk run_of copied put_back largest_of unpack pack indices_of
-offset_of random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
+offset_of ask_ahead random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
 """
 
 _RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
@@ -291,7 +291,8 @@ class BlockBody:
             is_read = any(array in read_arrays(self.storages[read], read) for read in self.tile.reads())
             return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
         run = f"auto* {name}_run = run_of({name}_array, {name}_spare, {self._at(array)});"
-        return [f"{kind} {name}_spare[{BLOCK // array.elements}];", run]
+        size = BLOCK // array.elements
+        return [f"{kind} {name}_spare[{size}];", run, f"ask_ahead<{size}>({name}_run, 0);"]
 
     def _back(self, array: Array) -> str:
         name = array.name
@@ -439,18 +440,24 @@ def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     return scalars
 
 
+def arrays_of(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[Array]:
+    """The arrays that a tile pass touches, in the order of the address table."""
+    used = {array.name for name in (*tile.reads(), *tile.stores) for array in spec.storages[name].arrays(name)}
+    used |= {spec.grad.name} if unscales else set()
+    return [array for array in (spec.grad, *spec.arrays) if array.name in used]
+
+
 def array_lines(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[str]:
     """Pointers to the arrays that a tile pass touches, and what it takes to leave gradients without loss scale."""
     written = {array.name for name in tile.stores for array in spec.storages[name].arrays(name)}
-    used = {array.name for name in tile.reads() for array in spec.storages[name].arrays(name)} | written
+    used = arrays_of(spec, tile, unscales)
     lines = []
     if unscales:
-        used.add(spec.grad.name)
         written.add(spec.grad.name)
         lines.append("    const bool unscale = launch->control[UNSCALE] != 0;")
         lines.append(f"    const {scalar_type(spec)} inverse_scale = launch->control[INVERSE_SCALE];")
     for position, array in enumerate([spec.grad, *spec.arrays]):
-        if array.name not in used:
+        if array not in used:
             continue
         c_type = ("" if array.name in written else "const ") + C_TYPES[dtype_name(array.dtype)]
         address = "launch->grads[t]" if position == 0 else f"launch->addresses[{position - 1} * launch->tensors + t]"
