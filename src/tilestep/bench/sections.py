@@ -48,7 +48,7 @@ def gpu_workloads(quick: bool = False) -> list[Workload]:
     """Return what `norm` and `step` run: many tensors of random sizes, a language model, many small tensors."""
     return [
         _random_sizes(quick),
-        _llama(quick),
+        _llama_of("llama", *((2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000))),
         Workload("small", ((1024,),) * (50 if quick else 5000), torch.bfloat16),
     ]
 
@@ -68,11 +68,6 @@ def _random_sizes(quick: bool) -> Workload:
     draw = random.Random(133586)
     count, largest = (40, 4096) if quick else (2000, 128 * 1024)
     return Workload("random", tuple((draw.randint(1, largest),) for _ in range(count)), torch.bfloat16)
-
-
-def _llama(quick: bool) -> Workload:
-    """24 layers of width 2048 with 8 key-value heads, untied embeddings: 219 tensors."""
-    return _llama_of("llama", *((2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000)))
 
 
 def small_llama(quick: bool = False) -> Workload:
