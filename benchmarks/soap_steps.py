@@ -12,7 +12,7 @@ import tilestep
 from tilestep.bench import measure as bandwidth
 from tilestep.bench.measure import Contender, measure
 from tilestep.bench.results import Group, Row
-from tilestep.bench.sections import OURS, Settings, free, make_parameters, measured_group, small_llama
+from tilestep.bench.sections import OURS, Settings, free, llama_of, make_parameters, measured_group
 
 __all__ = ["LOOP", "SoapLoop", "soap_groups"]
 
@@ -104,7 +104,8 @@ def soap_groups(settings: Settings) -> list[Group]:
     Args:
         settings: as for the section; on a CPU the list is tiny.
     """
-    workload = small_llama(settings.quick or settings.device.type == "cpu")
+    is_small = settings.quick or settings.device.type == "cpu"
+    workload = llama_of("small llama", *((2, 64, 16, 172, 500) if is_small else (2, 1024, 256, 2816, 32000)))
     settings.say(f"rules: SOAP, {workload.title}")
     device = settings.device
 

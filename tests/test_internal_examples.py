@@ -425,8 +425,8 @@ def of_bench() -> None:
     >>> [(len(workload.shapes), workload.elements) for workload in cpu_workloads()]
     [(200, 50000000), (2000, 16384000), (200, 50000000)]
 
-    >>> from tilestep.bench.sections import small_llama
-    >>> small_llama().title
+    >>> from tilestep.bench.sections import llama_of
+    >>> llama_of("small llama", 2, 1024, 256, 2816, 32000).title
     'small llama: 21 bfloat16 tensors, 88.09 M elements'
 
     >>> from tilestep.bench.sections import gpu_workloads, make_parameters

@@ -48,7 +48,7 @@ def gpu_workloads(quick: bool = False) -> list[Workload]:
     """Return what `norm` and `step` run: many tensors of random sizes, a language model, many small tensors."""
     return [
         _random_sizes(quick),
-        _llama_of("llama", *((2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000))),
+        llama_of("llama", *((2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000))),
         Workload("small", ((1024,),) * (50 if quick else 5000), torch.bfloat16),
     ]
 
@@ -70,12 +70,7 @@ def _random_sizes(quick: bool) -> Workload:
     return Workload("random", tuple((draw.randint(1, largest),) for _ in range(count)), torch.bfloat16)
 
 
-def small_llama(quick: bool = False) -> Workload:
-    """Return what rules that decompose matrices run: two layers of width 1024, untied embeddings."""
-    return _llama_of("small llama", *((2, 64, 16, 172, 500) if quick else (2, 1024, 256, 2816, 32000)))
-
-
-def _llama_of(name: str, layers: int, width: int, key_value: int, inner: int, vocabulary: int) -> Workload:
+def llama_of(name: str, layers: int, width: int, key_value: int, inner: int, vocabulary: int) -> Workload:
     layer: list[tuple[int, ...]] = [
         (width, width), (key_value, width), (key_value, width), (width, width),  # attention: q, k, v, o
         (inner, width), (inner, width), (width, inner),  # gate, up, down

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .format import Array, Term, isnan, maximum, minimum, near_bits, where
-from .masters import master_format
+from .masters import Widened, master_format
 
 
 @master_format("int8", key="correction_param", dtypes=(torch.bfloat16,))
-@dataclass(frozen=True)
-class Corrected:
+class Corrected(Widened):
     """A float32 of 24 bits: the bfloat16 nearest to it, and by how many 256ths of its last place it is off that.
 
     The bits of a bfloat16 are the upper half of a float32's. The difference of the bits, -32768 to 32768, is divided by
@@ -23,13 +21,8 @@ class Corrected:
     Source: FlashOptim (arXiv 2602.23349) keeps corrections of eight bits, in 127ths of half a place.
     """
 
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        return "bfloat16 with int8 correction"
-
+    words = "bfloat16 with int8 correction"
     title = "corrected"
-    precision = torch.float32
     is_coarse = True
 
     def arrays(self, name: str) -> tuple[Array, ...]:
@@ -46,6 +39,3 @@ class Corrected:
         counted = (rest + 0x4B400000).of_bits() + (1.5 * 2.0**31 - 1.5 * 2.0**23)
         low = maximum(minimum(counted, 1.5 * 2.0**31 + 127 * 256), 1.5 * 2.0**31 - 127 * 256)
         return high, where(isnan(value), 0, low.bits()).of_bits(torch.int8).named("low")
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .blocks import BLOCK
 from .companded import LARGEST_SCALE, divisor, scale_of
 from .format import Array, Term, where
-from .states import blocks_format
+from .states import Blocks, blocks_format
 from .stochastic import element_at_random
 
 _LARGEST = 2.0**15
 
 
 @blocks_format("scaled_float16")
-@dataclass(frozen=True)
-class Float16Blocks:
+class Float16Blocks(Blocks):
     """Numbers of eleven bits of precision over the largest of their block, which is kept as 2^15.
 
     Elements below 2e-12 of the largest are lost; of numbers that are never negative only zero is kept as zero. An
@@ -27,15 +25,8 @@ class Float16Blocks:
     Source: `with_scaled_states` of apex's DistributedFusedAdam, which has one scale for a part of a bucket.
     """
 
-    signed: bool
-
-    def __str__(self) -> str:
-        return "float16 blocks" if self.signed else "float16 blocks without a sign"
-
-    @property
-    def title(self) -> str:
-        return "float16_blocks" if self.signed else "float16_positive_blocks"
-
+    titles = ("float16_blocks", "float16_positive_blocks")
+    words = ("float16 blocks", "float16 blocks without a sign")
     precision = torch.float16
 
     def arrays(self, name: str) -> tuple[Array, ...]:
@@ -55,6 +46,3 @@ class Float16Blocks:
             return kept, scale
         is_lost = (value > 0.0) & kept.number().same(0.0)
         return where(is_lost, 1, kept.bits()).of_bits(torch.float16), scale
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .blocks import BLOCK
 from .companded import divisor, scale_of, unit_of
 from .format import Array, Term, minimum, quotient, where
-from .states import blocks_format
+from .states import Blocks, blocks_format
 from .stochastic import code_at_random
 
 _LARGEST = 448.0
@@ -23,8 +22,7 @@ def _share_of(code: Term) -> Term:
 
 
 @blocks_format("float8_e4m3")
-@dataclass(frozen=True)
-class Float8Blocks:
+class Float8Blocks(Blocks):
     """Numbers of three bits of precision over the largest of their block, which is kept as 448.
 
     Of numbers that are never negative only zero is kept as zero, so that what is divided by them stays finite.
@@ -32,16 +30,8 @@ class Float8Blocks:
     Source: COAT (arXiv 2410.19313) keeps blocks of 128 so.
     """
 
-    signed: bool
-
-    def __str__(self) -> str:
-        return "float8_e4m3 blocks" if self.signed else "float8_e4m3 blocks without a sign"
-
-    @property
-    def title(self) -> str:
-        return "float8_blocks" if self.signed else "float8_positive_blocks"
-
-    precision = torch.bfloat16
+    titles = ("float8_blocks", "float8_positive_blocks")
+    words = ("float8_e4m3 blocks", "float8_e4m3 blocks without a sign")
 
     def arrays(self, name: str) -> tuple[Array, ...]:
         return (Array(name, torch.float8_e4m3fn), Array(f"{name}_scales", torch.bfloat16, BLOCK))
@@ -68,6 +58,3 @@ class Float8Blocks:
         positive = where((value > 0.0) & (code < 1), 1, code)
         code = where(value < 0.0, code | 0x80, code) if self.signed else positive
         return code.of_bits(torch.float8_e4m3fn), scale
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False

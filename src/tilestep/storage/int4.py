@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .blocks import BLOCK
 from .companded import compressed, counted, expanded, root_scale, scale_of, squared
 from .format import Array, Term
-from .states import blocks_format
+from .states import Blocks, blocks_format
 
 
 @blocks_format("int4")
-@dataclass(frozen=True)
-class Int4Blocks:
+class Int4Blocks(Blocks):
     """Companded blocks as those of eight bits, two neighbours in a byte: the first one in its lower half.
 
     A signed number is kept as -7 to 7 plus 8; the root of one that is never negative as 0 to 15, and 0 is zero alone.
     """
 
-    signed: bool
-
-    def __str__(self) -> str:
-        return "int4 blocks" if self.signed else "uint4 blocks of the root"
-
-    @property
-    def title(self) -> str:
-        return "int4_blocks" if self.signed else "uint4_root_blocks"
-
-    precision = torch.bfloat16
+    titles = ("int4_blocks", "uint4_root_blocks")
+    words = ("int4 blocks", "uint4 blocks of the root")
 
     def arrays(self, name: str) -> tuple[Array, ...]:
         codes = Array(name, torch.int8 if self.signed else torch.uint8, 2)
@@ -47,6 +37,3 @@ class Int4Blocks:
             return (compressed(value, scale, 7, random) + 8).packed(torch.int8), scale
         scale = root_scale(value, random is not None)
         return counted(value, scale, 15, random).packed(torch.uint8), scale
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .blocks import BLOCK
 from .companded import compressed, counted, expanded, root_scale, scale_of, squared
 from .format import Array, Term
-from .states import blocks_format
+from .states import Blocks, blocks_format
 
 
 @blocks_format("int8")
-@dataclass(frozen=True)
-class Int8Blocks:
+class Int8Blocks(Blocks):
     """Companded blocks: of signed numbers themselves, of numbers that are never negative the root.
 
     Source: FlashOptim (arXiv 2602.23349), with blocks of 128 that follow rows, and scales in bfloat16.
     """
 
-    signed: bool
-
-    def __str__(self) -> str:
-        return "int8 blocks" if self.signed else "uint8 blocks of the root"
-
-    @property
-    def title(self) -> str:
-        return "int8_blocks" if self.signed else "uint8_root_blocks"
-
-    precision = torch.bfloat16
+    titles = ("int8_blocks", "uint8_root_blocks")
+    words = ("int8 blocks", "uint8 blocks of the root")
 
     def arrays(self, name: str) -> tuple[Array, ...]:
         codes = Array(name, torch.int8 if self.signed else torch.uint8)
@@ -46,6 +36,3 @@ class Int8Blocks:
             return compressed(value, scale, 127, random).of_bits(torch.int8), scale
         scale = root_scale(value, random is not None)
         return counted(value, scale, 255, random).of_bits(torch.uint8), scale
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False

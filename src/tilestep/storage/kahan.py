@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .format import Array, Term, if_rounds_to, where
-from .masters import master_format
+from .masters import Widened, master_format
 
 
 @master_format("kahan", key="compensation_param", dtypes=(torch.bfloat16,))
-@dataclass(frozen=True)
-class Kahan:
+class Kahan(Widened):
     """The bfloat16 nearest to a value, and the bfloat16 nearest to their difference: 16 bits of precision or more.
 
     Where the sum of the two would round to another bfloat16, as just below half a unit in the last place, the
@@ -22,13 +20,8 @@ class Kahan:
     Source: Kahan summation; optimi and torchao keep parameters so.
     """
 
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        return "bfloat16 with bfloat16 compensation"
-
+    words = "bfloat16 with bfloat16 compensation"
     title = "kahan"
-    precision = torch.float32
     is_coarse = True
 
     def arrays(self, name: str) -> tuple[Array, ...]:
@@ -47,6 +40,3 @@ class Kahan:
         chosen = where(total.bits().same(high.bits()), nearest.bits(), shorter)
         is_finite = (rest - rest).same(0.0).named("is_finite")
         return high, where(is_finite, chosen, 0).of_bits(torch.bfloat16).named("low")
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False

@@ -43,6 +43,22 @@ class MasterFormat:
         return buffer
 
 
+@dataclass(frozen=True)
+class Widened:
+    """What formats share that make a float32 of a bfloat16 and something beside it."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+    words = title = ""  # as people and generated code call it
+    precision = torch.float32
+
+    def __str__(self) -> str:
+        return self.words
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False
+
+
 MASTER_FORMATS: dict[bool | str, MasterFormat] = {}
 """What `master_weights` can say beside False, and the format that it stands for."""
 

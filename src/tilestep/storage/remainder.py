@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .format import Array, Term, isnan, minimum, near_bits, where
-from .masters import master_format
+from .masters import Widened, master_format
 
 
 @master_format("remainder", key="remainder_param", dtypes=(torch.bfloat16,))
-@dataclass(frozen=True)
-class Remainder:
+class Remainder(Widened):
     """A float32 as the bfloat16 nearest to it, and by how many units in float32's last place it is off that.
 
     The bits of a bfloat16 are the upper half of a float32's, so the difference of the bits is what rounding has taken
@@ -27,13 +25,8 @@ class Remainder:
     Source: apex's DistributedFusedAdam has the same idea as `store_param_remainders`.
     """
 
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        return "bfloat16 with int16 remainder"
-
+    words = "bfloat16 with int16 remainder"
     title = "remainder"
-    precision = torch.float32
 
     def arrays(self, name: str) -> tuple[Array, ...]:
         return (Array(name, torch.bfloat16), Array(f"remainder_{name}", torch.int16))
@@ -46,6 +39,3 @@ class Remainder:
         high = value.element(torch.bfloat16).named("high")
         rest = (value.bits() - (high.bits() << 16)).named("rest")
         return high, where(isnan(value), 0, minimum(rest, 32767)).of_bits(torch.int16).named("low")
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False

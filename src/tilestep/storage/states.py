@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,25 +16,42 @@ STATE_FORMATS: dict[str, Callable[[bool], Storage]] = {}
 """Formats by the names that `state_dtype` can give, for a state that is signed or for one that is never negative; those
 of dtypes stand for the dtypes too."""
 
-Blocks = TypeVar("Blocks", bound=Callable[[bool], Storage])
+
+@dataclass(frozen=True)
+class Blocks:
+    """What formats of blocks share: they have one way for signed states, and one for those that are never negative."""
+
+    signed: bool
+
+    words = titles = ("", "")  # as people and generated code call the two
+    precision = torch.bfloat16
+
+    def __str__(self) -> str:
+        return self.words[not self.signed]
+
+    @property
+    def title(self) -> str:
+        return self.titles[not self.signed]
+
+    def is_exact(self, compute: torch.dtype) -> bool:
+        return False
 
 
-def blocks_format(choice: str) -> Callable[[Blocks], Blocks]:
+Format = TypeVar("Format", bound=Callable[[bool], Storage])
+
+
+def blocks_format(choice: str) -> Callable[[Format], Format]:
     """Enter a format under what `state_dtype` says for it; made with whether the state is signed."""
 
-    def enter(storage: Blocks) -> Blocks:
+    def enter(storage: Format) -> Format:
         STATE_FORMATS[choice] = storage
         return storage
 
     return enter
 
 
-def _enter_dtype(dtype: torch.dtype) -> None:
-    STATE_FORMATS[dtype_name(dtype)] = lambda signed: Plain(dtype)
-
-
 for _dtype in (torch.float32, torch.bfloat16, torch.float16):
-    _enter_dtype(_dtype)
+    STATE_FORMATS[dtype_name(_dtype)] = lambda signed, dtype=_dtype: Plain(dtype)  # type: ignore[misc]
 
 
 def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
