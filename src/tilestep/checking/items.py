@@ -138,7 +138,8 @@ def compare(
     rough = expected(rule, before, hyperparameters, compute)
     exact = exact_values(param, state)
     actual = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in state}}
-    precision = max(torch.finfo(exact.dtype).eps, _master_eps(param, state))
+    masters = [kind.storage(param.dtype) for kind in MASTER_FORMATS.values() if kind.key in state]
+    precision = max(torch.finfo(exact.dtype).eps, 2.0**-16 if any(map(is_coarse, masters)) else 0.0)
     old = {"param": before.param, **before.states}
     for name, value in actual.items():
         if name not in wanted:
@@ -157,12 +158,6 @@ def compare(
     has_master = not MASTER_KEYS.isdisjoint(state)
     if has_master and not torch.equal(param.detach(), exact.to(param.device, param.dtype)):
         raise CheckFailure(f"{label} is not its float32 master rounded to {param.dtype}", "param")
-
-
-def _master_eps(param: torch.Tensor, state: Mapping[str, Any]) -> float:
-    """The relative precision of a parameter with a master of fewer bits than float32 has; 0 for others."""
-    kinds = [kind for kind in MASTER_FORMATS.values() if kind.key in state and is_coarse(kind.storage(param.dtype))]
-    return 2.0**-16 if kinds else 0.0
 
 
 def _close_in_blocks(
@@ -334,10 +329,14 @@ class Trial:
 
     def compared_step(self, limit: float | None = None) -> None:
         """Step, and compare every parameter that has a gradient with the formula; the others must not change."""
-        before = [
-            self._snapshot(index, param) if param.grad is not None else param.detach().clone()
-            for index, param in enumerate(self.params)
-        ]
+        before: list[Snapshot | torch.Tensor] = []
+        for index, param in enumerate(self.params):
+            if param.grad is None:
+                before.append(param.detach().clone())
+            elif state := self.state(index):
+                before.append(Snapshot.of(param, state))
+            else:
+                before.append(Snapshot.first(param, self.subject.rule, self.group(index)))
         begin = [not self.state(index) for index in range(len(self.params))]
         hyperparameters = [self.hyperparameters(index) for index in range(len(self.params))]
         if limit is not None:
@@ -352,12 +351,6 @@ class Trial:
                 compare(rule, label, param, self.state(index), old, hyperparameters[index], coarse)
             elif not torch.equal(param.detach(), old):
                 raise CheckFailure(f"{label} has no gradient and was changed", "param")
-
-    def _snapshot(self, index: int, param: torch.Tensor) -> Snapshot:
-        state = self.state(index)
-        if state:
-            return Snapshot.of(param, state)
-        return Snapshot.first(param, self.subject.rule, self.group(index))
 
     def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
         """Clip the gradients that snapshots hold, as `torch.nn.utils.clip_grad_norm_` does, in float64."""
@@ -376,6 +369,13 @@ class Trial:
         for _ in range(steps):
             self.set_gradients()
             self.compared_step()
+        return self
+
+    def trained(self, steps: int) -> Trial:
+        """Steps with new gradients each, that nothing is compared with."""
+        for _ in range(steps):
+            self.set_gradients()
+            self.step()
         return self
 
     def contents(self) -> list[torch.Tensor]:
@@ -474,17 +474,13 @@ def _keeps(state_dtype: str) -> Item:
 
 def sizes(subject: Subject) -> str:
     """Empty, single, odd and long tensors, and those around the size of a tile."""
-    interpreted = is_host(subject.device) and _interpreting()
+    from ..backends.registry import is_interpreting
+
+    interpreted = is_host(subject.device) and is_interpreting()
     shapes = subject.shapes(_MATRICES if subject.has_matrices else _SMALL_TILES if interpreted else _TILES)
     Trial(subject, _parameters(subject, shapes=shapes)).run(1 if interpreted else 2)
     longest = max(math.prod(shape) for shape in shapes)
     return f"{len(shapes)} sizes of up to {longest:,} elements agree with the formula"
-
-
-def _interpreting() -> bool:
-    from ..backends.registry import is_interpreting
-
-    return is_interpreting()
 
 
 def layouts(subject: Subject) -> str:
@@ -570,24 +566,15 @@ def moving_numbers(subject: Subject) -> str:
 
 def repeats(subject: Subject) -> str:
     """The same training twice gives the same bits."""
-    runs = []
-    for _ in range(2):
-        trial = Trial(
-            subject, _parameters(subject, shapes=[*subject.shapes(), *subject.shapes(((20_011,), (101, 67)))])
-        )
-        for _ in range(3):
-            trial.set_gradients()
-            trial.step()
-        runs.append(trial.contents())
+    shapes = [*subject.shapes(), *subject.shapes(((20_011,), (101, 67)))]
+    runs = [Trial(subject, _parameters(subject, shapes=shapes)).trained(3).contents() for _ in range(2)]
     _same_bits(runs, "a second run of the same training gives other bits")
     return "a second run of the same training gives the same bits"
 
 
 def _same_bits(runs: list[list[torch.Tensor]], text: str) -> None:
-    for left, right in zip(*runs):
-        if not torch.equal(
-            left.view(torch.uint8) if left.dim() else left, right.view(torch.uint8) if right.dim() else right
-        ):
+    for pair in zip(*runs):
+        if not torch.equal(*(tensor.view(torch.uint8) if tensor.dim() else tensor for tensor in pair)):
             raise CheckFailure(text)
 
 
@@ -598,11 +585,7 @@ def threads(subject: Subject) -> str:
     try:
         for count in (1, 4):
             torch.set_num_threads(count)
-            trial = Trial(subject, _parameters(subject, shapes=subject.shapes(((70_001,), (90, 231)))))
-            for _ in range(3):
-                trial.set_gradients()
-                trial.step()
-            runs.append(trial.contents())
+            runs.append(Trial(subject, _parameters(subject, shapes=((70_001,), (90, 231)))).trained(3).contents())
     finally:
         torch.set_num_threads(before)
     _same_bits(runs, "one thread and four give different bits")
@@ -616,11 +599,10 @@ def checkpoint(subject: Subject) -> str:
     second.steps = first.steps
     for mine, other in zip(first.optimizers, second.optimizers):
         other.load_state_dict(mine.state_dict())
-    for trial in (first, second):
-        for _ in range(2):
-            trial.set_gradients()
-            trial.step()
-    _same_bits([first.contents(), second.contents()], "training goes on otherwise from a checkpoint than without one")
+    _same_bits(
+        [trial.trained(2).contents() for trial in (first, second)],
+        "training goes on otherwise from a checkpoint than without one",
+    )
     return "training goes on from a checkpoint to the same bits"
 
 

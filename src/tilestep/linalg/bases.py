@@ -6,13 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .operations import MatrixOperation, Run, Space, register
+from .operations import MatrixOperation, Run, register
 
 _SHIFT = 1e-30
-
-
-def _first(*spaces: Space) -> Space:
-    return spaces[0]
 
 
 def _into(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -43,40 +39,27 @@ def _descending(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch
     return _into(picked.to(basis.dtype), out)
 
 
-def _callable(operation: MatrixOperation) -> Callable[..., torch.Tensor]:
-    """The operation on single matrices, as rules call it."""
-    operands = ", ".join(f"Tensor matrix_{place}" for place in range(operation.operands))
+def _registered(name: str, operands: int, run: Run, *, waits: bool = False) -> Callable[..., torch.Tensor]:
+    """An operation on single matrices, as rules call it."""
+    operation = register(MatrixOperation(name, operands, lambda *spaces: spaces[0], run, waits=waits))
+    taken = ", ".join(f"Tensor matrix_{place}" for place in range(operands))
 
-    @torch.library.custom_op(f"tilestep::{operation.name}", mutates_args=(), schema=f"({operands}) -> Tensor")
-    def run(*matrices: torch.Tensor) -> torch.Tensor:
+    @torch.library.custom_op(f"tilestep::{name}", mutates_args=(), schema=f"({taken}) -> Tensor")
+    def call(*matrices: torch.Tensor) -> torch.Tensor:
         return operation.run([matrix.unsqueeze(0) for matrix in matrices], [], None).squeeze(0).contiguous()
 
-    @run.register_fake
+    @call.register_fake
     def _(*matrices: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(matrices[0])
 
-    return run
+    return call
 
 
-def _registered(name: str, operands: int, run: Run, *, waits: bool = False) -> Callable[..., torch.Tensor]:
-    return _callable(register(MatrixOperation(name, operands, _first, run, waits=waits)))
+eigenbasis = _registered("eigenbasis", 1, _eigenbasis, waits=True)
+"""The eigenvectors of a symmetric matrix as columns, that of the largest eigenvalue first."""
 
+orthogonal_basis = _registered("orthogonal_basis", 1, _orthogonal_basis, waits=True)
+"""Orthogonal columns that span what the first columns of a square matrix span: Q of its QR decomposition."""
 
-_eigenbasis_op = _registered("eigenbasis", 1, _eigenbasis, waits=True)
-_orthogonal_basis_op = _registered("orthogonal_basis", 1, _orthogonal_basis, waits=True)
-_descending_op = _registered("descending", 2, _descending)
-
-
-def eigenbasis(square: torch.Tensor) -> torch.Tensor:
-    """The eigenvectors of a symmetric matrix as columns, that of the largest eigenvalue first."""
-    return _eigenbasis_op(square)
-
-
-def orthogonal_basis(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthogonal columns that span what the first columns of a square matrix span: Q of its QR decomposition."""
-    return _orthogonal_basis_op(matrix)
-
-
-def descending(ahead: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """The permutation that sorts a basis by how large a symmetric matrix is along its columns, largest first."""
-    return _descending_op(ahead, basis)
+descending = _registered("descending", 2, _descending)
+"""The permutation that sorts a basis by how large a symmetric matrix, times it, is along its columns: largest first."""

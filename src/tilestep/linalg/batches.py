@@ -108,16 +108,14 @@ class SharedMatrices:
             entry = segment.entries[member]
             for name, dtype in self._scratch.items():
                 entry.arrays[name] = torch.zeros(entry.param.shape, dtype=dtype, device=entry.param.device)
-        self._batches = [batch.of([member for member in batch.members if self._owns(member)]) for batch in batches]
+        owners = {member: self._exchange(member) for member in self._members}
+        owned = {member for member, (exchange, place) in owners.items() if exchange.owns(place)}
+        self._batches = [batch.of([member for member in batch.members if member in owned]) for batch in batches]
 
     def _exchange(self, member: int) -> tuple[Exchange, int]:
         exchange = self._segment.entries[member].exchange
         assert exchange is not None
         return exchange
-
-    def _owns(self, member: int) -> bool:
-        exchange, place = self._exchange(member)
-        return exchange.owns(place)
 
     def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int]]) -> None:
         """Run a matrix pass."""
@@ -170,18 +168,11 @@ class SharedMatrices:
         gathered.update({(member, name): made[name][at] for at, member in enumerate(batch.members) for name in outputs})
 
 
-_OTHERWISE: dict[str, Callable[..., Any]] = {
-    "and": torch.logical_and,
-    "or": torch.logical_or,
-    "not": torch.logical_not,
-    "number": lambda value: value,
-}
-
-
 def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
     """An operation of the graph by torch's function of the same name."""
-    function = _OTHERWISE.get(operation) or getattr(torch, operation)
-    return function(*arguments)
+    if operation == "number":
+        return arguments[0]
+    return getattr(torch, f"logical_{operation}" if operation in ("and", "or", "not") else operation)(*arguments)
 
 
 Results = dict[int, torch.Tensor]  # batches by the identity of their value
@@ -319,7 +310,10 @@ class MatrixBatches:
         by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
         batch = Batch((rows, columns), members, by_identity, chunk)
         batch.index = torch.tensor(members, dtype=torch.int64, device=self.segment.device)
-        self._adopt_states(batch)
+        for name in self.spec.program.graph.matrix_states:  # entries get views of what batches take
+            batch.states[name] = torch.stack([self.entries[index].matrices[name] for index in members])
+            for index, state in zip(members, batch.states[name]):
+                self.entries[index].matrices[name] = state
         return batch
 
     def _allocate(self, batch: Batch) -> None:
@@ -352,14 +346,6 @@ class MatrixBatches:
 
     def _work(self) -> list[MatrixPass]:
         return [matrix_pass for matrix_pass in self.program.passes if matrix_pass]
-
-    def _adopt_states(self, batch: Batch) -> None:
-        """Take the entries' matrix states into batches and give back views of them."""
-        for name in self.spec.program.graph.matrix_states:
-            kept = [self.entries[index].matrices[name] for index in batch.members]
-            batch.states[name] = torch.stack(kept)
-            for place, index in enumerate(batch.members):
-                self.entries[index].matrices[name] = batch.states[name][place]
 
     def plain(self) -> SkippedValues | None:
         """What is left out of a step that the host need not wait in; None if there is no such step."""

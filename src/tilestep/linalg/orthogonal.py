@@ -53,7 +53,7 @@ def gram_newton_schulz(
         factor = _factor(matrix, squared, scale if start == 0 else None, count, (a, b, c), multiply)
         pair = (matrix, factor) if is_tall else (factor, matrix)
         is_last = start + count == steps
-        matrix = torch.bmm(*pair, out=out) if is_last and out is not None else torch.bmm(*pair)
+        matrix = torch.bmm(*pair, out=out if is_last else None)
     return matrix
 
 
@@ -166,7 +166,7 @@ def newton_schulz(
     for step in range(steps):
         update = _update(batch, is_tall, b, c, multiply)
         factors = (batch, update) if is_tall else (update, batch)
-        batch = _baddbmm(batch, *factors, beta=a, out=out if step == steps - 1 else None)
+        batch = torch.baddbmm(batch, *factors, beta=a, out=out if step == steps - 1 else None)
     return batch
 
 
@@ -181,14 +181,6 @@ def _update(
     gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
     # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
     return torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
-
-
-def _baddbmm(
-    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, out: torch.Tensor | None
-) -> torch.Tensor:
-    if out is None:
-        return torch.baddbmm(base, left, right, beta=beta)
-    return torch.baddbmm(base, left, right, beta=beta, out=out)
 
 
 def _launches(shape: tuple[int, int], numbers: Sequence[float], device: torch.device) -> list[Launch]:
@@ -207,13 +199,15 @@ def _launches(shape: tuple[int, int], numbers: Sequence[float], device: torch.de
     return list(launches.values())
 
 
-def _workspace(rows: int, columns: int) -> int:
-    """The matrix once more, and a handful of Gram matrices."""
-    return rows * columns + 5 * min(rows, columns) ** 2
-
-
 register(
     MatrixOperation(
-        "orthogonalize", 1, lambda space: space, newton_schulz, torch.bfloat16, workspace=_workspace, launches=_launches
+        "orthogonalize",
+        1,
+        lambda space: space,
+        newton_schulz,
+        torch.bfloat16,
+        # The matrix once more, and a handful of Gram matrices.
+        workspace=lambda rows, columns: rows * columns + 5 * min(rows, columns) ** 2,
+        launches=_launches,
     )
 )

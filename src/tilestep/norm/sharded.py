@@ -64,8 +64,12 @@ class ShardedNorm:
         order = order_of(norm_type)
         if order not in (Order.SQUARES, Order.NONZERO) and any(tensor.is_complex() for tensor in self._tensors):
             raise GradientError(f"a norm of order {norm_type} of complex DTensors is not supported; order 2 is")
-        if order is Order.NONZERO:
-            total = self._nonzero()
+        if order is Order.NONZERO:  # a tensor that is sharded has a nonzero if any of its parts has
+            device = self._local[0].device
+            counts = [part.count_nonzero().to(device) for _, own, _ in self._parts for part in own]
+            nonzero = (torch.stack(counts) != 0).to(torch.float64)
+            self._ranks.largest(nonzero)
+            total = nonzero.sum()
         else:
             totals = [self._total(*part, norm_type) for part in self._parts]
             total = combine(torch.cat(totals), norm_type, root=False).reshape(1)
@@ -89,14 +93,6 @@ class ShardedNorm:
             return total
         # What stands for a larger sum is no number to take a part of.
         return (torch.where(total >= LARGEST_SUM, math.inf, total) if order is Order.SQUARES else total) * share
-
-    def _nonzero(self) -> torch.Tensor:
-        """How many tensors hold a nonzero; one that is sharded has one if any of its parts has."""
-        device = self._local[0].device
-        counts = [part.count_nonzero().to(device) for _, own, _ in self._parts for part in own]
-        nonzero = (torch.stack(counts) != 0).to(torch.float64)
-        self._ranks.largest(nonzero)
-        return nonzero.sum()
 
     def scale(self, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, max_norm / (norm + 1e-6)); of a partial sum its terms."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class TritonNorm:
         table = upload(np.concatenate((tiles.rows.reshape(-1), sizes)), device)
         self._table, self._tile_size, self._tensor_size = table, table[-2:-1], table[-1:]
         self._tensor_of = upload(tiles.tensor_of, device)
-        self._partials = torch.empty(max(1, self._count), dtype=torch.float64, device=device)
+        self.partials = torch.empty(max(1, self._count), dtype=torch.float64, device=device)  # the tiles' sums
         self._flags: torch.Tensor | None = None
         self._norms: dict[tuple[Order, bool, torch.dtype], tuple[Launcher, Launcher]] = {}
         self._scales: dict[tuple[torch.dtype, torch.dtype | None], Launcher] = {}
@@ -45,12 +46,13 @@ class TritonNorm:
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
         """Launch the tiles, then the finish."""
         order = order_of(norm_type)
-        key = (order, root, out.dtype)
-        launchers = self._norms.get(key) or self._norms.setdefault(key, self._norm_launchers(order, root))
+        launchers = self._norm_launchers(order, root, out.dtype)
         if order is Order.NONZERO:
-            partials, size = self._nonzero_flags(), self._tensor_size
+            if self._flags is None:  # one number per tensor, zero between launches: the finish clears what tiles set
+                self._flags = torch.zeros(max(1, len(self._tiles.rows)), dtype=torch.float64, device=self._device)
+            partials, size = self._flags, self._tensor_size
         else:
-            partials, size = self._partials, self._tile_size
+            partials, size = self.partials, self._tile_size
         launchers[0](addresses, self._table, self._tensor_of, partials, norm_type)
         launchers[1](partials, size, out, norm_type)
 
@@ -58,18 +60,12 @@ class TritonNorm:
         """Launch the tiles of the 2-norm alone; their sums of squares, and how many."""
         launcher, arguments = self.tiles_launch(addresses)
         launcher(*arguments)
-        return self._partials, self._tile_size
+        return self.tiles_put()
 
     def tiles_launch(self, addresses: torch.Tensor) -> Launch:
         """The launch of `tiles`."""
-        key = (Order.SQUARES, False, torch.float64)
-        launchers = self._norms.get(key) or self._norms.setdefault(key, self._norm_launchers(Order.SQUARES, False))
-        return launchers[0], (addresses, self._table, self._tensor_of, self._partials, 2.0)
-
-    @property
-    def partials(self) -> torch.Tensor:
-        """The tiles' sums."""
-        return self._partials
+        launchers = self._norm_launchers(Order.SQUARES, False, torch.float64)
+        return launchers[0], (addresses, self._table, self._tensor_of, self.partials, 2.0)
 
     def places_of(self, tensors: Sequence[int]) -> torch.Tensor:
         """The tiles of some tensors."""
@@ -81,43 +77,32 @@ class TritonNorm:
 
     def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums that are there, and how many."""
-        return self._partials, self._tile_size
+        return self.partials, self._tile_size
 
     def finish(self, out: torch.Tensor) -> None:
         """Launch the finish of the 2-norm alone."""
-        key = (Order.SQUARES, False, out.dtype)
-        launchers = self._norms.get(key) or self._norms.setdefault(key, self._norm_launchers(Order.SQUARES, False))
-        launchers[1](self._partials, self._tile_size, out, 2.0)
+        launchers = self._norm_launchers(Order.SQUARES, False, out.dtype)
+        launchers[1](self.partials, self._tile_size, out, 2.0)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """Launch the scaling."""
         key = (norm.dtype, limit.dtype if isinstance(limit, torch.Tensor) else None)
-        launcher = self._scales.get(key) or self._scales.setdefault(key, self._scale_launcher(key[1] is not None))
-        launcher(addresses, self._table, self._tensor_of, norm, limit)
+        if key not in self._scales:
+            source = scale_source(self._tiles.dtypes or (torch.float32,), limit_on_device=key[1] is not None)
+            self._scales[key] = self._over_tiles(load_module("scale", source).scale_tiles)
+        self._scales[key](addresses, self._table, self._tensor_of, norm, limit)
 
-    def _norm_launchers(self, order: Order, root: bool) -> tuple[Launcher, Launcher]:
-        module = load_module("norm", norm_source(self._tiles.dtypes or (torch.float32,), order))
-        device = self._device
-        return (
-            prepare(
-                module.norm_tiles, self._count, device, {"TILE": self._tile, "STEP": self._step}, num_warps=self._warps
-            ),
-            prepare(module.norm_finish, 1, device, {"ROOT": root, "BLOCK": FINISH_BLOCK}, num_warps=FINISH_WARPS),
-        )
+    def _norm_launchers(self, order: Order, root: bool, dtype: torch.dtype) -> tuple[Launcher, Launcher]:
+        key = (order, root, dtype)
+        if key not in self._norms:
+            module = load_module("norm", norm_source(self._tiles.dtypes or (torch.float32,), order))
+            finish = {"ROOT": root, "BLOCK": FINISH_BLOCK}
+            self._norms[key] = (
+                self._over_tiles(module.norm_tiles),
+                prepare(module.norm_finish, 1, self._device, finish, num_warps=FINISH_WARPS),
+            )
+        return self._norms[key]
 
-    def _scale_launcher(self, limit_on_device: bool) -> Launcher:
-        dtypes = self._tiles.dtypes or (torch.float32,)
-        module = load_module("scale", scale_source(dtypes, limit_on_device=limit_on_device))
-        return prepare(
-            module.scale_tiles,
-            self._count,
-            self._device,
-            {"TILE": self._tile, "STEP": self._step},
-            num_warps=self._warps,
-        )
-
-    def _nonzero_flags(self) -> torch.Tensor:
-        """One number per tensor, zero between launches: the finish clears what the tiles set."""
-        if self._flags is None:
-            self._flags = torch.zeros(max(1, len(self._tiles.rows)), dtype=torch.float64, device=self._device)
-        return self._flags
+    def _over_tiles(self, kernel: Any) -> Launcher:
+        sizes = {"TILE": self._tile, "STEP": self._step}
+        return prepare(kernel, self._count, self._device, sizes, num_warps=self._warps)
