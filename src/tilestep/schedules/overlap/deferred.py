@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat import before_gathering
+from ...compat import before_gathering, opaque
 from ...guards import guard_forwards, guard_model, guard_sharers
 from ...side_stream import SideStream
 from .groups import Group, Grouping
@@ -28,7 +28,7 @@ class _Update:
         """Run it, or on a GPU have it run in the lane; only the first call does anything."""
         if self._work is not None:
             work, self._work = self._work, None
-            work()
+            _run(work)
             self._event = lane.mark()
 
     def wait(self, streams: Sequence[torch.cuda.Stream]) -> bool:
@@ -40,6 +40,12 @@ class _Update:
                 stream.wait_event(self._event)
                 self._waited.add(stream.cuda_stream)
         return self._event.query()
+
+
+@opaque
+def _run(work: Callable[[], None]) -> None:
+    """On a CPU, within the forward that needs it, which may be one that torch.compile is tracing."""
+    work()
 
 
 class DeferredUpdates:
