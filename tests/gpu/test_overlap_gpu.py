@@ -16,6 +16,7 @@ import overlapped_models
 import overlapped_pairs
 import overlapped_ranks
 import pytest
+import test_events as events
 import test_overlap_between_steps as between
 import test_overlap_schedules as schedules
 import torch
@@ -61,9 +62,9 @@ def delays(seed: int = 0) -> Iterator[None]:
 
 
 @both
-@pytest.mark.parametrize("make", [adamw, clipped, schedules.lamb, schedules.two_groups], ids=lambda f: f.__name__)
-def test_forty_steps_are_the_serial_ones(during: str, make: Make) -> None:
-    schedules.test_forty_steps_are_the_serial_ones(during, make)
+@pytest.mark.parametrize("make", ["AdamW", "clipped", "LAMB", "two groups"])
+def test_forty_steps_are_the_serial_ones(during: str, make: str) -> None:
+    events.test_forty_steps(make, during)
 
 
 @both
@@ -83,26 +84,21 @@ def test_updates_that_come_late(during: str, make: Make) -> None:
 
 
 @both
-def test_updates_that_come_late_under_accumulation(during: str) -> None:
-    with delays():
-        schedules.test_accumulation(during, clipped)
-        schedules.test_accumulation(during, adamw)
-
-
-@both
 @pytest.mark.parametrize(
     "check",
     [
-        schedules.test_bfloat16_with_masters,
-        schedules.test_bfloat16_with_remainders,
-        schedules.test_steps_that_are_skipped_are_skipped_by_all_groups,
-        schedules.test_skip_above_a_running_mean,
-        schedules.test_frozen_and_thawed_parameters,
-        between.test_evaluation_and_checkpoints_between_steps,
-        between.test_averages,
-        between.test_schedulers_hooks_and_closures,
-        between.test_groups_that_are_added,
-        between.test_gradients_that_are_dropped_or_set_by_hand,
+        events.gradients_are_accumulated,
+        events.others_write_to_parameters,
+        events.steps_are_skipped,
+        events.steps_above_a_running_mean_are_skipped,
+        events.parameters_are_frozen_and_thawed,
+        events.models_are_evaluated_and_checkpoints_loaded,
+        events.averages_are_held_and_given_back,
+        events.schedulers_hooks_and_closures,
+        events.groups_are_added,
+        events.gradients_are_dropped_clipped_and_set_by_hand,
+        events.a_rate_changes_after_the_step,
+        events.activations_are_recomputed,
     ],
     ids=lambda check: check.__name__,
 )
@@ -118,7 +114,6 @@ def test_the_same_as_on_a_cpu(during: str, check: Callable[[str], None]) -> None
         schedules.test_a_second_backward_before_the_step_is_refused_where_it_would_be_wrong,
         between.test_another_model_with_the_same_weights_waits,
         between.test_two_optimizers_of_one_model,
-        between.test_a_rate_that_changes_after_the_step_waits_for_the_next_one,
         between.test_parameters_outside_of_the_model,
     ],
     ids=lambda check: check.__name__,
@@ -133,14 +128,7 @@ def test_the_same_as_on_a_cpu_for_one_schedule(check: Callable[[], None]) -> Non
 @pytest.mark.parametrize("unscales", [False, True])
 def test_scaler(during: str, kind: Any, unscales: bool) -> None:
     with delays():
-        schedules.test_scaler(during, kind, unscales)
-
-
-@both
-@pytest.mark.parametrize("kind", [schedules.Checkpointed, schedules.Reentrant])
-def test_activation_checkpointing(during: str, kind: type[schedules.Checkpointed]) -> None:
-    with delays():
-        schedules.test_activation_checkpointing(during, kind)
+        events.test_scaler(during, kind, unscales)
 
 
 @both

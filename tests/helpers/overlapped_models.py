@@ -1,12 +1,14 @@
-"""Small models trained twice: by an optimizer as it is, and by one whose updates overlap other work."""
+"""Small models trained twice: by an optimizer as it is, and by one to which a schedule or a memory is attached."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from ways import attached
 
 import tilestep
 
@@ -63,17 +65,49 @@ def clipped(params: Any) -> tilestep.Optimizer:
 
 
 class Twins:
-    """A model with a serial optimizer, and the same beside it with an overlapped one."""
+    """A model with an optimizer as it is, and the same beside it with one to which something is attached.
 
-    def __init__(self, make: Make, during: str, build: Callable[[], nn.Module] = small, **options: Any) -> None:
+    Args:
+        make: an optimizer of some parameters.
+        way: one of `ways.SCHEDULES`.
+        build: makes the model.
+        later: whether nothing is attached yet: `attach` does that.
+        options: for `overlap`; other ways have none.
+    """
+
+    def __init__(
+        self, make: Make, way: str, build: Callable[[], nn.Module] = small, later: bool = False, **options: Any
+    ) -> None:
         self.serial, self.overlapped = build(), build()
-        self.reference = make(self.serial.parameters())
-        options.setdefault("bucket_cap_mb", TINY)
-        self.optimizer = tilestep.overlap(make(self.overlapped.parameters()), self.overlapped, during, **options)
+        self.reference, self.optimizer = make(self.serial.parameters()), make(self.overlapped.parameters())
+        self.way, self.options = way, options
+        if not later:
+            self.attach()
+
+    def attach(self) -> None:
+        attached(self.optimizer, self.overlapped, "plain", self.way, TINY, **self.options)
 
     @property
-    def pairs(self) -> Sequence[tuple[nn.Module, tilestep.Optimizer]]:
+    def updates_in_backward(self) -> bool:
+        """Whether gradients are gone, or used, when a backward ends."""
+        return self.way.endswith("backward")
+
+    @property
+    def pairs(self) -> Sequence[tuple[nn.Module, Any]]:
         return (self.serial, self.reference), (self.overlapped, self.optimizer)
+
+    def backward(self, loss: Callable[[nn.Module], torch.Tensor], last: bool = True) -> None:
+        """A backward of both; of several, all but the last leave the parameters as they are."""
+        for model, optimizer in self.pairs:
+            waits = contextlib.nullcontext() if last or not hasattr(optimizer, "no_sync") else optimizer.no_sync()
+            with waits:
+                loss(model).backward()
+
+    def update(self) -> None:
+        """A step of both, after which they have no gradients."""
+        for _, optimizer in self.pairs:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def step(self, step: int, loss: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> None:
         """One iteration of both; the losses are the same to the bit."""
@@ -99,7 +133,7 @@ def compare_models(one: nn.Module, other: nn.Module) -> None:
 
 def compare_states(one: tilestep.Optimizer, other: tilestep.Optimizer) -> None:
     states, wanted = other.state_dict()["state"], one.state_dict()["state"]
-    # Under overlap all states begin at the first step; those of parameters without any gradient stay at step 0.
+    # Attached ones make all states at once; those of parameters without any gradient stay at step 0.
     assert states.keys() >= wanted.keys()
     assert all(states[key].get("step", 0) == 0 for key in states.keys() - wanted.keys())
     for key, state in states.items():

@@ -59,6 +59,12 @@ def test_twice_and_copies() -> None:
             copied(optimizer)
 
 
+def test_the_order_of_wrappers_is_said() -> None:
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="to overlap them, offload it with where='gpu'"):
+        tilestep.overlap(on_host()(tilestep.AdamW(model.parameters())), model)
+
+
 def test_devices_are_named() -> None:
     named = [("here", torch.nn.Parameter(torch.ones(2)))]
     with pytest.raises(tilestep.OffloadError, match="no parameter of the optimizer has memory yet"):

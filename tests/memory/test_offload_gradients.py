@@ -94,38 +94,6 @@ def test_a_step_uses_them_up_and_zero_grad_drops_them(kept: Kept) -> None:
     training.compare()
 
 
-def test_gradients_set_by_hand_count(kept: Kept) -> None:
-    training = Training(kept)
-    for net in (training.plain, training.moved):
-        net[2].weight.grad = torch.ones(90, 300)
-    training.reference.step()
-    training.optimizer.step()
-    training.compare()
-    assert training.moved[2].weight.grad is None
-
-
-@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_, step"])
-def test_a_scaler(unscale: bool, kept: Kept) -> None:
-    training = Training(kept, max_grad_norm=0.5)
-    scalers = {
-        id(optimizer): tilestep.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        for optimizer in (training.reference, training.optimizer)
-    }
-    for step in range(6):
-        factor = float("inf") if step == 3 else 1.0
-        training.backward(lambda optimizer, loss, factor=factor: scalers[id(optimizer)].scale(loss * factor))
-        for optimizer in (training.reference, training.optimizer):
-            scaler = scalers[id(optimizer)]
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        training.compare()
-    scales = {scaler.get_scale() for scaler in scalers.values()}
-    assert len(scales) == 1 and scales != {2.0**8}
-
-
 def test_a_gradient_of_another_kind_is_an_error(kept: Kept) -> None:
     weight = nn.Parameter(torch.ones(50, 4))
     optimizer = kept(tilestep.SGD([weight], lr=1.0))
@@ -133,25 +101,6 @@ def test_a_gradient_of_another_kind_is_an_error(kept: Kept) -> None:
     with pytest.raises(tilestep.GradientError, match="the gradient of parameter 0 of group 0 is sparse"):
         optimizer.step()
     assert torch.equal(weight, torch.ones(50, 4))
-
-
-def test_parameters_thaw_and_groups_are_added(kept: Kept) -> None:
-    training = Training(kept)
-    training.backward()
-    for net, optimizer in ((training.plain, training.reference), (training.moved, training.optimizer)):
-        net[0].bias.requires_grad_(True)
-        optimizer.step()
-        optimizer.zero_grad()
-        net.extra = nn.Parameter(torch.ones(3))
-        optimizer.add_param_group({"params": [net.extra]})
-    for _ in range(3):
-        training.backward()
-        for net in (training.plain, training.moved):
-            (net.extra * 2).sum().backward()
-        for optimizer in (training.reference, training.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-    training.compare()
 
 
 def test_hooks_end_with_the_optimizer(kept: Kept) -> None:
@@ -163,24 +112,6 @@ def test_hooks_end_with_the_optimizer(kept: Kept) -> None:
     assert gone() is None
     net(torch.ones(2, 7)).sum().backward()
     assert net[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("rule", ["LAMB", "Adafactor", "Prodigy", "Muon", "SOAP"])
-def test_rules_that_look_at_gradients_more_than_once(rule: str) -> None:
-    """Passes over tensors, rows and columns read them where they are; matrix operations have them brought back."""
-    plain, moved = model(), model()
-    for net in (plain, moved):
-        for param in net.parameters():
-            param.requires_grad_(param.dim() == 2)
-    reference = tilestep.Optimizer([p for p in plain.parameters() if p.requires_grad], rule)
-    optimizer = kept_and_streamed(tilestep.Optimizer([p for p in moved.parameters() if p.requires_grad], rule))
-    for step in range(4):
-        for net, each in ((plain, reference), (moved, optimizer)):
-            net(torch.full((3, 7), 0.1 * (step + 1))).square().mean().backward()
-            each.step()
-            each.zero_grad()
-    for left, right in zip(plain.parameters(), moved.parameters()):
-        assert torch.equal(left, right)
 
 
 def test_an_exception_in_backward_leaves_what_zero_grad_drops(kept: Kept) -> None:
@@ -204,22 +135,6 @@ def test_an_exception_in_backward_leaves_what_zero_grad_drops(kept: Kept) -> Non
 
 def _fail(*_: Any) -> None:
     raise RuntimeError("interrupted")
-
-
-def test_gradients_of_another_type(kept: Kept) -> None:
-    weights = [nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2)]
-    for weight in weights:
-        weight.grad_dtype = torch.float32
-    reference = tilestep.AdamW([weights[0]], max_grad_norm=1.0)
-    optimizer = kept(tilestep.AdamW([weights[1]], max_grad_norm=1.0))
-    for step in range(3):
-        for weight, each in zip(weights, (reference, optimizer)):
-            for _ in range(2):
-                (weight.float() * torch.linspace(-1, 1 + step, 300)).square().sum().backward()
-            assert step or weight.grad is None or weight.grad.dtype is torch.float32
-            each.step()
-            each.zero_grad()
-    assert torch.equal(*weights)
 
 
 def test_what_is_refused() -> None:
