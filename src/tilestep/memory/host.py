@@ -50,7 +50,6 @@ class HostState(StateOnHost):
         self._entries, self._norm = [], None
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """The copy on the host."""
         mirror = self.mirrors.get(param)
         return mirror.host if mirror is not None and mirror.fits(part) else part
 
@@ -138,10 +137,8 @@ class DeviceNorm:
 
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Compute their sum of squares, float64[1] on the device."""
-        dense = [
-            gradient if gradient is None or is_dense(gradient) else gradient.contiguous() for gradient in gradients
-        ]
-        addresses = [0 if gradient is None else gradient.data_ptr() for gradient in dense]
+        dense = [one if one is None or is_dense(one) else one.contiguous() for one in gradients]
+        addresses = [0 if one is None else one.data_ptr() for one in dense]
         copy_to(self._addresses, np.asarray(addresses, dtype=np.int64))
         self._table.launch(self._addresses, self._total)
         return self._total
@@ -174,11 +171,9 @@ class HostUpdate(ChunkedPasses):
         self._home.copies.wait(self._mirrors)
 
     def bring(self, index: int, position: int) -> None:
-        """Wait for gradients."""
         self._home.copies.wait([self._mirrors[place] for place in self.chunks[position].tensors])
 
     def send(self, index: int, position: int) -> None:
-        """Send parameters."""
         if not self._writes[index]:
             return
         tiles, tile_range = self._segment.tiles, self.chunks[position]

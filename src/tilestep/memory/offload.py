@@ -94,10 +94,10 @@ def offload(
     where, reason = _choose(made, device, where, gradients)
     size = int(chunk_mb * _MIB)
     memory: OffloadedState = InPlace()
-    if where != "here":
-        memory = (
-            StreamedState(device, size, buffers, gradients) if where == "gpu" else HostState(device, size, gradients)
-        )
+    if where == "gpu":
+        memory = StreamedState(device, size, buffers, gradients)
+    elif where == "cpu":
+        memory = HostState(device, size, gradients)
     return move_state(made, memory, where, reason)
 
 

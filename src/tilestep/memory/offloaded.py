@@ -589,7 +589,6 @@ class StateOnHost(OffloadedState):
         check_device(label, param, self.device)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients that are here."""
         self.mirrors.drop()
         self.copies.forget()
 

@@ -37,7 +37,6 @@ class StreamedState(StateOnHost):
         self._returning: set[int] = set()  # parts whose gradients come back: matrix operations take the device's
 
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether a buffer lies in this memory."""
         return is_host(buffer.device) and self.memory.holds(buffer)
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:

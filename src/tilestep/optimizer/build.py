@@ -70,9 +70,8 @@ def spec_of(
 ) -> KernelSpec:
     """What the kernels of a parameter are built from."""
     graph = graph_of(rule, group, part.shape if shape is None else shape)
-    return kernel_spec(
-        graph, storages(part, group, graph, rule, None, label, shape), compute_dtype(part), part.device.type
-    )
+    formats = storages(part, group, graph, rule, None, label, shape)
+    return kernel_spec(graph, formats, compute_dtype(part), part.device.type)
 
 
 BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]

@@ -199,16 +199,6 @@ class Optimizer(torch.optim.Optimizer):
             self.memory.drop_gradients()
         super().zero_grad(set_to_none)
 
-    @classmethod
-    def composed(
-        cls, *args: Any, placement: Placement, schedule: Schedule, taps: Taps | None = None, **given: Any
-    ) -> Optimizer:
-        """An optimizer of parameters that lie elsewhere, or are updated at other times, from the beginning."""
-        made = cls.__new__(cls)
-        made.placement, made.schedule, made.taps = placement, schedule, taps
-        Optimizer.__init__(made, *args, **given)
-        return made
-
     def _adopt(self, rule: Rule | str) -> Rule:
         adopted = find_rule(rule, self._rules)
         self._rules[adopted.name] = adopted

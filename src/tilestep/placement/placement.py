@@ -86,11 +86,9 @@ class Pieces(Placement):
         self.wholes = {**self.wholes, **wholes}
 
     def owner(self, optimizer: Any) -> Any:
-        """The optimizer that is sharded."""
         return self._owner()
 
     def origin(self, param: torch.Tensor) -> Origin | None:
-        """The parameter of a piece."""
         return self._origins.get(param)
 
     def take_part(self, plan: Any) -> None:

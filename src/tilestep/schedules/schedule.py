@@ -37,6 +37,10 @@ class Schedule:
     def settle(self) -> None:
         """Let what comes next see all updates: before parameters or state are read."""
 
+    def settle_everywhere(self) -> None:
+        """As `settle`, for whatever stream it is seen from: before checkpoints, and before weights are exchanged."""
+        self.settle()
+
     def sync_masters(self, optimizer: Any) -> None:
         """Have what updates work on see all updates, and what other code has written to parameters."""
         self.settle()
@@ -71,12 +75,12 @@ class Schedule:
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A checkpoint."""
-        self.settle()
+        self.settle_everywhere()
         return plain()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
         """Take a checkpoint."""
-        self.settle()
+        self.settle_everywhere()
         plain(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
@@ -85,7 +89,7 @@ class Schedule:
 
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
         """Let the parameters hold the weights that train, or those to evaluate."""
-        self.settle()
+        self.settle_everywhere()
         plain()
 
     def had_gradients(self, optimizer: Any) -> bool:

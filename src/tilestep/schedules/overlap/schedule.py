@@ -176,9 +176,11 @@ class OverlapSchedule(Schedule):
         return {method.__name__: method for method in (self.overlap_report, self.no_sync, self.synchronize)}
 
     def settle(self) -> None:
-        """Let what comes next see all updates."""
         if self.deferred.is_pending:
             self.synchronize()
+
+    def settle_everywhere(self) -> None:
+        self.synchronize()
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -386,16 +388,6 @@ class OverlapSchedule(Schedule):
                 'to decide after backward whether there is a step use during="forward"'
             )
 
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A checkpoint after all updates."""
-        self.synchronize()
-        return plain()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
-        """Take a checkpoint after all updates."""
-        self.synchronize()
-        plain(state_dict)
-
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
         """Add parameters as a group of their own, between a step and the next backward."""
         if self.tracker.has_updated:
@@ -404,11 +396,6 @@ class OverlapSchedule(Schedule):
         with unchanged_on_error(self._optimizer()):
             plain(param_group)
             require_listed_once("overlap()", self._optimizer())
-
-    def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
-        """Exchange weights after all updates."""
-        self.synchronize()
-        plain()
 
     def had_gradients(self, optimizer: Any) -> bool:
         """Whether the last step had gradients, which it has used up."""

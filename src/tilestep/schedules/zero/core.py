@@ -38,7 +38,6 @@ class PieceSchedule(Schedule):
     times_made = 0  # how often the plan, and with it states, was made
 
     def making_plan(self) -> AbstractContextManager[None]:
-        """A block in which the plan is made anew."""
         self.times_made += 1
         return super().making_plan()
 
@@ -197,12 +196,12 @@ class Sharding:
             anchor.grad = torch.zeros(0, device=self.device)
             groups.append({"params": [(ANCHOR, anchor)], "rule": unchanged, ANCHOR: True, "master_weights": False})
         rule, defaults, control = optimizer.rule_of({}), optimizer.defaults, optimizer.control
-        inner = Optimizer.composed(
+        inner = Optimizer.__new__(Optimizer)
+        inner.placement, inner.schedule, inner.taps = self.placement, self.schedule, optimizer.taps
+        Optimizer.__init__(
+            inner,
             groups,
             rule,
-            placement=self.placement,
-            schedule=self.schedule,
-            taps=optimizer.taps,
             max_grad_norm=defaults.get("max_grad_norm"),
             master_weights=defaults.get("master_weights", False),
             skip_nonfinite=control.policy.nonfinite,

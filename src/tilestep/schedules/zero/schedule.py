@@ -89,7 +89,6 @@ class ShardedSchedule(Schedule):
                 state[member.param] = inner.state[member.piece]
 
     def states_replaced(self, optimizer: Any) -> None:
-        """The pieces' states are others."""
         self.show_states()
 
     def updating(self, optimizer: Any) -> Any:
@@ -296,9 +295,8 @@ class ShardedSchedule(Schedule):
         gradients, device = self._gradients_of(listed), self.sharding.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if gradients:
-            table = NormTable(
-                device, [gradient.numel() for gradient in gradients], [gradient.dtype for gradient in gradients]
-            )
+            numels, dtypes = [one.numel() for one in gradients], [one.dtype for one in gradients]
+            table = NormTable(device, numels, dtypes)
             addresses = torch.tensor([gradient.data_ptr() for gradient in gradients], dtype=torch.int64, device=device)
             table.launch(addresses, total)
         self.sharding.ranks.with_others(groups).add(total)
@@ -366,10 +364,8 @@ class ShardedSchedule(Schedule):
                 rule = optimizer.rule_of(optimizer.param_groups[member.group])
                 saved = read_by_value(member.name, saved, group, rule, param)
                 states[own[member.piece]] = local_state(member, rule, saved)
-        merged = [
-            {**{key: old[key] for key in STRUCTURE if key in old}, **hyperparameters(new)}
-            for old, new in zip(given, groups)
-        ]
+        own_keys = [{key: group[key] for key in STRUCTURE if key in group} for group in given]
+        merged = [{**own, **hyperparameters(new)} for own, new in zip(own_keys, groups)]
         merged += [group for group in given if ANCHOR in group]
         inner.load_state_dict({"state": states, "param_groups": merged})
         for member in sharding.members:
@@ -471,7 +467,6 @@ class ShardedSchedule(Schedule):
             prepare_capture(updating)
 
     def push(self, optimizer: Any) -> None:
-        """Bring what changed to the device before a replay."""
         with self.for_graph(optimizer, alone=False, replays=True) as updating:
             push(updating)
 
