@@ -444,7 +444,7 @@ class HostGradients:
     @property
     def has_taken_some(self) -> bool:
         """Whether there are gradients on the host."""
-        return self.is_there
+        return any(mirror.present for mirror in self._mirrors.values())
 
     def has_taken(self, param: Any) -> bool:
         """Whether a parameter's gradient is on the host, for the coming step."""
@@ -457,11 +457,6 @@ class HostGradients:
             return gradient
         self.take_gradient(mirror.param)
         return mirror.gradient if mirror.present else None
-
-    @property
-    def is_there(self) -> bool:
-        """Whether there are gradients on the host."""
-        return any(mirror.present for mirror in self._mirrors.values())
 
     def arrived(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters with their gradients on the host; the host waits for these."""
@@ -517,7 +512,9 @@ class OffloadedState(StateMemory):
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
         """Note whether the step has gradients, which it uses up."""
         kept = self.kept
-        self.had_gradients = kept is not None and (kept.is_there or any(param.grad is not None for param in params))
+        self.had_gradients = kept is not None and (
+            kept.has_taken_some or any(param.grad is not None for param in params)
+        )
 
     def present_gradients(self, params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Those on the host, too."""

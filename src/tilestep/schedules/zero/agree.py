@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ...combinations import kind_of, refuse, split_kind, wrappers_around
-from ...compat import uncompiled
 from ...graph import Graph, ancestors
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
@@ -28,14 +27,6 @@ from .ranks import Ranks
 Result = TypeVar("Result")
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models that have a sharded optimizer
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """The module itself where a compiled one is given."""
-    model = uncompiled(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"shard() takes the module that is trained, not {type(model).__name__}")
-    return model
 
 
 def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -> dict[Any, str]:

@@ -151,11 +151,6 @@ class ShardedTensorPiece(torch.Tensor):
         return cls(local, tuple(piece.shape), piece.order, piece.ranges, piece.ranks)
 
 
-def begun_state(optimizer: Optimizer) -> dict[str, Any] | None:
-    """The state_dict of an optimizer that is going to be sharded; None if it has not stepped yet."""
-    return optimizer.state_dict() if any(steps_behind(optimizer)) else None
-
-
 def steps_behind(optimizer: Optimizer) -> list[float]:
     """The step counts that parameters of an optimizer have, each once, in order."""
     steps = [torch.as_tensor(values.get("step", 0.0)).reshape(()).cpu() for values in optimizer.state.values()]

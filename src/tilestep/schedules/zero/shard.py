@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ...combinations import refuse
-from ...compat import route_unscaling
+from ...compat import route_unscaling, uncompiled
 from ...errors import GradientError
 from ...optimizer import Optimizer
 from ...optimizer.optimizer import resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...placement.local import REAL_INSTEAD
-from .agree import apart_from_others, attempt_together, plain_module, validate_across_ranks
+from .agree import apart_from_others, attempt_together, validate_across_ranks
 from .buckets import Options
-from .checkpoint import begun_state, steps_behind
+from .checkpoint import steps_behind
 from .core import Sharding
 from .ranks import ranks_of
 from .schedule import ShardedOptimizer, ShardedSchedule
@@ -110,7 +110,7 @@ def shard(
 
     names = validate_across_ranks(optimizer, model, ranks, options, also)
     route_unscaling(lambda optimizer: isinstance(optimizer, ShardedOptimizer), ShardedSchedule.route)
-    state = begun_state(optimizer)
+    state = optimizer.state_dict() if any(steps_behind(optimizer)) else None
     if state is None:
         optimizer.state.clear()
     optimizer.drop_plan()
@@ -140,4 +140,7 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
     device = next((param.device for group in made.param_groups for param in group["params"]), torch.device("cpu"))
     if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")
-    return made, plain_module(model)
+    model = uncompiled(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard() takes the module that is trained, not {type(model).__name__}")
+    return made, model
