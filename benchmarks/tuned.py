@@ -26,16 +26,17 @@ RESULTS = Path(__file__).parent / "results"
 def main(
     seconds: Annotated[float, typer.Option(help="For tuning.")] = 40,
     rounds: Annotated[int, typer.Option(help="Timed turns of each shape.")] = 7,
+    kinds: Annotated[str, typer.Option(help="Parts of the names of kinds, between commas; all of them without.")] = "",
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
 ) -> None:
     """Tune, measure, print, write."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TILESTEP_CACHE_DIR"] = folder
-        measure(seconds, rounds, output, quick)
+        measure(seconds, rounds, kinds, output, quick)
 
 
-def measure(seconds: float, rounds: int, output: Path, quick: bool) -> None:
+def measure(seconds: float, rounds: int, kinds: str, output: Path, quick: bool) -> None:
     """What `main` does, in a cache of its own."""
     from tilestep import Optimizer
     from tilestep.bench.results import environment
@@ -45,7 +46,7 @@ def measure(seconds: float, rounds: int, output: Path, quick: bool) -> None:
     from tilestep.tuning import forced_shape
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    listed = jobs([registry["AdamW"]], device)
+    listed = [job for job in jobs([registry["AdamW"]], device) if any(part in job.kind for part in kinds.split(","))]
     result: dict[str, Any] = {"environment": environment(device), "seconds of tuning": {}, "signatures": {}}
     path = output / "tuned.json"
     output.mkdir(parents=True, exist_ok=True)
@@ -82,11 +83,11 @@ def measure(seconds: float, rounds: int, output: Path, quick: bool) -> None:
     llama, random = gpu_workloads(quick)[1], gpu_workloads(quick)[0]
     for workload in (llama, random):
         for outcome in outcomes:
-            dtype, master_weights = KINDS[outcome.job.kind]
+            dtype, options = KINDS[outcome.job.kind]
             if dtype is not torch.bfloat16:
                 continue
             params = make_parameters(workload, device)
-            optimizer = Optimizer(params, "AdamW", lr=1e-4, master_weights=master_weights)
+            optimizer = Optimizer(params, "AdamW", lr=1e-4, **options)
             times_of: dict[str, list[float]] = {"shipped": [], "tuned": []}
             for turn in range(rounds):
                 for name in sorted(times_of, reverse=bool(turn % 2)):

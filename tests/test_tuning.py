@@ -15,7 +15,17 @@ from tilestep import cache, tuning
 from tilestep.bench import tune as tune_module
 from tilestep.bench.tune import KINDS, jobs, tune
 from tilestep.describe import spec_for
-from tilestep.tuning import CANDIDATES, TileShape, default_shape, device_key, forced_shape, save_shapes, signature
+from tilestep.tuning import (
+    CANDIDATES,
+    STAGED,
+    TileShape,
+    candidates,
+    default_shape,
+    device_key,
+    forced_shape,
+    save_shapes,
+    signature,
+)
 
 CPU = torch.device("cpu")
 
@@ -58,9 +68,36 @@ def test_rules_that_move_the_same_share_a_signature() -> None:
 @pytest.mark.parametrize("device_type", CANDIDATES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_defaults_are_candidates(device_type: str, kind: str) -> None:
-    dtype, master_weights = KINDS[kind]
-    shape = default_shape(spec_of("AdamW", dtype=dtype, master_weights=master_weights), device_type)
-    assert shape in CANDIDATES[device_type]
+    dtype, options = KINDS[kind]
+    shape = default_shape(spec_of("AdamW", dtype=dtype, **options), device_type)
+    assert shape in CANDIDATES[device_type] + STAGED[device_type]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
+def test_stages_are_tried_for_blocks_where_the_gpu_has_them(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    plain, blocks = spec_of("AdamW"), spec_of("AdamW", state_dtype="int8")
+    gpu = torch.device("cuda")
+    assert candidates(plain, gpu) == CANDIDATES["cuda"]
+    assert candidates(blocks, gpu) == CANDIDATES["cuda"] + (STAGED["cuda"] if capability >= (8, 0) else ())
+    assert candidates(blocks, CPU) == CANDIDATES["cpu"]
+
+
+def test_a_table_keeps_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU; nothing is asked of it but its name."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    gpu = torch.device("cuda")
+    spec = spec_of("AdamW", dtype=torch.bfloat16, state_dtype="int8")
+    assert tuning.tile_shape(spec, gpu) == TileShape(1024, 4, 8, 3)
+    save_shapes(gpu, {signature(spec): TileShape(512, 4, 8, 2), "none of them": TileShape(512, 4, 8, 5)})
+    assert tuning.tile_shape(spec, gpu) == TileShape(512, 4, 8, 2)
+    assert tuning.known_table("a GPU", "cuda").keys() == {signature(spec)}
+    # Its hashes make another kernel of it.
+    assert tuning.tile_shape(
+        spec_of("AdamW", dtype=torch.bfloat16, state_dtype="int8", rounding="stochastic"), gpu
+    ) == (TileShape(512, 2, 8))
 
 
 def test_a_stored_shape_is_used_by_the_optimizers_that_have_its_signature() -> None:
@@ -85,10 +122,10 @@ def test_shapes_saved_one_after_the_other_are_kept() -> None:
     [
         "",
         "[1, 2]",
-        '{"device": "another", "tilestep": "VERSION", "shapes": {"SIGNATURE": {"tile": 4096, "warps": 1, "tiles": 1}}}',
-        '{"device": "DEVICE", "tilestep": "0.0.0", "shapes": {"SIGNATURE": {"tile": 4096, "warps": 1, "tiles": 1}}}',
-        '{"device": "DEVICE", "tilestep": "VERSION", "shapes": {"SIGNATURE": {"tile": 4095, "warps": 1, "tiles": 1}}}',
-        '{"device": "DEVICE", "tilestep": "VERSION", "shapes": {"SIGNATURE": {"tile": "x", "warps": [], "tiles": 1}}}',
+        '{"device": "another", "tilestep": "VERSION", "shapes": {"SIGNATURE": STORED}}',
+        '{"device": "DEVICE", "tilestep": "0.0.0", "shapes": {"SIGNATURE": STORED}}',
+        '{"device": "DEVICE", "tilestep": "VERSION", "shapes": {"SIGNATURE": ODD}}',
+        '{"device": "DEVICE", "tilestep": "VERSION", "shapes": {"SIGNATURE": WORDS}}',
         '{"device": "DEVICE", "tilestep": "VERSION", "shapes": {"SIGNATURE": 3}}',
         '{"device": "DEVICE", "tilestep": "VERSION", "shapes": 3}',
     ],
@@ -96,7 +133,14 @@ def test_shapes_saved_one_after_the_other_are_kept() -> None:
 def test_a_table_that_cannot_be_right_is_passed_over(content: str) -> None:
     default = span_of(optimizer())
     path = save_shapes(CPU, {})
-    words = {"DEVICE": device_key(CPU), "VERSION": tilestep.__version__, "SIGNATURE": signature(spec_of("AdamW"))}
+    words = {
+        "DEVICE": device_key(CPU),
+        "VERSION": tilestep.__version__,
+        "SIGNATURE": signature(spec_of("AdamW")),
+        "STORED": '{"tile": 4096, "warps": 1, "tiles": 1, "stages": 1}',
+        "ODD": '{"tile": 4095, "warps": 1, "tiles": 1, "stages": 1}',
+        "WORDS": '{"tile": "x", "warps": [], "tiles": 1, "stages": 1}',
+    }
     for word, meaning in words.items():
         content = content.replace(word, meaning)
     path.write_text(content)
@@ -141,7 +185,13 @@ def test_a_step_reads_no_table_and_measures_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_tuning_measures_every_candidate_and_keeps_the_best() -> None:
     listed = jobs([tilestep.registry["Lion"], tilestep.registry["SGD"]], CPU)
-    assert len({job.signature for job in listed}) == len(listed) == 2 * len(KINDS)
+    assert len({job.signature for job in listed}) == len(listed)
+    kinds = {name: [job.kind for job in listed if job.rule.name == name] for name in ("Lion", "SGD")}
+    # Plain SGD has no states.
+    assert kinds["Lion"] == [*KINDS] and set(KINDS) - set(kinds["SGD"]) == {
+        "bf16 with int8 states",
+        "bf16 with int8 states, fp32 master",
+    }
     for outcome in tune(listed[:2], CPU, rounds=1, elements=20_000):
         assert outcome.milliseconds.keys() == set(CANDIDATES["cpu"])
         assert all(taken > 0 for taken in outcome.milliseconds.values())

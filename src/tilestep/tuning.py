@@ -55,13 +55,28 @@ CANDIDATES: Mapping[str, tuple[TileShape, ...]] = {
     ),
     "cpu": tuple(TileShape(1024 * size) for size in (4, 8, 16, 32, 64)),
 }
-"""What `tilestep tune` measures on each type of device; a stored shape that is none of these is ignored."""
+"""What `tilestep tune` measures on each type of device; a stored shape that is none of these or `STAGED` is ignored."""
+
+STAGED: Mapping[str, tuple[TileShape, ...]] = {
+    "cuda": tuple(
+        TileShape(tile, warps, tiles, stages)
+        for tile, warps in ((512, 2), (512, 4), (1024, 4), (1024, 8))
+        for tiles in (4, 8, 16)
+        for stages in (2, 3)
+        if tile * tiles <= 8192
+    ),
+    "cpu": (),
+}
+"""What it measures beside them for states in blocks, whose loop alone is pipelined."""
+
+_PIPELINED = (8, 0)
+"""The compute capability from which GPUs copy to shared memory while they compute: stages are one before it."""
 
 _forced: ContextVar[TileShape | None] = ContextVar("forced_shape", default=None)
 
 
 def signature(spec: KernelSpec) -> str:
-    """What decides which tile shape is fastest: the bytes moved, the arrays' dtypes, and whether tiles are summed."""
+    """What decides which tile shape is fastest: bytes moved, the arrays' dtypes, sums over tiles, random bits."""
     from .backends.spec import total_traffic
     from .storage import dtype_name
 
@@ -69,7 +84,17 @@ def signature(spec: KernelSpec) -> str:
     dtypes = Counter(dtype_name(array.dtype) for array in [spec.grad, *spec.arrays])
     arrays = ", ".join(f"{count} {name}" for name, count in sorted(dtypes.items()))
     sums = f", {spec.reduction_count} reductions" if spec.reduction_count else ""
-    return f"{read} B read, {written} B written; {arrays}{sums}"
+    # Hashes of elements take registers and time that bytes say nothing of.
+    draws = ", rounded at random" if spec.draws else ""
+    return f"{read} B read, {written} B written; {arrays}{sums}{draws}"
+
+
+def candidates(spec: KernelSpec, device: torch.device) -> tuple[TileShape, ...]:
+    """What to measure for a spec on a device: stages where they mean something."""
+    shapes = CANDIDATES[device.type]
+    if spec.has_blocks and (not has_streams(device) or torch.cuda.get_device_capability(device) >= _PIPELINED):
+        shapes += STAGED[device.type]
+    return shapes
 
 
 def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
@@ -154,13 +179,13 @@ def _usable(content: Any, device_name: str, device_type: str) -> dict[str, TileS
     """The shapes of a file that is of this device and version; anything else in it is passed over."""
     if not isinstance(content, dict) or content.get("device") != device_name or content.get("tilestep") != __version__:
         return {}
-    candidates = {tuple(asdict(shape).items()): shape for shape in CANDIDATES[device_type]}
+    known = {tuple(asdict(shape).items()): shape for shape in CANDIDATES[device_type] + STAGED[device_type]}
     shapes = content.get("shapes")
     usable = {}
     for name, stored in shapes.items() if isinstance(shapes, dict) else ():
         key = tuple(stored.items()) if isinstance(stored, dict) else ()
-        if all(isinstance(number, int) for _, number in key) and key in candidates:
-            usable[name] = candidates[key]
+        if all(isinstance(number, int) for _, number in key) and key in known:
+            usable[name] = known[key]
     return usable
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import tilestep
 from tilestep import cache, tuning
 from tilestep.bench.tune import jobs, tune
 from tilestep.checking import check_rule
-from tilestep.tuning import CANDIDATES, TileShape, device_key, forced_shape
+from tilestep.tuning import CANDIDATES, STAGED, TileShape, device_key, forced_shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -52,20 +53,28 @@ def test_every_rule_passes_every_check(name: str, outcomes: dict[str, Future[lis
     assert outcomes[name].result(timeout=300) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tile_shape_gives_the_same_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options", "shapes"),
+    [
+        (torch.float32, {}, CANDIDATES["cuda"]),
+        (torch.bfloat16, {}, CANDIDATES["cuda"]),
+        (torch.bfloat16, {"state_dtype": "int8", "master_weights": "int8"}, STAGED["cuda"]),
+    ],
+)
+def test_every_tile_shape_gives_the_same_bits(
+    dtype: torch.dtype, options: dict[str, Any], shapes: Sequence[TileShape]
+) -> None:
     results = []
-    for shape in CANDIDATES["cuda"]:
+    for shape in shapes:
         generator = torch.Generator().manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(n, generator=generator).to("cuda", dtype)) for n in (70_001, 5, 8192)]
-        optimizer = tilestep.AdamW(params, lr=0.1)
+        optimizer = tilestep.AdamW(params, lr=0.1, **options)
         for _ in range(2):
             for param in params:
                 param.grad = torch.randn(param.shape, generator=generator).to("cuda", dtype)
             with forced_shape(shape):
                 optimizer.step()
-        (segment,) = optimizer._current_plan().engines[0].segments
-        assert TileShape(segment.shape.tile, segment.shape.warps, segment.shape.tiles) == shape
+        assert {segment.shape for segment in optimizer._current_plan().engines[0].segments} == {shape}
         results.append([param.detach().clone() for param in params])
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))

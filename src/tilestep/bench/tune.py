@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,19 +16,21 @@ from ..backends.spec import KernelSpec
 from ..backends.triton.launch import build_together
 from ..devices import has_streams, is_host
 from ..optimizer import Optimizer
-from ..optimizer.masters import MasterWeights
 from ..optimizer.plan import StepPlan
 from ..rules import Rule, registry
-from ..tuning import CANDIDATES, TileShape, forced_shape, save_shapes, signature, tile_shape
+from ..tuning import TileShape, candidates, forced_shape, save_shapes, signature, tile_shape
 from .measure import SETTLE_SECONDS, synchronize
 
-KINDS: Mapping[str, tuple[torch.dtype, MasterWeights]] = {
-    "fp32": (torch.float32, False),
-    "bf16": (torch.bfloat16, False),
-    "bf16 with fp32 master": (torch.bfloat16, True),
-    "bf16 with remainder": (torch.bfloat16, "remainder"),
+KINDS: Mapping[str, tuple[torch.dtype, Mapping[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16 with fp32 master": (torch.bfloat16, {"master_weights": True}),
+    "bf16 with remainder": (torch.bfloat16, {"master_weights": "remainder"}),
+    "bf16 with int8 states": (torch.bfloat16, {"state_dtype": "int8"}),
+    "bf16 with int8 states and master": (torch.bfloat16, {"state_dtype": "int8", "master_weights": "int8"}),
+    "bf16 with int8 states, fp32 master": (torch.bfloat16, {"state_dtype": "int8", "master_weights": True}),
 }
-"""Dtype of the parameters and how they are kept in float32, by name."""
+"""Dtype of the parameters and how they and states are kept, as an optimizer's options say it, by name."""
 
 GAIN = 0.01  # a shape replaces the one in use only if it is faster by this part: less is noise
 
@@ -35,6 +38,7 @@ _CLOSE = 0.05
 """After its first turn a shape that is slower than the fastest by more than this part is measured no further."""
 
 _TENSORS = 16
+_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,13 @@ class Outcome:
 
 
 def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> Optimizer:
-    dtype, master_weights = KINDS[kind]
-    # Matrices, since rules may treat other shapes apart.
-    columns = min(1024, elements)
-    rows = max(elements // _TENSORS // columns, 1)
-    params = [torch.nn.Parameter(torch.ones(rows, columns, dtype=dtype, device=device)) for _ in range(_TENSORS)]
+    dtype, options = KINDS[kind]
+    # Matrices, since rules may treat other shapes apart; states of smaller ones are float32 in any format.
+    rows = max(elements // _TENSORS // _COLUMNS, 4)
+    params = [torch.nn.Parameter(torch.ones(rows, _COLUMNS, dtype=dtype, device=device)) for _ in range(_TENSORS)]
     for param in params:
         param.grad = torch.full_like(param, 1e-3)
-    return Optimizer(params, rule, master_weights=master_weights)
+    return Optimizer(params, rule, **options)
 
 
 def has_matrix_work(optimizer: Optimizer) -> bool:
@@ -99,7 +102,7 @@ def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
     by_signature: dict[str, Job] = {}
     for rule in rules:
         for kind in KINDS:
-            spec = _spec(_optimizer(rule, kind, _TENSORS, device))
+            spec = _spec(_optimizer(rule, kind, 0, device))
             name = signature(spec)
             by_signature.setdefault(name, Job(rule, kind, name, spec))
     return list(by_signature.values())
@@ -182,18 +185,18 @@ class _Turns:
 
 def _measure(
     job: Job,
-    candidates: Sequence[TileShape],
+    shapes: Sequence[TileShape],
     device: torch.device,
     elements: int,
     rounds: int,
     until: float,
     tick: Callable[[str], object],
 ) -> tuple[dict[TileShape, float], TileShape]:
-    """Milliseconds of a step with the shape in use, the first candidate, and with others; the fastest of them."""
-    turns, before = _Turns(job, device, elements, tick), candidates[0]
-    turns.build(candidates)
+    """Milliseconds of a step with the shape in use, the first, and with others; the fastest of them."""
+    turns, before = _Turns(job, device, elements, tick), shapes[0]
+    turns.build(shapes)
     decide = until - (until - time.monotonic()) / 4 if math.isfinite(until) else until
-    for shape in candidates:
+    for shape in shapes:
         if shape is before or time.monotonic() < decide:
             turns.turn(shape)
     least = min(turns.medians().values())
@@ -225,9 +228,9 @@ def tune(
             return
         until = now + (end - now) / (len(listed) - index)
         before = tile_shape(job.spec, device)
-        candidates = tuple(dict.fromkeys((before, *CANDIDATES[device.type])))
+        shapes = tuple(dict.fromkeys((before, *candidates(job.spec, device))))
         size = elements or _elements(device, job.spec)
-        milliseconds, best = _measure(job, candidates, device, size, rounds, until, partial(tick, job))
+        milliseconds, best = _measure(job, shapes, device, size, rounds, until, partial(tick, job))
         after = best if milliseconds[best] < (1 - GAIN) * milliseconds[before] else before
         if save:
             save_shapes(device, {job.signature: after})
