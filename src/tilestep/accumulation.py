@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from . import native
+from .combinations import follow_wrappers, refuse
 from .compat import (
     after_backward,
     backward_pass,
@@ -349,23 +351,36 @@ class GradientRounds:
             writers.clear()
 
 
-class TakesGradients(Protocol):
-    """Something that takes gradients away before the step; `taken_by` ends a sentence with how to clip then."""
+class TakesGradients(ABC):
+    """What takes gradients away before the step; clips of them are refused, torch's and a framework's too."""
 
-    taken_by: str
+    taken_by: str  # who has taken a gradient, and how to clip then: the end of a sentence
+    choice: str  # what it is in the table of combinations, which says what may wrap the model
+    wraps = "the model"  # what is being wrapped then, as the error has it
+    refused_as: type[ValueError] = ValueError
+
+    def announce(self, model: torch.nn.Module | None = None) -> None:
+        """Be asked at every clip and told of every wrapper of the model from now on, as long as it lives."""
+        follow_wrappers(self, model)
+        _takers.add(self)
+        watch_clips(refuse_taken)
+
+    @abstractmethod
+    def holds(self, param: Any) -> bool: ...  # whether it takes a parameter's gradients
 
     @property
-    def has_taken_some(self) -> bool: ...
-    def has_taken(self, param: Any) -> bool: ...
+    @abstractmethod
+    def has_taken_some(self) -> bool: ...  # whether there are any such gradients now
+
+    @abstractmethod
+    def has_taken(self, param: Any) -> bool: ...  # of this parameter, for the coming step
+
+    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
+        """Raise, in the constructor of a wrapper that would reduce the gradients as well, or too late."""
+        refuse(self.choice, [kind], f"what {self.wraps} is being wrapped in", self.refused_as)
 
 
-_takers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def announce_taker(taker: TakesGradients) -> None:
-    """Have clips of what something takes refused, torch's and a framework's too, as long as it lives."""
-    _takers.add(taker)
-    watch_clips(refuse_taken)
+_takers: weakref.WeakSet[TakesGradients] = weakref.WeakSet()
 
 
 def refuse_taken(params: Iterable[Any]) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     import torch
-import ast
-import difflib
-import importlib
-import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
     from ..rules import Rule
 
 

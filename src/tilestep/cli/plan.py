@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .show import _TORCH_NAMES, Dtype
+from .show import _TORCH_NAMES, Dtype, Masters, MasterWeights, Remainder, Rounding, StateDtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,11 +64,11 @@ def register(app: typer.Typer) -> None:
         rule: Annotated[str, typer.Option(help="A rule's name in any case, or module:function.")] = "AdamW",
         mesh: Annotated[str, typer.Option(help="Ranks that split the state, x copies: 8, 8x4.")] = "8",
         dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.bf16,
-        master_weights: Annotated[bool, typer.Option(help="With float32 masters and state.")] = True,
-        remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
-        masters: Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")] = "",
-        state_dtype: Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")] = "",
-        rounding: Annotated[str, typer.Option(help="nearest or stochastic.")] = "nearest",
+        master_weights: MasterWeights = True,
+        remainder: Remainder = False,
+        masters: Masters = "",
+        state_dtype: StateDtype = "",
+        rounding: Rounding = "nearest",
         grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
         grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
         bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for those shard() makes.")] = 0,

@@ -34,6 +34,12 @@ class Dtype(str, Enum):
 
 _TORCH_NAMES = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}
 
+MasterWeights = Annotated[bool, typer.Option(help="With float32 masters and state.")]
+Remainder = Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")]
+Masters = Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")]
+StateDtype = Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")]
+Rounding = Annotated[str, typer.Option(help="nearest or stochastic.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
@@ -43,11 +49,11 @@ def register(app: typer.Typer) -> None:
         rule: Annotated[str, typer.Argument(help="A rule's name in any case, or module:function.")],
         backend: Annotated[Backend, typer.Option(help="triton for GPUs, cpp for CPUs.")] = Backend.triton,
         dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.fp32,
-        master_weights: Annotated[bool, typer.Option(help="With float32 masters and state.")] = False,
-        remainder: Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")] = False,
-        masters: Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")] = "",
-        state_dtype: Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")] = "",
-        rounding: Annotated[str, typer.Option(help="nearest or stochastic.")] = "nearest",
+        master_weights: MasterWeights = False,
+        remainder: Remainder = False,
+        masters: Masters = "",
+        state_dtype: StateDtype = "",
+        rounding: Rounding = "nearest",
         settings: Annotated[
             list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
         ] = None,

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..accumulation import GradientHooks, announce_taker
+from ..accumulation import GradientHooks, TakesGradients
 from ..backends.spec import KernelSpec, pass_traffic, total_traffic
-from ..combinations import follow_wrappers, refusal
 from ..compat import ready, version_of
 from ..devices import has_streams, is_host
 from ..errors import OffloadError
@@ -389,7 +388,7 @@ def check_unchanged(mirrors: Sequence[Mirror]) -> None:
         raise Stale("parameters have changed their shape or dtype")
 
 
-class HostGradients:
+class HostGradients(TakesGradients):
     """Takes gradients from parameters while backward runs, without waiting for anything."""
 
     # Of a DTensor it is this rank's part, once the library that shards it has reduced it: FSDP2 runs hooks after that,
@@ -399,8 +398,7 @@ class HostGradients:
     def __init__(self, mirrors: Mirrors, copies: HostCopies) -> None:
         self._mirrors, self._copies = mirrors, copies
         self._hooks = GradientHooks(self.gradient_came)
-        follow_wrappers(self)
-        announce_taker(self)
+        self.announce()
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Take the gradients of these parameters and of no others; they have mirrors."""
@@ -432,10 +430,7 @@ class HostGradients:
         """Whether it takes a parameter's gradients."""
         return param in self._mirrors
 
-    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
-        """Raise, in the constructor of a wrapper that reduces gradients only after they have gone to the host."""
-        raise OffloadError(f"what the model is being wrapped in {refusal('offload of gradients', [kind])}")
-
+    choice, refused_as = "offload of gradients", OffloadError
     taken_by = (
         "offload(gradients=True) has moved them to the host while backward ran: set max_grad_norm on the optimizer, "
         "which clips inside the step"

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...accumulation import GradientRounds, announce_taker, gradientless
+from ...accumulation import GradientRounds, TakesGradients, gradientless
 from ...amp import GradScaler
-from ...combinations import follow_wrappers, refusal, wrappers_around
+from ...combinations import wrappers_around
 from ...compat import backward_pass, count_scaled_losses, local_parts, ready, step_is_ordinary, version_of
 from ...devices import is_host
 from ...errors import GradientError
@@ -93,7 +93,7 @@ CommHook = tuple[Any, Callable[[Any, Any], Any]]
 """State and function, as `DistributedDataParallel.register_comm_hook` takes them."""
 
 
-class BackwardTracker:
+class BackwardTracker(TakesGradients):
     """What has happened to gradients since the last step, and the updates that this makes."""
 
     # A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
@@ -124,8 +124,7 @@ class BackwardTracker:
         self._later_wrappers: list[Any] = []
         """DistributedDataParallels that have come around the model since, to be followed before a backward."""
         self._begin()
-        follow_wrappers(self, model)
-        announce_taker(self)
+        self.announce(model)
         if updates:
             for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.holds)]):
                 self._follow_wrapper(wrapper)
@@ -170,9 +169,7 @@ class BackwardTracker:
     def wrapped(self, wrapper: nn.Module, kind: str) -> None:
         """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper."""
         # It is not complete yet: that is done before its first forward, or in a backward that comes without one.
-        reason = refusal("overlap", [kind])
-        if reason:
-            raise ValueError(f"what the model is being wrapped in {reason}")
+        super().wrapped(wrapper, kind)
         if self._updates:
             living = weakref.WeakMethod(self.follow_later_wrappers)
             self._later_wrappers.append(weakref.ref(wrapper))
@@ -188,6 +185,7 @@ class BackwardTracker:
     def _follow_wrapper(self, wrapper: Any) -> None:
         self.rounds.leave_out(follow_buckets(wrapper, self, self._comm_hook))
 
+    choice = "overlap"
     taken_by = (
         'overlap(during="backward") has used them up while backward ran: set max_grad_norm on the optimizer, which '
         'clips inside the step, or use during="forward" and clip before step()'

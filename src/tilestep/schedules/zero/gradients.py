@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ...accumulation import GradientRounds, announce_taker, gradientless
-from ...combinations import follow_wrappers, refusal
+from ...accumulation import GradientRounds, TakesGradients, gradientless
 from ...compat import copy_all, is_capturing, zero_all
 from ...runtime.capturing import require
 from ...side_stream import SideStream
@@ -142,7 +141,7 @@ class GradientBucket:
 _NONE: Set[int] = frozenset()
 
 
-class GradientSync:
+class GradientSync(TakesGradients):
     """Sums gradients over the ranks, bucket by bucket in one order on every rank, while backward still runs."""
 
     # A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins
@@ -176,17 +175,13 @@ class GradientSync:
         self.summed_in_graph = False  # whether the last round is a part of a CUDA graph that is being captured
         self._place_of: dict[int, int] = {}
         self.take_in(buckets, places)
-        follow_wrappers(self, model)
-        announce_taker(self)
+        self.announce(model)
 
     def holds(self, param: Any) -> bool:
         """Whether it sums up a parameter's gradients."""
         return id(param) in self._place_of
 
-    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
-        """Raise, in the constructor of a wrapper that would sum gradients up as well."""
-        raise ValueError(f"what the model of a sharded optimizer is being wrapped in {refusal('shard', [kind])}")
-
+    choice, wraps = "shard", "the model of a sharded optimizer"
     taken_by = (
         "shard() has summed them up over the ranks while backward ran: set max_grad_norm on the optimizer, which clips "
         "inside the step, or call clip_grad_norm_() of the optimizer"
