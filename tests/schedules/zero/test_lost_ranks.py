@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -102,6 +103,8 @@ def work(rank: int, folder: str, scenario: Callable[[Training, str], None]) -> N
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     training = Training()
     training.step()
+    # One that comes back from a store when the interpreter has ended would abort the process.
+    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
     tilestep.save_checkpoint(training.state(), f"{folder}/saved")
     full = training.optimizer.full_state_dict(rank=2)
     if rank == 2:
