@@ -295,3 +295,25 @@ def test_triton_compiles_without_our_hash_of_it(monkeypatch: pytest.MonkeyPatch)
     assert compat.triton_hash() is None
     keep_triton_key()
     assert not hasattr(cache, "triton_key")
+
+
+FIRST = """
+import gc, weakref
+gc.disable()
+import torch, tilestep
+
+def train():
+    model = torch.nn.Linear(2, 2)
+    optimizer = tilestep.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return weakref.ref(model), weakref.ref(optimizer)
+
+print(*(living() is None for living in train()))
+"""
+
+
+def test_the_first_optimizer_and_its_callers_are_let_go_without_a_garbage_collection() -> None:
+    """Compilers, which it has imported, hold whoever imports them."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["True", "True"]

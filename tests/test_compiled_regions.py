@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
 
 import tilestep
 from tilestep.guards import CompiledRegion, guard_model
@@ -127,6 +128,33 @@ def test_what_is_compiled_after_an_overlapped_training_is_compiled_once() -> Non
     loss_of = torch.compile(lambda given: other(given).sum(), backend=counter)
     for _ in range(3):
         loss_of(torch.ones(2, 4)).backward()
+    assert counter.frame_count == 1
+
+
+def test_what_is_compiled_before_an_overlapped_model_is_collected_is_compiled_once(one_rank: None) -> None:
+    """FSDP2's models hold themselves; waiting ended with them, whenever that was, and compiled code was stale."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = fully_shard(nn.Linear(4, 1))
+        optimizer: Any = tilestep.SGD(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+        optimizer = tilestep.overlap(optimizer, model, during="forward")
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        living = weakref.ref(model)
+        del model, optimizer
+        assert living() is not None, "then this test can go, and what it is about"
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        other = nn.Linear(4, 1)
+        loss_of = torch.compile(lambda given: other(given).sum(), backend=counter)
+        loss_of(torch.ones(2, 4)).backward()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert living() is None
+    loss_of(torch.ones(2, 4)).backward()
     assert counter.frame_count == 1
 
 

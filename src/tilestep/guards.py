@@ -182,6 +182,12 @@ def guard_forwards(waits: Knows) -> None:
     weakref.finalize(waits, _unwatch_forwards).atexit = False
 
 
+def unguard_forwards(waits: Knows) -> None:
+    """Have no module wait for it any more when it is called: whoever comes next finds all parameters there."""
+    _late.discard(waits)
+    _unwatch_forwards()
+
+
 def _unwatch_forwards() -> None:
     """Let modules be if nothing is left that they would wait for."""
     # What dies now may still be counted; it is not listed.

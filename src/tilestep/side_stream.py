@@ -174,12 +174,17 @@ class SideStream:
         if self.stream is not None and not self._is_elsewhere():
             self._numbered(current_stream_number(self._index)).wait_stream(self.stream)
 
-    def join_all(self) -> None:
-        """Let every stream that this was used from wait for all work so far: before memory is given back to them."""
+    def join_all(self) -> bool:
+        """Let every stream that this was used from wait for all work so far: before memory is given back to them.
+
+        Whether they do: on a CPU there are none.
+        """
         # A graph that is captured now knows nothing of this work, and none of its memory is given back inside.
-        if self.stream is not None and not is_capturing():
-            for stream in self._streams.values():
-                stream.wait_stream(self.stream)
+        if self.stream is None or is_capturing():
+            return False
+        for stream in self._streams.values():
+            stream.wait_stream(self.stream)
+        return True
 
     def _is_elsewhere(self) -> bool:
         """Whether a graph is captured of which this stream is not a part yet: there is nothing to wait for there."""

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import torch
 
 from . import native
-from .compat import DTENSOR_PARTS, addresses_equal, description, local_parts, tensor_guards, version_of
+from .compat import (
+    DTENSOR_PARTS,
+    addresses_equal,
+    description,
+    distributed_tensor_type,
+    local_parts,
+    ready,
+    tensor_guards,
+    version_of,
+)
 
 
 class TensorFingerprint:
@@ -140,10 +149,31 @@ def survey(params: list[torch.Tensor]) -> Survey:
     return Survey(sum(map(version_of, params)), any_gradient, bytes([param.requires_grad for param in params]))
 
 
+def taken_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that parameters have; from now on they have none."""
+    module = native.module(len(params))
+    taken = None if module is None else module.take(params, (*_PLAIN, distributed_tensor_type()))
+    if taken is not None:
+        return taken  # type: ignore[no-any-return]
+    gradients = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors with all of the memory that some tensors have on this rank, most of it once."""
+    module = native.module(len(tensors))
+    parts = local_parts(tensors) if module is None else module.memory_of(tensors, DTENSOR_PARTS)
+    return list(map(ready, parts))
+
+
 def sum_of_versions(tensors: list[torch.Tensor]) -> int:
     """How often tensors have been written to, all together; versions only grow, so none has if their sum has not."""
     return survey(tensors).versions
 
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _SAME, _CHANGED = 0, 2  # answers of the C++ comparison
 _WORTH_NATIVE = 100  # fewer tensors than this are compared in Python as fast

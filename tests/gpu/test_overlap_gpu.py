@@ -153,7 +153,7 @@ def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: st
     states = [state["exp_avg"] for state in optimizer.state.values()]
     addresses, like = {state.data_ptr() for state in states}, torch.empty_like(states[0], device="meta")
     torch.cuda.synchronize()
-    # The collection below must end while the stream sleeps: a process's first optimizer is freed by one.
+    # The collection below must end while the stream sleeps.
     gc.collect()
     gc.freeze()
     lane = optimizer.schedule.lane.stream

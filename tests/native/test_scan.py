@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
 from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
+from tilestep.tensor_watch import memory_of, taken_gradients
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -310,3 +312,37 @@ def test_distributed_tensors_of_several_threads(tmp_path: Path) -> None:
         assert looked() == [2, 2]
     finally:
         dist.destroy_process_group()
+
+
+class Own(torch.nn.Parameter):
+    """A parameter that may keep its gradient elsewhere."""
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_gradients_are_taken(natively: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not natively:
+        monkeypatch.setattr(native, "module", lambda tensors: None)
+    mesh = init_device_mesh("cpu", (1,))
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    params += [torch.nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Shard(0)])), Own(torch.zeros(2))]
+    for param in params[1:]:
+        param.grad = torch.ones_like(param)
+    gradients = [param.grad for param in params[1:]]
+    taken = taken_gradients(params)
+    assert len(taken) == len(gradients) and all(one is other for one, other in zip(taken, gradients))
+    assert all(param.grad is None for param in params) and taken_gradients(params) == []
+    gone = weakref.ref(gradients.pop())
+    del taken
+    assert gone() is None
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_memory_of_tensors_is_found_once(natively: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not natively:
+        monkeypatch.setattr(native, "module", lambda tensors: None)
+    mesh, flat = init_device_mesh("cpu", (1,)), torch.zeros(8)
+    views = [DTensor.from_local(part, mesh, [Shard(0)]) for part in flat.split(2)]
+    found = memory_of([*views, flat, torch.zeros(2), torch.nn.Parameter(torch.zeros(2))])
+    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in found)
+    assert {tensor.untyped_storage().data_ptr() for tensor in found[:-2]} == {flat.data_ptr()}
+    assert len(found) == (3 if natively else 7)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import logging
 import math
 import operator
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -211,6 +213,24 @@ def opaque(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """A Python function as one call that compilers leave alone; compilers are not imported before it is called."""
     lazily = getattr(torch, "_disable_dynamo", None)
     return torch.compiler.disable(function) if lazily is None else lazily(function)
+
+
+def let_callers_go() -> None:
+    """Once in a process, when the first `opaque` function has imported compilers: let go of those that called it."""
+    # `torch.fx.wrap`, which that import calls, leaves a frame that refers to itself, and with it to all callers and to
+    # their variables. The first optimizer of a process and its model would live until garbage is collected.
+    global _callers_are_held
+    if not _callers_are_held:
+        return
+    _callers_are_held = False
+    code = getattr(torch.fx.wrap, "__code__", None)
+    for frame in [each for each in gc.get_objects() if type(each) is FrameType and each.f_code is code]:
+        # One that another thread is running stays.
+        with contextlib.suppress(RuntimeError):
+            frame.clear()
+
+
+_callers_are_held = "torch._dynamo" not in sys.modules  # else who has imported them is older than this module
 
 
 def fsdp_module_type() -> Any | None:

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -603,6 +604,50 @@ PyObject* survey(PyObject*, PyObject* list) {
   return each == nullptr ? nullptr : Py_BuildValue("KNN", versions, PyBool_FromLong(has_gradient), each);
 }
 
+// take(params, types) -> the gradients that some tensors have, which have none from now on; or None where one of them is
+// of another type
+PyObject* take(PyObject*, PyObject* args) {
+  PyObject *list, *types;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &types)) return nullptr;
+  PyObject **first = &PyTuple_GET_ITEM(types, 0), **last = first + PyTuple_GET_SIZE(types);
+  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index)
+    if (std::find(first, last, reinterpret_cast<PyObject*>(Py_TYPE(PyList_GET_ITEM(list, index)))) == last) Py_RETURN_NONE;
+  PyObject* taken = PyList_New(0);
+  for (Py_ssize_t index = 0; taken != nullptr && index < PyList_GET_SIZE(list); ++index) {
+    at::Tensor& grad = THPVariable_Unpack(PyList_GET_ITEM(list, index)).mutable_grad();
+    if (!grad.defined()) continue;
+    PyObject* object = THPVariable_Wrap(grad);
+    if (object == nullptr || PyList_Append(taken, object) != 0) Py_CLEAR(taken);
+    Py_XDECREF(object);
+    // Its object lives in the list: nothing of Python's runs here.
+    if (taken != nullptr) grad.reset();
+  }
+  return taken;
+}
+
+// memory_of(tensors, names) -> one tensor for each memory that they have, of DTensors their local parts; and whatever is
+// not a plain tensor. names as for `create`
+PyObject* memory_of(PyObject*, PyObject* args) {
+  PyObject *list, *names;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;
+  PyObject* found = PyList_New(0);
+  Slots slots;
+  std::unordered_set<const void*> seen;
+  for (Py_ssize_t index = 0; found != nullptr && index < PyList_GET_SIZE(list); ++index) {
+    PyObject* object = PyList_GET_ITEM(list, index);
+    if (!is_exact(object) && Py_TYPE(object) != slots.type)
+      slots = {Py_TYPE(object), slot_of(Py_TYPE(object), PyTuple_GET_ITEM(names, 0)), 0};
+    PyObject* part = slots.local == 0 ? nullptr : in_slot(slots, object, slots.local);
+    if (part == nullptr) part = object;
+    if (is_exact(part) && THPVariable_Unpack(part).has_storage()) {
+      const auto& storage = THPVariable_Unpack(part).unsafeGetTensorImpl()->unsafe_storage();
+      if (!seen.insert(storage.unsafeGetStorageImpl()).second) continue;
+    }
+    if (PyList_Append(found, part) != 0) Py_CLEAR(found);
+  }
+  return found;
+}
+
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"scan", scan, METH_VARARGS, nullptr},
                          {"release", release, METH_O, nullptr},
@@ -615,6 +660,8 @@ PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"compare", compare, METH_VARARGS, nullptr},
                          {"remember", remember, METH_VARARGS, nullptr},
                          {"survey", survey, METH_O, nullptr},
+                         {"take", take, METH_VARARGS, nullptr},
+                         {"memory_of", memory_of, METH_VARARGS, nullptr},
                          {"new_pass", new_pass, METH_O, nullptr},
                          {"follow", follow, METH_VARARGS, nullptr},
                          {"know_stream", know_stream, METH_VARARGS, nullptr},

@@ -13,7 +13,14 @@ import torch
 
 from ..backends.spec import NORM, SKIPPED
 from ..combinations import refuse
-from ..compat import fake_mode_is_active, is_capturing, opaque, step_is_ordinary, step_is_watched
+from ..compat import (
+    fake_mode_is_active,
+    is_capturing,
+    let_callers_go,
+    opaque,
+    step_is_ordinary,
+    step_is_watched,
+)
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
 from ..placement import LOCAL, Placement, ReductionGroup
@@ -23,6 +30,7 @@ from ..runtime import Stale, StepInputs
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.schedule import AT_STEP, Schedule
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
+from ..tensor_watch import taken_gradients
 from .build import begin_at_once, begins_together, build_plan, check_params, flat_part, require_no_real, spec_of
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl, TimesMean
@@ -152,6 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         self.workspace_limit = operations.limit
         super().__init__(params, defaults)
         self._ready = True
+        let_callers_go()
         check_params(self)
 
     def attach(
@@ -197,7 +206,12 @@ class Optimizer(torch.optim.Optimizer):
         if self.attached:
             self.schedule.before_zero_grad()
             self.memory.drop_gradients()
-        super().zero_grad(set_to_none)
+        if set_to_none and step_is_ordinary():
+            # torch's own goes through all of them in Python.
+            for group in self.param_groups:
+                taken_gradients(group["params"])
+        else:
+            super().zero_grad(set_to_none)
 
     def _adopt(self, rule: Rule | str) -> Rule:
         adopted = find_rule(rule, self._rules)
