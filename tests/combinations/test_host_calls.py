@@ -83,3 +83,21 @@ def test_a_backward_that_updates_under_fsdp() -> None:
     backward, step = counted(model, tilestep.overlap(AdamW(model.parameters()), model, during="backward"))
     assert len(backward) <= 90, backward
     assert len(step) <= 40, step
+
+
+def test_a_step_beside_the_next_forward_under_fsdp() -> None:
+    """Twelve modules are five updates; what each of them takes is ten calls."""
+    model, mesh = layers(12), init_device_mesh("cpu", (1,))
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh)
+    optimizer = AdamW(model.parameters(), max_grad_norm=1.0)
+    backward, step = counted(model, tilestep.overlap(optimizer, model, during="forward"))
+    assert len(backward) <= 117, backward
+    assert len(step) <= 96, step
+
+
+def test_zero_grad() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    counted(model, optimizer)
+    assert len(calls(optimizer.zero_grad)) <= 5

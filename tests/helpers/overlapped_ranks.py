@@ -36,6 +36,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
+from tilestep.schedules.overlap import groups
+from tilestep.schedules.overlap.groups import Grouping
 
 
 def lamb(params: Any) -> tilestep.Optimizer:
@@ -99,7 +101,7 @@ def fully_sharded_updates_module_by_module() -> None:
 
 
 def fully_sharded_updates_before_gathering() -> None:
-    """On a CPU an update runs when it is needed: a block's when it is gathered, those that nobody uses later."""
+    """On a CPU an update runs when it is needed: that of two blocks when the first of them is gathered."""
     pair = Pair(clipped, "forward", fsdp)
     pair.step(0)
     one_batch(pair.overlapped, 1).backward()
@@ -113,7 +115,51 @@ def fully_sharded_updates_before_gathering() -> None:
         block.register_forward_hook(look)
     one_batch(pair.overlapped, 2)
     if device() == "cpu":
-        assert waiting == [{"module blocks.1", "module blocks.2"}, {"module blocks.2"}, set()], waiting
+        assert waiting == [{"modules blocks.1 to blocks.2"}, set(), set()], waiting
+
+
+def fully_sharded_modules_are_joined() -> None:
+    """As many bytes as all groups before, and no more than the most; ranks with unequal parts divide alike."""
+    model = nn.Sequential(*(nn.Linear(3, 5, bias=False) for _ in range(14)))
+    for layer in model:
+        fully_shard(layer)
+    model = fully_shard(model)
+    optimizer = adamw(model.parameters())
+    assert _joined(Grouping(optimizer, model, 1, joins=True)) == [1, 1, 2, 4, 6]
+    assert _joined(Grouping(optimizer, model, 1)) == [1] * 14
+    before, groups.MOST_JOINED = groups.MOST_JOINED, 3 * 15 * 4 // dist.get_world_size()
+    try:
+        assert _joined(Grouping(optimizer, model, 1, joins=True)) == [1, 1, 2, 3, 3, 3, 1]
+    finally:
+        groups.MOST_JOINED = before
+
+
+def _joined(grouping: Grouping) -> list[int]:
+    """How many modules each group has, in the order of forward; their parameters are those of the group."""
+    for group in grouping.groups:
+        assert {id(param) for module in group.modules for param in module.parameters()} == set(map(id, group.params))
+    return [len(group.modules) for group in reversed(grouping.groups)]
+
+
+def fully_sharded_modules_come_later() -> None:
+    """A module whose parameters are added to the optimizer later is gathered after their updates, too."""
+    losses = []
+    for during in (None, "forward", "backward"):
+        model: Any = fsdp()
+        last = set(map(id, model.blocks[2].parameters()))
+        optimizer = clipped([param for param in model.parameters() if id(param) not in last])
+        if during is not None:
+            tilestep.overlap(optimizer, model, during)  # type: ignore[arg-type]
+        losses.append([])
+        for step in range(5):
+            loss = one_batch(model, step)
+            loss.backward()
+            losses[-1].append(loss.item())
+            optimizer.step()
+            model.zero_grad()
+            if step == 1:
+                optimizer.add_param_group({"params": list(model.blocks[2].parameters())})
+    assert losses[0] == losses[1] == losses[2], losses
 
 
 def accumulation() -> None:
@@ -390,6 +436,8 @@ CHECKS = [
     fully_sharded,
     fully_sharded_updates_module_by_module,
     fully_sharded_updates_before_gathering,
+    fully_sharded_modules_are_joined,
+    fully_sharded_modules_come_later,
     accumulation,
     accumulation_of_summed_gradients,
     skipped_on_one_rank_is_skipped_on_all,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat import before_gathering, opaque
-from ...guards import guard_forwards, guard_model, guard_sharers
+from ...compat import before_gathering, fsdp_module_type, opaque
+from ...guards import guard_forwards, guard_model, guard_sharers, unguard_forwards
 from ...side_stream import SideStream
 from .groups import Group, Grouping
 
@@ -66,9 +66,11 @@ class DeferredUpdates:
         guard_model(model, self, lambda param: True)
         guard_sharers(model, self)
         guard_forwards(self)
-        for group in grouping.groups:
-            if group.module is not None and not before_gathering(group.module, partial(self._gather, group)):
-                group.module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
+        kind = fsdp_module_type()
+        # All of them: parameters of others may be added to the optimizer later.
+        for module in [module for module in model.modules() if kind is not None and isinstance(module, kind)]:
+            if not before_gathering(module, partial(self._gather, module)):
+                module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
 
     @property
     def is_pending(self) -> bool:
@@ -129,8 +131,16 @@ class DeferredUpdates:
         for update in list(self.updates.values()):
             self._wait(update.group)
 
-    def _gather(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> None:
-        if group.index in self.updates:
+    def end(self) -> None:
+        """After the optimizer: let what comes next on the streams that it was used from see all updates."""
+        # Not with the model, which with FSDP2 dies when garbage is collected: what is compiled until then would be
+        # compiled once more. On a CPU updates that nobody has needed yet are still made where they are.
+        if self._lane.join_all() or not self.is_pending:
+            unguard_forwards(self)
+
+    def _gather(self, module: nn.Module, streams: Sequence[torch.cuda.Stream]) -> None:
+        group = self._grouping.of_module.get(module)
+        if group is not None and group.index in self.updates:
             self._wait(group, streams)
 
     def _wait(self, group: Group, streams: Sequence[torch.cuda.Stream] | None = None) -> None:

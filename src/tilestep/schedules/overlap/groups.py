@@ -1,14 +1,15 @@
-"""Which parameters are updated together: an FSDP module's own, or buckets of neighbours."""
+"""Which parameters are updated together: those of an FSDP module or of several, or buckets of neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...compat import fsdp_module_type, local_parts
+from ...compat import fsdp_module_type
 from ...devices import has_streams
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
@@ -22,22 +23,26 @@ class Group:
     index: int  # its place among the groups, in the order in which backward completes them
     name: str  # how messages call it
     params: list[torch.Tensor]  # the parameters
-    module: nn.Module | None = None  # the FSDP module that gathers them, if one does
+    modules: tuple[nn.Module, ...] = ()  # the FSDP modules that gather them, if any do
     is_copied_to_host: bool = False  # whether FSDP2 may leave gradients on their way from a GPU to the host
     is_guarded: bool = True  # whether who looks a parameter up in the model can be made to wait for its update
 
 
-class Grouping:
-    """All groups of an optimizer, which it follows: `divide` makes them."""
+MOST_JOINED = 512 * 2**20  # bytes on a rank of FSDP modules that are updated together: 1 ms of AdamW on an H200
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
+
+class Grouping:
+    """All groups of an optimizer, which it follows: `divide` makes them, and joins neighbouring FSDP modules."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, bucket_bytes: int, *, joins: bool = False) -> None:
+        self._bucket_bytes, self._joins = bucket_bytes, joins
         self.divide(optimizer, model)
 
     def divide(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Divide the parameters that the optimizer has now."""
-        self.groups = _divided(optimizer, model, self._bucket_bytes)
+        self.groups = _divided(optimizer, model, self._bucket_bytes, self._joins)
         self.of = {id(param): group for group in self.groups for param in group.params}
+        self.of_module = {module: group for group in self.groups for module in group.modules}
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether these are the groups of the optimizer's parameters."""
@@ -45,13 +50,14 @@ class Grouping:
         return len(listed) == len(self.of) and all(key in self.of for key in listed)
 
 
-def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[Group]:
+def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int, joins: bool) -> list[Group]:
     """Divide an optimizer's parameters into groups."""
     # Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
-    # that FSDP2 shards go by the module that gathers them, the rest by buckets in the reverse order of registration.
+    # that FSDP2 shards go by the module that gathers them, or by several; a backward, which completes them one by one,
+    # does not join them. The rest go by buckets in the reverse order of registration.
     own = {id(param): (label, param) for label, _, _, param in iter_params(optimizer)}
     together = _together(optimizer)
-    divided: list[tuple[str, list[torch.Tensor], nn.Module | None]] = []
+    divided: list[tuple[str, list[torch.Tensor], tuple[nn.Module, ...]]] = []
     by_module: dict[nn.Module | None, list[tuple[str, torch.Tensor]]] = {}
     names = {id(param): name for name, param in model.named_parameters()}
     kind = fsdp_module_type()
@@ -66,16 +72,18 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int) -> list[
             module = max(holders, key=lambda holder: len(holder[0]))[1] if holders else None
             by_module.setdefault(module, []).append((name, param))
     for module, members in by_module.items():
-        if module is not None:
-            name = next(name for name, candidate in model.named_modules() if candidate is module)
-            divided.append((f"module {name}" if name else "the root module", [param for _, param in members], module))
-        else:
-            divided.extend((name, params, None) for name, params in _buckets(members, bucket_bytes))
+        if module is None:
+            divided.extend((name, params, ()) for name, params in _buckets(members, bucket_bytes))
+        elif not joins:
+            divided.append((_name_of(model, [module]), [param for _, param in members], (module,)))
+    for joined in reversed(_joined(model, by_module)) if joins else ():
+        params = [param for module in joined for _, param in by_module[module]]
+        divided.append((_name_of(model, joined), params, tuple(joined)))
     by_rule: dict[str, list[torch.Tensor]] = {}
     for key, rule in together.items():
         by_rule.setdefault(rule, []).append(own[key][1])
-    divided.extend((f"all tensors of rule {rule}", params, None) for rule, params in by_rule.items())
-    groups = [Group(index, name, params, module) for index, (name, params, module) in enumerate(divided)]
+    divided.extend((f"all tensors of rule {rule}", params, ()) for rule, params in by_rule.items())
+    groups = [Group(index, *division) for index, division in enumerate(divided)]
     outside = [param for key, (_, param) in own.items() if key not in names and key not in together]
     if outside:
         groups.append(Group(len(groups), "parameters outside of the model", outside, is_guarded=False))
@@ -98,15 +106,51 @@ def _together(optimizer: Optimizer) -> dict[int, str]:
     return rule_names
 
 
+def _joined(model: nn.Module, members: Mapping[Any, Sequence[tuple[str, torch.Tensor]]]) -> list[list[nn.Module]]:
+    """Join FSDP modules that are neighbours in the order of forward."""
+    # A launch and an event for each of a hundred modules would take the host longer than their updates take a GPU. What
+    # forward needs first stays alone. From then on a group has at most the bytes of all groups before it, so that it is
+    # updated while these compute, and at most MOST_JOINED, which bounds the time that forward can wait for one.
+    joined: list[list[nn.Module]] = []
+    before = held = 0.0
+    for module in model.modules():
+        if module not in members:
+            continue
+        size = sum(_bytes_of(param) for _, param in members[module])
+        if joined and held + size <= min(before, MOST_JOINED):
+            joined[-1].append(module)
+            held += size
+        else:
+            before += held
+            joined.append([module])
+            held = size
+    return joined
+
+
+def _name_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
+    names = [name for name, candidate in model.named_modules() if candidate in modules]
+    if len(names) > 1:
+        return f"modules {names[0] or 'the root'} to {names[-1]}"
+    return f"module {names[0]}" if names[0] else "the root module"
+
+
+def _bytes_of(param: Any) -> float:
+    """What a parameter takes on a rank; of one that is cut unevenly the mean, so that all ranks divide alike."""
+    size = float(param.numel() * param.element_size())
+    for dim, placement in enumerate(getattr(param, "placements", ())):
+        size /= 1 if placement.is_replicate() else param.device_mesh.size(dim)
+    return size
+
+
 def _buckets(members: Sequence[tuple[str, torch.Tensor]], most: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Cut a list of parameters where so many bytes are together."""
     bucket: list[tuple[str, torch.Tensor]] = []
-    held = 0
+    held = 0.0
     for name, param in members:
-        size = sum(part.numel() * part.element_size() for part in local_parts([param]))
+        size = _bytes_of(param)
         if bucket and held + size > most:
             yield _titled(bucket)
-            bucket, held = [], 0
+            bucket, held = [], 0.0
         bucket.append((name, param))
         held += size
     if bucket:

@@ -29,9 +29,9 @@ def overlap(
 ) -> OverlappedOptimizer:
     """Let an optimizer update parameters while backward, or the next forward, still has other work.
 
-    Parameters are updated group by group: those that an FSDP2 module gathers, and buckets of neighbours elsewhere. On a
-    GPU updates run in a stream of their own. Numbers are those of the optimizer without this, to the bit, for rules
-    without matrix products.
+    Parameters are updated group by group: those that an FSDP2 module gathers, with "forward" those of several modules
+    that follow each other, and buckets of neighbours elsewhere. On a GPU updates run in a stream of their own. Numbers
+    are those of the optimizer without this, to the bit, for rules without matrix products.
 
     With "backward" a group is updated as soon as its last gradient is there, and these gradients are let go; `step()`
     updates what is left. What has to be decided for all groups together (`max_grad_norm`, skipped steps, a scaler) is
@@ -103,7 +103,7 @@ def overlap(
         (first, label), (second, other), *_ = devices.items()
         raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
     device = next(iter(devices), torch.device("cpu"))
-    grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20))
+    grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20), joins=during != "backward")
     schedule = OverlapSchedule(optimizer, model, grouping, device, during, scaler, comm_hook, early_norm)
     try:
         with unchanged_on_error(optimizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...combinations import refuse_replaced
-from ...compat import is_capturing, local_parts, ready
+from ...compat import is_capturing
 from ...devices import has_streams
 from ...errors import CaptureError
 from ...optimizer import Optimizer
@@ -25,7 +25,9 @@ from ...optimizer.parameters import require_listed_once
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
 from ...side_stream import SideStream
+from ...tensor_watch import memory_of, taken_gradients
 from ..schedule import Schedule
+from .deferred import DeferredUpdates
 from .groups import Group, Grouping
 from .tracker import BackwardTracker, CommHook, scale_error, wrappers
 
@@ -156,8 +158,6 @@ class OverlapSchedule(Schedule):
         self._had_gradients = False
         self._knows_ranks = during != "backward"
         self.lane = SideStream(device)
-        # Updates that still run write to state whose memory its streams would give to others.
-        weakref.finalize(self, self.lane.join_all).atexit = False
         self.tracker = BackwardTracker(
             optimizer,
             model,
@@ -169,6 +169,10 @@ class OverlapSchedule(Schedule):
             early_norm=early_norm,
         )
         self.deferred, self.norms = self.tracker.deferred, self.tracker.norms
+        # Updates that still run write to state whose memory its streams would give to others.
+        weakref.finalize(self, self.lane.join_all).atexit = False
+        # The model has this one too, and may have the optimizer.
+        weakref.finalize(self, _end, weakref.ref(self.deferred)).atexit = False
 
     @property
     def offers(self) -> dict[str, Any]:
@@ -306,7 +310,7 @@ class OverlapSchedule(Schedule):
             measures = optimizer.taps is not None and optimizer.taps.begin(plan.engines) and optimizer.taps.measures
             self._count_versions(plan)
             groups = self.deferred.order(self.grouping.groups)
-            held = {group: self._take_gradients(group) for group in groups}
+            held = {group: taken_gradients(group.params) for group in groups}
             plan.release()
             self._had_gradients = any(held.values())
             if not self._had_gradients:
@@ -314,8 +318,8 @@ class OverlapSchedule(Schedule):
             works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()
-            taken = [gradient for listed in held.values() for gradient in listed]
-            self.lane.keep(*map(ready, local_parts(taken)))
+            if self.lane.stream is not None:
+                self.lane.keep(*memory_of([gradient for listed in held.values() for gradient in listed]))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
             with torch.no_grad():
                 self.deferred.put(works, at_once=measures)
@@ -350,12 +354,6 @@ class OverlapSchedule(Schedule):
             engine.note_written()
         plan.record_versions()
 
-    def _take_gradients(self, group: Group) -> list[torch.Tensor]:
-        gradients = [param.grad for param in group.params]
-        for param in group.params:
-            param.grad = None
-        return [gradient for gradient in gradients if gradient is not None]
-
     def _work(
         self, plan: StepPlan, gradients: list[list[torch.Tensor | None]], group: Group, held: list[torch.Tensor]
     ) -> Callable[[], None]:
@@ -363,15 +361,16 @@ class OverlapSchedule(Schedule):
         runs_later = self.lane.stream is None
 
         def work() -> None:
-            if runs_later:
-                for place in places:
+            # A step runs without gradients, but whoever asks for parameters later may not.
+            with torch.no_grad() if runs_later else nullcontext():
+                for place in places if runs_later else ():
                     plan.engines[place].follow_memory()
-            plan.update(gradients, places, counts_versions=False, measures=is_measured)
+                plan.update(gradients, places, counts_versions=False, measures=is_measured)
             held.clear()
             for place in places:
                 gradients[place] = []
 
-        return torch.no_grad()(work) if runs_later else work
+        return work
 
     def before_zero_grad(self) -> None:
         """After a backward that was broken off drop what it has left behind, and the next one may begin.
@@ -413,6 +412,13 @@ class OverlapSchedule(Schedule):
         raise CaptureError("a step that overlaps other work cannot be captured in a CUDA graph")
 
     push = prepare_capture
+
+
+def _end(deferred: Callable[[], DeferredUpdates | None]) -> None:
+    """End updates if they are still known to a model."""
+    living = deferred()
+    if living is not None:
+        living.end()
 
 
 if TYPE_CHECKING:

@@ -440,7 +440,7 @@ def _call(living: Callable[[], Callable[[], Any] | None]) -> None:
 
 def _come_from_collectives(group: Group) -> bool:
     """Whether gradients are memory of FSDP2's reduce-scatters, and not of a stream that computes backward."""
-    return group.module is not None and all(map(is_distributed, group.params))
+    return bool(group.modules) and all(map(is_distributed, group.params))
 
 
 def _await_copies(group: Group) -> None:
