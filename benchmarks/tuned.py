@@ -1,4 +1,4 @@
-"""Let `tilestep tune` measure AdamW on this GPU, and time steps with the shapes that ship beside those it chose.
+"""Let `tilestep tune` measure rules on this GPU, and time steps with the shapes that ship beside those it chose.
 
     python benchmarks/tuned.py --seconds 40 --output benchmarks/results/h200
 
@@ -27,16 +27,18 @@ def main(
     seconds: Annotated[float, typer.Option(help="For tuning.")] = 40,
     rounds: Annotated[int, typer.Option(help="Timed turns of each shape.")] = 7,
     kinds: Annotated[str, typer.Option(help="Parts of the names of kinds, between commas; all of them without.")] = "",
+    rules: Annotated[str, typer.Option(help="Their names, between commas.")] = "AdamW",
+    steps: Annotated[bool, typer.Option(help="Whether to time steps of models with what was chosen.")] = True,
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
 ) -> None:
     """Tune, measure, print, write."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TILESTEP_CACHE_DIR"] = folder
-        measure(seconds, rounds, kinds, output, quick)
+        measure(seconds, rounds, kinds, rules, steps, output, quick)
 
 
-def measure(seconds: float, rounds: int, kinds: str, output: Path, quick: bool) -> None:
+def measure(seconds: float, rounds: int, kinds: str, rules: str, steps: bool, output: Path, quick: bool) -> None:
     """What `main` does, in a cache of its own."""
     from tilestep import Optimizer
     from tilestep.bench.results import environment
@@ -46,7 +48,11 @@ def measure(seconds: float, rounds: int, kinds: str, output: Path, quick: bool) 
     from tilestep.tuning import forced_shape
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    listed = [job for job in jobs([registry["AdamW"]], device) if any(part in job.kind for part in kinds.split(","))]
+    listed = [
+        job
+        for job in jobs([registry[name] for name in rules.split(",")], device)
+        if any(part in job.kind for part in kinds.split(","))
+    ]
     result: dict[str, Any] = {"environment": environment(device), "seconds of tuning": {}, "signatures": {}}
     path = output / "tuned.json"
     output.mkdir(parents=True, exist_ok=True)
@@ -64,7 +70,8 @@ def measure(seconds: float, rounds: int, kinds: str, output: Path, quick: bool) 
     for outcome in tune(listed, device, rounds, 1 << 20 if quick else 0, save=False, seconds=seconds, tick=tick):
         outcomes.append(outcome)
         times = outcome.milliseconds
-        result["signatures"][outcome.job.kind] = {
+        title = f"{outcome.job.rule.name}, {outcome.job.kind}"
+        result["signatures"][title] = {
             "signature": outcome.job.signature,
             "shipped": str(outcome.before),
             "tuned": str(outcome.after),
@@ -73,21 +80,21 @@ def measure(seconds: float, rounds: int, kinds: str, output: Path, quick: bool) 
             "gain": outcome.gain,
             "shapes": {str(shape): taken for shape, taken in times.items()},
         }
-        result["seconds of tuning"][outcome.job.kind] = round(time.monotonic() - begin, 1)
+        result["seconds of tuning"][title] = round(time.monotonic() - begin, 1)
         print(
-            f"{outcome.job.kind}: {outcome.before} -> {outcome.after}, {outcome.gain:.2%}, {len(times)} shapes",
+            f"{title}: {outcome.before} -> {outcome.after}, {outcome.gain:.2%}, {len(times)} shapes",
             flush=True,
         )
         keep()
     result["steps"], result["turns of tuning"] = {}, ticks
     llama, random = gpu_workloads(quick)[1], gpu_workloads(quick)[0]
-    for workload in (llama, random):
+    for workload in (llama, random) if steps else ():
         for outcome in outcomes:
             dtype, options = KINDS[outcome.job.kind]
             if dtype is not torch.bfloat16:
                 continue
             params = make_parameters(workload, device)
-            optimizer = Optimizer(params, "AdamW", lr=1e-4, **options)
+            optimizer = Optimizer(params, outcome.job.rule, lr=1e-4, **options)
             times_of: dict[str, list[float]] = {"shipped": [], "tuned": []}
             for turn in range(rounds):
                 for name in sorted(times_of, reverse=bool(turn % 2)):
@@ -96,12 +103,12 @@ def measure(seconds: float, rounds: int, kinds: str, output: Path, quick: bool) 
                     optimizer.step()
                     times_of[name].append(timed(optimizer.step, device) * 1e3)
             medians = {name: statistics.median(values) for name, values in times_of.items()}
-            result["steps"][f"{workload.title}, {outcome.job.kind}"] = {
+            result["steps"][f"{workload.title}, {outcome.job.rule.name}, {outcome.job.kind}"] = {
                 **{f"{name}_ms": round(value, 4) for name, value in medians.items()},
                 "gain": round(1 - medians["tuned"] / medians["shipped"], 4),
                 "shapes": [str(outcome.before), str(outcome.after)],
             }
-            print(f"{workload.title}, {outcome.job.kind}: {medians}", flush=True)
+            print(f"{workload.title}, {outcome.job.rule.name}, {outcome.job.kind}: {medians}", flush=True)
             keep()
             del params, optimizer
             if device.type == "cuda":

@@ -81,7 +81,7 @@ def test_stages_are_tried_for_blocks_where_the_gpu_has_them(
     plain, blocks = spec_of("AdamW"), spec_of("AdamW", state_dtype="int8")
     gpu = torch.device("cuda")
     assert candidates(plain, gpu) == CANDIDATES["cuda"]
-    assert candidates(blocks, gpu) == CANDIDATES["cuda"] + (STAGED["cuda"] if capability >= (8, 0) else ())
+    assert candidates(blocks, gpu) == (STAGED["cuda"] if capability >= (8, 0) else ()) + CANDIDATES["cuda"]
     assert candidates(blocks, CPU) == CANDIDATES["cpu"]
 
 

@@ -90,10 +90,10 @@ def signature(spec: KernelSpec) -> str:
 
 
 def candidates(spec: KernelSpec, device: torch.device) -> tuple[TileShape, ...]:
-    """What to measure for a spec on a device: stages where they mean something."""
+    """What to measure for a spec on a device, likely ones first: stages where they mean something."""
     shapes = CANDIDATES[device.type]
     if spec.has_blocks and (not has_streams(device) or torch.cuda.get_device_capability(device) >= _PIPELINED):
-        shapes += STAGED[device.type]
+        return STAGED[device.type] + shapes
     return shapes
 
 

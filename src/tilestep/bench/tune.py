@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..backends.spec import KernelSpec
-from ..backends.triton.launch import build_together
+from ..backends.triton.launch import build_threads, build_together
 from ..devices import has_streams, is_host
 from ..optimizer import Optimizer
 from ..optimizer.plan import StepPlan
@@ -194,11 +194,16 @@ def _measure(
 ) -> tuple[dict[TileShape, float], TileShape]:
     """Milliseconds of a step with the shape in use, the first, and with others; the fastest of them."""
     turns, before = _Turns(job, device, elements, tick), shapes[0]
-    turns.build(shapes)
     decide = until - (until - time.monotonic()) / 4 if math.isfinite(until) else until
-    for shape in shapes:
-        if shape is before or time.monotonic() < decide:
-            turns.turn(shape)
+    together = build_threads()
+    for start in range(0, len(shapes), together):
+        # A few at a time: kernels of states in blocks take seconds each, and what is built late is not measured.
+        if start and time.monotonic() >= decide:
+            break
+        turns.build(shapes[start : start + together])
+        for shape in shapes[start : start + together]:
+            if shape is before or time.monotonic() < decide:
+                turns.turn(shape)
     least = min(turns.medians().values())
     close = [shape for shape, taken in turns.medians().items() if taken <= (1 + _CLOSE) * least]
     if len(close) > 1:
