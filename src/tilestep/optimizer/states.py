@@ -286,13 +286,6 @@ class ParameterState(dict[str, Any]):
 
     count: _Count | None = None
     is_ahead = False  # whether it was made before a step needed it: it begins once more with that step's values
-    __setitem__ = _noted("__setitem__")
-    __delitem__ = _noted("__delitem__")
-    __ior__ = _noted("__ior__")
-    clear = _noted("clear")
-    pop = _noted("pop")
-    popitem = _noted("popitem")
-    update = _noted("update")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (), None, None, iter(self.items())
@@ -338,21 +331,17 @@ class WatchedState(defaultdict[Any, Any]):
         }
         self.update(entries)
 
-    __setitem__ = _counted("__setitem__")
-    __delitem__ = _counted("__delitem__")
-    __ior__ = _counted("__ior__")
-    clear = _counted("clear")
-    pop = _counted("pop")
-    popitem = _counted("popitem")
-    setdefault = _counted("setdefault")
-    update = _counted("update")
-
     def __missing__(self, key: Any) -> Any:
         self.changes += 1
         return super().__missing__(key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (self.default_factory,), None, None, iter(self.items())
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(ParameterState, _name, _noted(_name))
+    setattr(WatchedState, _name, _counted(_name))
 
 
 TRAINING = "training_param"  # state key of the weights that train, while the parameter holds those to evaluate
