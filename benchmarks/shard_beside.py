@@ -7,6 +7,7 @@ forward takes longer is its price.
 
 from __future__ import annotations
 
+import ctypes
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Work = Callable[[], Any]
+
+LIMITED = "update in a context of"
+"""Works that run in a stream whose kernels have a part of the multiprocessors."""
 
 
 def beside(bench: Bench) -> dict[str, Any]:
@@ -54,17 +58,31 @@ def beside(bench: Bench) -> dict[str, Any]:
             makers[f"gathers, at most {most} channels"] = lambda most=most: _gathers(bench, elements, _few(most))
         makers["gathers by copy engines"] = lambda: _copied(bench, elements)
         makers["gathers by NCCL without multiprocessors"] = lambda: _without_sms(bench, elements)
+        section = elements // bench.ranks
         makers |= {
-            f"update on {count} multiprocessors": lambda count=count: _persistent(bench, elements // bench.ranks, count)
+            f"update on {count} multiprocessors": lambda count=count: _persistent(bench, section, count)
             for count in (16, 32, 64, 132)
         }
+        makers |= {
+            f"update on {count} multiprocessors with {stages} loads of {size} ahead": (
+                lambda count=count, size=size, stages=stages: _persistent(bench, section, count, size, stages)
+            )
+            for count, size, stages in ((8, 4096, 3), (16, 4096, 3), (24, 4096, 3), (32, 4096, 3), (16, 2048, 6))
+        }
+        for count in (16, 32, 64):
+            makers[f"{LIMITED} {count} multiprocessors"] = lambda count=count: _limited(
+                bench, sharding.inner.update, count
+            )
+    makers = {name: make for name, make in makers.items() if not bench.only or name == "nothing" or name in bench.only}
     works, failures = _made(bench, makers)
-    text, stream = bench.text(bench.batches[-1]), _Side(bench)
+    text, side = bench.text(bench.batches[-1]), _Side(bench)
 
     def forward() -> None:
         trained.model(text)
 
     def together(work: Work) -> None:
+        # One that has a stream of its own begins in it.
+        stream = getattr(work, "side", side)
         with stream.around():
             work()
         forward()
@@ -118,8 +136,9 @@ def _made(bench: Bench, makers: dict[str, Callable[[], Work]]) -> tuple[dict[str
 class _Side:
     """A stream beside the current one, for work that is wanted soon."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._stream = torch.cuda.Stream(bench.device, priority=-1) if bench.device.type == "cuda" else None
+    def __init__(self, bench: Bench, stream: Any = None) -> None:
+        own = stream is None and bench.device.type == "cuda"
+        self._stream = torch.cuda.Stream(bench.device, priority=-1) if own else stream
 
     def around(self) -> Any:
         if self._stream is None:
@@ -222,8 +241,73 @@ def _adamw(param, grad, master, mean, square, numel, BLOCK: tl.constexpr):  # ty
         tl.store(param + at, w.to(tl.bfloat16), inside)
 
 
-def _persistent(bench: Bench, elements: int, count: int) -> Work:
-    """An update of AdamW's traffic whose blocks fill so many multiprocessors and no more."""
-    low = [torch.zeros(elements, dtype=torch.bfloat16, device=bench.device) for _ in range(2)]
-    high = [torch.zeros(elements, device=bench.device) for _ in range(3)]
-    return lambda: _adamw[(count,)](*low, *high, elements, BLOCK=8192, num_warps=32)
+@triton.jit
+def _adamw_ahead(  # type: ignore[no-untyped-def]
+    param, grad, master, mean, square, numel, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0), num_stages=STAGES):
+        at = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < numel
+        g = tl.load(grad + at, inside).to(tl.float32)
+        m = 0.9 * tl.load(mean + at, inside) + 0.1 * g
+        v = 0.999 * tl.load(square + at, inside) + 0.001 * g * g
+        w = tl.load(master + at, inside) - 1e-4 * m / (tl.sqrt(v) + 1e-8)
+        tl.store(mean + at, m, inside)
+        tl.store(square + at, v, inside)
+        tl.store(master + at, w, inside)
+        tl.store(param + at, w.to(tl.bfloat16), inside)
+
+
+_memory: dict[int, list[torch.Tensor]] = {}
+"""What updates of so many elements work on: one is enough for all of them."""
+
+
+def _persistent(bench: Bench, elements: int, count: int, size: int = 8192, stages: int = 1) -> Work:
+    """An update of AdamW's traffic whose blocks fill so many multiprocessors and no more.
+
+    With stages, loads of further blocks are on their way into shared memory while one is computed.
+    """
+    if elements not in _memory:
+        low = [torch.zeros(elements, dtype=torch.bfloat16, device=bench.device) for _ in range(2)]
+        _memory[elements] = low + [torch.zeros(elements, device=bench.device) for _ in range(3)]
+    arrays = _memory[elements]
+    if stages > 1:
+        return lambda: _adamw_ahead[(count,)](*arrays, elements, BLOCK=size, STAGES=stages, num_warps=size // 256)
+    return lambda: _adamw[(count,)](*arrays, elements, BLOCK=size, num_warps=32)
+
+
+class _Limited:
+    """Work in a stream of a green context, whose kernels have so many multiprocessors and no others."""
+
+    def __init__(self, bench: Bench, work: Work, count: int) -> None:
+        self._work = work
+        self.side = _Side(bench, _green_stream(bench.device.index or 0, count))
+
+    def __call__(self) -> None:
+        with self.side.around():
+            self._work()
+        self.side.join()
+
+
+def _limited(bench: Bench, work: Work, count: int) -> Work:
+    return _Limited(bench, work, count)
+
+
+def _green_stream(device: int, count: int) -> Any:
+    """A stream whose kernels run on so many multiprocessors, rounded up to what the GPU can split off."""
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA's driver: error {code}")
+
+    whole, part, rest = ((ctypes.c_char * 144)() for _ in range(3))  # CUdevResource
+    handle, groups, described = ctypes.c_int(), ctypes.c_uint(1), ctypes.c_void_p()
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    check(driver.cuDeviceGet(ctypes.byref(handle), device))
+    check(driver.cuDeviceGetDevResource(handle, whole, 1))  # CU_DEV_RESOURCE_TYPE_SM
+    check(driver.cuDevSmResourceSplitByCount(part, ctypes.byref(groups), whole, rest, 0, ctypes.c_uint(count)))
+    check(driver.cuDevResourceGenerateDesc(ctypes.byref(described), part, 1))
+    check(driver.cuGreenCtxCreate(ctypes.byref(context), described, handle, 1))  # CU_GREEN_CTX_DEFAULT_STREAM
+    check(driver.cuGreenCtxStreamCreate(ctypes.byref(stream), context, 1, -1))  # CU_STREAM_NON_BLOCKING
+    return torch.cuda.ExternalStream(stream.value, device=device)

@@ -160,8 +160,13 @@ def sharded_waiting(shape: Shape, device: torch.device) -> Trained:
 
 
 def sharded_peers(shape: Shape, device: torch.device) -> Trained:
-    """The same, parameters fetched by copy engines."""
+    """The same, parameters fetched by copy engines; by default they are, where they can be."""
     return sharded(shape, device, param_buffer="peers")
+
+
+def sharded_sent(shape: Shape, device: torch.device) -> Trained:
+    """The same, parameters sent by NCCL's gathers."""
+    return sharded(shape, device, param_buffer="contiguous")
 
 
 class _Replayed(nn.Module):
@@ -372,6 +377,7 @@ CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "sharded": sharded,
     "sharded_waiting": sharded_waiting,
     "sharded_peers": sharded_peers,
+    "sharded_sent": sharded_sent,
     "sharded_captured": sharded_captured,
     "data_parallel": data_parallel,
     "data_parallel_master": data_parallel_master,

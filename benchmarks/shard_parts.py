@@ -253,13 +253,13 @@ def rivals_compiled(bench: Bench) -> dict[str, Any]:
 def peers(bench: Bench) -> dict[str, Any]:
     """Iterations of compiled blocks whose parameters are fetched by copy engines, beside those that are sent."""
     with compiled_blocks("aot_eager" if bench.quick else "inductor"):
-        return iterations(bench, ("sharded", "sharded_peers"))
+        return iterations(bench, ("sharded", "sharded_sent"))
 
 
 def whole(bench: Bench) -> dict[str, Any]:
     """Iterations of models that are compiled as a whole."""
     with compiled_blocks("aot_eager" if bench.quick else "inductor", whole=True):
-        return iterations(bench, ("sharded_peers", "sharded"))
+        return iterations(bench, ("sharded", "sharded_sent"))
 
 
 def models(bench: Bench) -> dict[str, Any]:

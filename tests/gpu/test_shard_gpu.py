@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rank_processes import each_passes
 from sharded_twins import TINY, Elementwise, Pair, inputs, train
 from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 import tilestep
 from tilestep.placement import Ranks
@@ -86,7 +87,7 @@ def delays() -> Iterator[None]:
 
 def nothing_is_read_before_it_has_arrived() -> None:
     options: list[dict[str, Any]] = [{}, {"grad_buffer": "bucket"}, {"param_sync_dtype": torch.uint8}]
-    options.append({"param_buffer": "peers"})
+    options += [{"param_buffer": "peers"}, {"param_buffer": "contiguous"}]
     for each in options:
         pair = Pair(Elementwise(), plain, bucket_cap_mb=TINY, **each)
         assert all(sums.comes_averaged for sums in pair.optimizer.schedule.gradients.sums), "2 or 4 ranks over NCCL"
@@ -100,7 +101,7 @@ def nothing_is_read_before_it_has_arrived() -> None:
 def the_host_never_waits() -> None:
     """Backward, clip, scaler and step of a steady iteration, in any mode of gradients."""
     for name in ("AdamW", "LAMB"):
-        for options in ({}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}, {"param_buffer": "peers"}):
+        for options in ({}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}, {"param_buffer": "contiguous"}):
             model = Elementwise()
             optimizer = getattr(tilestep, name)(model.parameters(), lr=1e-3, max_grad_norm=1.0)
             optimizer = tilestep.shard(optimizer, model, bucket_cap_mb=TINY, **options)
@@ -172,7 +173,7 @@ def buckets_are_gathered_in_few_calls() -> None:
         calls.append(len(flats))
         return before(self, flats, sections)
 
-    pair = Pair(Elementwise(100), plain, bucket_cap_mb=TINY)
+    pair = Pair(Elementwise(100), plain, bucket_cap_mb=TINY, param_buffer="contiguous")
     Ranks.all_gather = counted  # type: ignore[method-assign]
     try:
         with delays():
@@ -183,6 +184,41 @@ def buckets_are_gathered_in_few_calls() -> None:
         Ranks.all_gather = before  # type: ignore[method-assign]
     assert sum(calls) == len(pair.optimizer.schedule.sharding.buckets) and len(calls) < sum(calls) / 2
     pair.compare()
+
+
+def parameters_are_shared_with_peers_and_are_torch_s_memory() -> None:
+    """Chosen by itself: counted by the allocator, and given to other processes as any other tensor."""
+    before = torch.cuda.memory_allocated()
+    pair = Pair(nn.Linear(1024, 4096, bias=False), plain)
+    held = torch.cuda.memory_allocated() - before
+    assert pair.optimizer.describe_gathers() == ["float32: ranks fetch it from each other's memory by copy engines"]
+    # The model's own, the twin's, and gradients.
+    assert held >= 3 * 4 * 1024 * 4096
+    rebuild, arguments = reduce_tensor(pair.model.weight.detach())
+    assert callable(rebuild) and arguments
+    for _ in range(3):
+        data = inputs(4, 1024)
+        train(pair, [lambda model, data=data: (model.weight * data.sum(0)).sum()])
+        pair.compare()
+
+
+def memory_that_cannot_be_mapped_is_not_shared_by_itself() -> None:
+    """Expandable segments: parameters are sent, and who asks for peers gets symmetric memory."""
+    pool, settings = torch.cuda.MemPool(), torch.cuda.memory._set_allocator_settings
+    settings("expandable_segments:True")
+    try:
+        with torch.cuda.use_mem_pool(pool):
+            chosen = Pair(Elementwise(30), plain, bucket_cap_mb=TINY)
+            asked = Pair(Elementwise(30), plain, bucket_cap_mb=TINY, param_buffer="peers")
+            (line,) = chosen.optimizer.describe_gathers()
+            assert "all-gathers send it (CUDA cannot share memory of torch's allocator as it is set up" in line
+            assert asked.optimizer.describe_gathers()[0].endswith("by copy engines")
+            for pair in (chosen, asked):
+                for _ in range(3):
+                    train(pair, [loss_of(inputs(5, 7))])
+                pair.compare()
+    finally:
+        settings("expandable_segments:False")
 
 
 EXACT = [
@@ -205,7 +241,7 @@ NEARLY = [
         *recomputed.CHECKS,
         *several.CHECKS,
     )
-    if check.__name__ not in ("compiled_models", "compiled_blocks")
+    if check.__name__ not in ("compiled_models", "compiled_blocks", "models_that_are_compiled_as_a_whole")
 ]
 OWN = [
     nothing_is_read_before_it_has_arrived,
@@ -213,6 +249,8 @@ OWN = [
     the_host_never_waits,
     each_rank_has_its_share_of_the_state,
     a_tensor_of_more_elements_than_32_bits_count,
+    parameters_are_shared_with_peers_and_are_torch_s_memory,
+    memory_that_cannot_be_mapped_is_not_shared_by_itself,
 ]
 TWO = [*EXACT, *NEARLY, *OWN]
 FOUR = [

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -673,15 +674,13 @@ def layouts(tensors: Iterable[Any]) -> list[Any]:
     return [Layout(spec.device_mesh, spec.placements) if isinstance(spec, kind) else None for spec in tensors]
 
 
-# Memory that the GPUs of one host read from each other, by torch's symmetric memory.
+# Memory that the GPUs of one host read from each other.
 
 
-class PeerMemory:
-    """Flat memory of one rank, and what stands for that of the others."""
+class SymmetricMemory:
+    """Flat memory of one rank, and what stands for that of the others: torch's symmetric memory."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        if device.type != "cuda" or torch.version.cuda is None:
-            raise RuntimeError(f"only NVIDIA's GPUs read each other's memory, and the parameters are on {device}")
         try:
             from torch.distributed import _symmetric_memory as symmetric
 
@@ -690,10 +689,13 @@ class PeerMemory:
             raise RuntimeError(f"this version of torch has no symmetric memory: {error}") from error
         self._rendezvous: Any = symmetric.rendezvous
         self._handle: Any = None
+        self._options: dict[str, int] = {}
 
     def meet_first(self, group: Any) -> None:
         """Find the others' memory; all ranks of the group call it."""
         self._handle = self._rendezvous(self.memory, group.group_name)
+        # What a rank that is gone leaves behind ends the others' processes, as NCCL's watchdog does.
+        self._options = {"timeout_ms": round(timeout_of(group, self.memory.device).total_seconds() * 1e3)}
 
     def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
         """Elements of a rank's memory, which copies read."""
@@ -701,7 +703,28 @@ class PeerMemory:
 
     def meet(self) -> None:
         """Let what comes next in the current stream wait until all ranks are here in theirs."""
-        self._handle.barrier()
+        self._handle.barrier(**self._options)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a process group waits; what torch takes for NCCL's by itself where it does not say."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return timedelta(minutes=10)
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that torch has not allocated, as a flat tensor; it is somebody else's to keep.
+
+    Raises:
+        RuntimeError: if this version of torch makes no such tensors.
+    """
+    make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if make is None:
+        raise RuntimeError("this version of torch makes no tensors of memory that is not its own")
+    storage = make(address, device, numel * dtype.itemsize)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
 
 # Triton: launching a compiled kernel with addresses, compiling several at a time, the hash of its own compiler.

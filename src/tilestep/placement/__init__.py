@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .local import LocalGradients, checked_part, distribute, is_distributed, is_whole, local_state
 from .matrices import Exchanges
+from .peers import WAYS, PeerMemory, share_memory
 from .placement import LOCAL, Origin, Pieces, Placement
 from .reduction import ARRIVED, Awaited, Ranks, ReductionGroup, SharedSums

@@ -17,7 +17,7 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train
 
 import tilestep
 from tilestep import compat
-from tilestep.placement import Ranks
+from tilestep.placement import Ranks, peers
 from tilestep.placement import reduction as groups
 from tilestep.schedules.zero import buckets as shard_buckets
 from tilestep.schedules.zero import parameters
@@ -93,9 +93,10 @@ def frozen_buckets_stay_at_home() -> None:
 
 
 class Files:
-    """Memory that ranks on CPUs read from each other, as `compat.PeerMemory` for GPUs: mapped files."""
+    """Memory that ranks on CPUs read from each other, as those do that GPUs have: mapped files."""
 
     made = 0
+    offer = b"a file"
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         Files.made += 1
@@ -106,6 +107,9 @@ class Files:
 
     def _map(self, rank: int) -> torch.Tensor:
         return torch.from_file(f"{self._folder}/{rank}", shared=True, size=self._numel, dtype=self._dtype)
+
+    def find(self, rank: int, offers: Sequence[bytes]) -> None:
+        assert rank == dist.get_rank() and list(offers) == [self.offer] * dist.get_world_size()
 
     def meet_first(self, group: Any) -> None:
         dist.barrier(group)
@@ -121,15 +125,17 @@ class Files:
 def fetched() -> Iterator[list[int]]:
     """Have ranks on CPUs read each other's memory; what is sent nevertheless."""
     with together() as sizes, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_buckets, "PeerMemory", Files)
+        patch.setattr(shard_buckets, "WAYS", (Files,))
+        patch.setattr(shard_buckets, "has_streams", lambda device: True)
         yield sizes
 
 
 def ranks_fetch_what_others_have_updated() -> None:
     before = Files.made
     with fetched() as sent:
-        for make in (sgd, test_training.adamw):
-            pair = Pair(Elementwise(100), make, bucket_cap_mb=TINY, param_buffer="peers")
+        for make, options in ((sgd, {"param_buffer": "peers"}), (test_training.adamw, {})):
+            pair = Pair(Elementwise(100), make, bucket_cap_mb=TINY, **options)
+            assert pair.optimizer.describe_gathers() == [f"float32: {FETCHED}"]
             for _ in range(4):
                 data = inputs(5, 7)
                 train(pair, [lambda model, data=data: (model(data) * data).sum()])
@@ -143,18 +149,105 @@ def ranks_fetch_what_others_have_updated() -> None:
 
 
 def what_is_converted_is_sent_from_such_memory_too() -> None:
+    before = Files.made
     with fetched() as sent:
-        pair = Pair(Elementwise(), sgd, bucket_cap_mb=TINY, param_buffer="peers", param_sync_dtype=torch.float16)
+        for options in ({"param_buffer": "peers"}, {}):
+            sent.clear()
+            pair = Pair(Elementwise(), sgd, bucket_cap_mb=TINY, param_sync_dtype=torch.float16, **options)
+            data = inputs(5, 7)
+            train(pair, [lambda model, data=data: (model(data) * data).sum()])
+            assert len(sent) == len(pair.optimizer.schedule.sharding.buckets)
+            assert pair.optimizer.describe_gathers() == [f"float32: {SENT} (it is converted on the way)"]
+    assert Files.made == before + 1, "by itself it takes such memory only for what is fetched from it"
+
+
+FETCHED = "ranks fetch it from each other's memory by copy engines"
+SENT = "the process group's all-gathers send it"
+
+
+class NoMemory(Files):
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(numel, dtype, device)
+        if dist.get_rank() == 1:
+            raise RuntimeError("of expandable segments\nand more")
+
+
+class NotFound(Files):
+    def find(self, rank: int, offers: Sequence[bytes]) -> None:
+        if rank == 0:
+            raise RuntimeError("not mapped")
+
+
+class NotMet(Files):
+    def meet_first(self, group: Any) -> None:
+        super().meet_first(group)
+        if dist.get_rank() == 1:
+            raise RuntimeError("no signals")
+
+
+class Garbled(Files):
+    """Copies bring something else than what is there."""
+
+    def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
+        return super().of(rank, first, stop).clone() * (1 + dist.get_rank())
+
+
+def where_one_rank_cannot_all_of_them_send() -> None:
+    """Chosen by itself it is another way of the same; asked for, it raises on all ranks and nothing is changed."""
+    reasons = {
+        NoMemory: "of expandable segments",
+        NotFound: "not mapped",
+        NotMet: "no signals",
+        Garbled: "rank 1 does not read what the other GPUs of the host have written",
+    }
+    with fetched() as sent, pytest.MonkeyPatch.context() as patch:
+        for way, reason in reasons.items():
+            patch.setattr(shard_buckets, "WAYS", (way, Files))
+            pair = Pair(Elementwise(100), test_training.adamw, bucket_cap_mb=TINY)
+            assert pair.optimizer.describe_gathers() == [f"float32: {SENT} ({reason})"]
+            sent.clear()
+            for _ in range(2):
+                data = inputs(5, 7)
+                train(pair, [lambda model, data=data: (model(data) * data).sum()])
+                pair.compare()
+            assert sent
+            # Who asks for it also gets memory that has its price.
+            pair = Pair(Elementwise(12), sgd, bucket_cap_mb=TINY, param_buffer="peers")
+            assert pair.optimizer.describe_gathers() == [f"float32: {FETCHED}"]
+            patch.setattr(shard_buckets, "WAYS", (way, way))
+            model = Elementwise(12)
+            before = [param.data_ptr() for param in model.parameters()]
+            with pytest.raises(ValueError, match=f"param_buffer='peers': {reason}; take 'auto'"):
+                tilestep.shard(sgd(model.parameters()), model, param_buffer="peers")
+            assert [param.data_ptr() for param in model.parameters()] == before
+
+
+def ranks_of_two_hosts_send() -> None:
+    with fetched() as sent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers.socket, "gethostname", lambda: f"host{dist.get_rank()}")
+        pair = Pair(Elementwise(12), sgd, bucket_cap_mb=TINY)
+        assert pair.optimizer.describe_gathers() == [f"float32: {SENT} (ranks that split the state are on 2 hosts)"]
         data = inputs(5, 7)
         train(pair, [lambda model, data=data: (model(data) * data).sum()])
-        assert len(sent) == len(pair.optimizer.schedule.sharding.buckets)
+        pair.compare()
+        assert sent
+
+
+def others_are_chosen() -> None:
+    for options, reason in (
+        ({}, "it is on cpu"),
+        ({"param_buffer": "contiguous"}, "param_buffer='contiguous'"),
+        ({"param_buffer": "bucket"}, "param_buffer='bucket'"),
+    ):
+        pair = Pair(Elementwise(12), sgd, bucket_cap_mb=TINY, **options)
+        assert pair.optimizer.describe_gathers() == [f"float32: {SENT} ({reason})"]
 
 
 def memory_of_a_cpu_is_refused_on_all_ranks_and_nothing_is_changed() -> None:
     model = Elementwise()
     optimizer = sgd(model.parameters())
     before = [param.data_ptr() for param in model.parameters()]
-    with pytest.raises(ValueError, match=r"param_buffer='peers': only NVIDIA's GPUs .* on cpu; take 'contiguous'"):
+    with pytest.raises(ValueError, match=r"param_buffer='peers': only NVIDIA's GPUs .* on cpu; take 'auto'"):
         tilestep.shard(optimizer, model, param_buffer="peers")
     assert [param.data_ptr() for param in model.parameters()] == before
     for param in model.parameters():
@@ -195,6 +288,9 @@ CHECKS = [
     what_arrives_in_order_is_not_waited_for_again,
     ranks_fetch_what_others_have_updated,
     what_is_converted_is_sent_from_such_memory_too,
+    where_one_rank_cannot_all_of_them_send,
+    ranks_of_two_hosts_send,
+    others_are_chosen,
     memory_of_a_cpu_is_refused_on_all_ranks_and_nothing_is_changed,
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,3 +139,22 @@ def test_nccl_is_known_behind_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert halves.sum() / 2 != (halves / 2).sum(), "what float16 would lose"
     finally:
         dist.destroy_process_group()
+
+
+def test_memory_of_others_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.arange(10, dtype=torch.float32)
+    seen = compat.tensor_at(memory[3:].data_ptr(), 4, torch.float32, memory.device)
+    assert seen.tolist() == [3, 4, 5, 6] and seen.data_ptr() == memory[3:].data_ptr()
+    seen.fill_(0)
+    del seen
+    assert memory.tolist() == [0, 1, 2, 0, 0, 0, 0, 7, 8, 9]
+    monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
+    with pytest.raises(RuntimeError, match="this version of torch makes no tensors of memory that is not its own"):
+        compat.tensor_at(memory.data_ptr(), 4, torch.float32, memory.device)
+
+
+def test_the_timeout_of_a_group() -> None:
+    options = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+    group = SimpleNamespace(_get_backend=lambda device: options)
+    assert compat.timeout_of(group, torch.device("cpu")) == timedelta(seconds=7)
+    assert compat.timeout_of(object(), torch.device("cpu")) == timedelta(minutes=10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +20,10 @@ import tilestep
 from tilestep.placement import Ranks
 
 EXACTLY = {"rtol": 0.0, "atol": 0.0}
+
+
+def adamw(params: Any) -> tilestep.Optimizer:
+    return tilestep.AdamW(params, lr=0.01, eps=0.1)  # type: ignore[attr-defined]
 
 
 def other_branches_on_every_rank_and_at_every_step() -> None:
@@ -276,6 +280,32 @@ def compiled_blocks() -> None:
         assert not any(group.is_pending for group in sync._groups)
 
 
+@gathers_that_come_late()
+def models_that_are_compiled_as_a_whole() -> None:
+    """The call takes all parameters at once: it waits for them, or the step does, and they are the eager twin's."""
+    for wrapped in (False, True):
+        for backend in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            model = Steps()
+            called = torch.compile(model, backend=backend, fullgraph=True) if wrapped else model
+            if not wrapped:
+                model.compile(backend=backend, fullgraph=True)
+            pair = Pair(model, adamw, bucket_cap_mb=TINY)
+            sync = pair.optimizer.schedule.parameters
+            for _ in range(4):
+                for block in (pair.optimizer.no_sync(), nullcontext()):
+                    data = inputs(3, 4)
+                    pair.twin.forward(data).square().sum().backward()
+                    with block:
+                        called(data).square().sum().backward()
+                pair.step()
+                # A wrapper is not the model's: that its code takes parameters is known once it is traced.
+                assert sync.compiled == wrapped
+                assert sum(group.is_pending for group in sync._groups) == (0 if wrapped else len(sync._groups))
+                pair.compare()
+            pair.compare_states()
+
+
 def parameters_written_by_others() -> None:
     def make(params: Any) -> Any:
         return tilestep.AdamW(params, lr=0.1, master_weights=True)  # type: ignore[attr-defined]
@@ -358,6 +388,7 @@ CHECKS = [
     parameters_read_right_after_the_step,
     compiled_models,
     compiled_blocks,
+    models_that_are_compiled_as_a_whole,
     parameters_written_by_others,
     a_step_makes_old_graphs_unusable,
     weights_to_evaluate,

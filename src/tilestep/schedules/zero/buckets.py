@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...compat import PeerMemory
+from ...devices import has_streams
+from ...placement import WAYS, PeerMemory, share_memory
 from ...runtime import is_dense
 from .ranks import Ranks
 
@@ -261,14 +261,14 @@ class Options:
     grad_sync_dtype: torch.dtype | None
     param_sync_dtype: torch.dtype | None  # the type that parameters travel in; None for their own
     grad_buffer: str  # "contiguous" keeps memory for all gradients, "bucket" only while a bucket is being filled
-    param_buffer: str  # "contiguous" for one allocation, "bucket" for one for each bucket, "peers" for what GPUs share
+    param_buffer: str  # "contiguous" for one, "bucket" for one each, "peers" for what GPUs share, "auto" to choose
     average: bool  # whether gradients are averaged over the ranks, not summed
 
     def check(self) -> None:
         """Raise `ValueError` for an option that is none of those."""
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}; it must be positive")
-        for name, kinds in (("grad_buffer", _BUFFERS), ("param_buffer", (*_BUFFERS, "peers"))):
+        for name, kinds in (("grad_buffer", _BUFFERS), ("param_buffer", ("auto", *_BUFFERS, "peers"))):
             if getattr(self, name) not in kinds:
                 listed = f"{', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}"
                 raise ValueError(f"Invalid {name}: {getattr(self, name)!r}; it must be {listed}")
@@ -333,9 +333,11 @@ class Bucket:
         sync_dtypes: tuple[torch.dtype | None, torch.dtype | None],
         memory: torch.Tensor,
         peers: PeerMemory | None = None,
+        unshared: str = "",
     ) -> None:
         self.layout = layout
         self.peers = peers  # what it lies in, if the other ranks read its memory by themselves
+        self.unshared = unshared  # why they do not
         self.params = list(params)
         self.ranks = ranks
         self.dtype = memory.dtype
@@ -360,10 +362,11 @@ class Bucket:
             return []
         begin, size = int(self.flat.storage_offset()), self.layout.section
         sections = []
-        for rank in range(self.ranks.size):
+        for step in range(1, self.ranks.size):
+            # Each rank begins with another one: none is read by all at a time.
+            rank = (self.ranks.rank + step) % self.ranks.size
             first, stop = rank * size, (rank + 1) * size
-            if rank != self.ranks.rank:
-                sections.append((self.flat[first:stop], self.peers.of(rank, begin + first, begin + stop)))
+            sections.append((self.flat[first:stop], self.peers.of(rank, begin + first, begin + stop)))
         return sections
 
     def follow_writes(self) -> None:
@@ -440,44 +443,49 @@ def make_buckets(
         warnings.warn(f"shard(): {advice}", stacklevel=_CALLER)
     members = [tuple(slot.index for slot in layout.slots) for layout in layouts]
     device, kinds = params[0].device, [params[places[0]].dtype for places in members]
-    sizes, peers = [layout.numel for layout in layouts], dict[torch.dtype, PeerMemory]()
-    if options.param_buffer == "peers" and ranks.size > 1:
-        for dtype in dict.fromkeys(kinds):
-            own = [size for size, kind in zip(sizes, kinds) if kind == dtype]
-            peers[dtype] = _shared(sum(own), dtype, device, ranks)
+    sizes, peers, unshared = [layout.numel for layout in layouts], dict[torch.dtype, PeerMemory](), dict[Any, str]()
+    for dtype in dict.fromkeys(kinds):
+        own = [place for place, kind in enumerate(kinds) if kind == dtype]
+        fetches = any(dtypes[members[place][0]][1] in (None, dtype) for place in own)
+        made, unshared[dtype] = _shared(sum(sizes[place] for place in own), dtype, device, fetches, ranks, options)
+        if made is not None:
+            peers[dtype] = made
     if options.param_buffer == "bucket":
         memories = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, kinds)]
     else:
         memories = allocate(sizes, kinds, device, peers)
     buckets = [
-        Bucket(layout, [params[place] for place in places], ranks, dtypes[places[0]], memory, peers.get(memory.dtype))
+        Bucket(
+            layout,
+            [params[place] for place in places],
+            ranks,
+            dtypes[places[0]],
+            memory,
+            peers.get(memory.dtype),
+            unshared[memory.dtype],
+        )
         for layout, places, memory in zip(layouts, members, memories)
     ]
     return buckets, members
 
 
-def _shared(numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PeerMemory:
-    """Memory that the ranks that split the state read from each other; they all raise if one of them cannot."""
-    made, hosts = None, set(ranks.each(socket.gethostname()))
-    reason = f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else ""
-    try:
-        made = PeerMemory(numel, dtype, device)
-    except RuntimeError as error:
-        reason = reason or str(error)
-    _require_shared(ranks.everyone(reason))
-    assert made is not None
-    try:
-        made.meet_first(ranks.shard)
-    except RuntimeError as error:
-        reason = str(error)
-    _require_shared(ranks.everyone(reason))
-    return made
+def _shared(
+    numel: int, dtype: torch.dtype, device: torch.device, fetches: bool, ranks: Ranks, options: Options
+) -> tuple[PeerMemory | None, str]:
+    """Memory that the ranks that split the state read from each other, or why there is none; they all decide alike.
 
-
-def _require_shared(reasons: Sequence[str]) -> None:
-    reason = next(filter(None, reasons), "")
-    if reason:
-        raise ValueError(f"param_buffer='peers': {reason}; take 'contiguous', which sends messages")
+    Raises:
+        ValueError: on all of them, where it is asked for and one of them cannot.
+    """
+    kind = options.param_buffer
+    if kind in _BUFFERS or ranks.size == 1:
+        return None, f"param_buffer={kind!r}" if ranks.size > 1 else "one rank has all of it"
+    if kind == "auto" and not (fetches and has_streams(device) and numel):
+        return None, "it is converted on the way" if has_streams(device) and numel else f"it is on {device.type}"
+    made, reason = share_memory(numel, dtype, device, ranks, WAYS[:1] if kind == "auto" else WAYS)
+    if reason and kind == "peers":
+        raise ValueError(f"param_buffer='peers': {reason}; take 'auto', which sends messages where it must")
+    return made, reason
 
 
 def allocate(

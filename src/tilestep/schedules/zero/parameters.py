@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat import PeerMemory, is_capturing, version_of
+from ...compat import is_capturing, version_of
 from ...guards import guard_model, guard_sharers
-from ...placement import ARRIVED
+from ...placement import ARRIVED, PeerMemory
 from ...side_stream import Mark, SideStream
 from ...tensor_watch import FixedTensors, sum_of_versions
 from .buckets import Bucket, Options
@@ -296,6 +296,18 @@ class ParameterSync:
         self._note_writes()
         counts = zip(self.params, before, self._others)
         return [param for param, old, new in counts if old != new or id(param) in moved]
+
+    def describe_gathers(self) -> list[str]:
+        """How updated parameters come to the other ranks, a line for each way."""
+        lines: dict[str, None] = {}
+        for bucket in self._buckets:
+            dtype = str(bucket.dtype).removeprefix("torch.")
+            if bucket.peers is not None and bucket.sync_dtype == bucket.dtype:
+                lines[f"{dtype}: ranks fetch it from each other's memory by copy engines"] = None
+            else:
+                reason = bucket.unshared or "it is converted on the way"
+                lines[f"{dtype}: the process group's all-gathers send it ({reason})"] = None
+        return list(lines)
 
     def close(self) -> None:
         """Stop guarding the model's parameters."""

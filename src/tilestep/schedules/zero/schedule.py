@@ -77,7 +77,7 @@ class ShardedSchedule(Schedule):
     def offers(self) -> dict[str, Any]:
         """What the optimizer has besides."""
         names = ["no_sync", "wait", "grad_norm_of", "clip_grad_norm_", "full_state_dict", "consolidate_state_dict"]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "describe_gathers")}
 
     def show_states(self) -> None:
         """Let the optimizer's `state` have the pieces' states."""
@@ -225,6 +225,14 @@ class ShardedSchedule(Schedule):
         """
         self.sharding.inner.memory.wait()
         self.parameters.wait_all()
+
+    def describe_gathers(self) -> list[str]:
+        """How parameters that were updated come to the other ranks, a line for each type and way.
+
+        Copy engines fetch them from the memory of the GPUs of one host where `param_buffer` says so and that can be;
+        else the process group sends them, and the line says why.
+        """
+        return self.parameters.describe_gathers()
 
     def before_zero_grad(self) -> None:
         """Drop gradients that are summed up already too."""
@@ -491,6 +499,7 @@ if TYPE_CHECKING:
         wait: Callable[[], None]
         full_state_dict: Callable[..., dict[str, Any]]
         consolidate_state_dict: Callable[..., None]
+        describe_gathers: Callable[[], list[str]]
         grad_norm_of: Callable[..., torch.Tensor]
         clip_grad_norm_: Callable[..., torch.Tensor]
 

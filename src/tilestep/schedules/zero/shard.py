@@ -35,7 +35,7 @@ def shard(
     grad_sync_dtype: torch.dtype | None = None,
     param_sync_dtype: torch.dtype | None = None,
     grad_buffer: str = "contiguous",
-    param_buffer: str = "contiguous",
+    param_buffer: str = "auto",
     average: bool = True,
     norm_groups: Sequence[Any] = (),
 ) -> ShardedOptimizer:
@@ -68,9 +68,10 @@ def shard(
             the rank that updates a parameter keeps the exact one; with an integer type the bytes travel as they are.
         grad_buffer: "contiguous" keeps memory for all gradients, in which they are accumulated; "bucket" takes it for a
             bucket when its first gradient comes and gives it back when it is summed up.
-        param_buffer: "contiguous" for one allocation for all parameters of a type, "bucket" for one for each bucket,
-            "peers" for one that the GPUs of one host read from each other: copy engines fetch what the others have
-            updated, where messages would take multiprocessors from the model.
+        param_buffer: "auto" for one allocation for all parameters of a type, which the GPUs of one host read from each
+            other if they can: copy engines fetch what the others have updated, where messages would take
+            multiprocessors from the model; `optimizer.describe_gathers()` says which it is. "peers" raises where they
+            cannot, "contiguous" never has them do so, "bucket" takes one allocation for each bucket.
         average: divide the sums by the number of ranks, as DistributedDataParallel does.
         norm_groups: process groups of this rank and others that have other parameters of one model, as tensor- and
             pipeline-parallel ranks do: norms, skips and overflows are theirs together. A parameter that several ranks

@@ -1,0 +1,242 @@
+"""Memory of parameters that the GPUs of one host read from each other."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from ..compat import SymmetricMemory, is_capturing, tensor_at
+from ..devices import has_streams
+from .reduction import Ranks
+
+
+class PeerMemory(Protocol):
+    """Flat memory of one rank, and what stands for that of the others."""
+
+    memory: torch.Tensor
+
+    def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
+        """Elements of a rank's memory, which copies read."""
+
+    def meet(self) -> None:
+        """Let what comes next in the current stream wait until all ranks are here in theirs."""
+
+
+class SharedMemory(PeerMemory, Protocol):
+    """A way to have such memory; what fails is a `RuntimeError`."""
+
+    offer: bytes
+    """What another rank must know to find it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None: ...
+
+    def find(self, rank: int, offers: Sequence[bytes]) -> None:
+        """Find the others' memory; `offers` are those of all ranks, of which this one is `rank`."""
+
+    def meet_first(self, group: Any) -> None:
+        """Get ready to meet; all ranks of the group call it."""
+
+
+class MappedMemory:
+    """Memory of torch's allocator, which the other ranks map by CUDA's IPC.
+
+    So it is counted as any other, and can be given to further processes as any other. Ranks meet in a word of
+    symmetric memory.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        _require_nvidia(device)
+        self.memory = torch.zeros(numel, dtype=dtype, device=device)
+        self._signals = SymmetricMemory(1, torch.int32, device)
+        self.offer = Driver.of_this_process().export(self.memory)
+        self._addresses: dict[int, int] = {}
+
+    def find(self, rank: int, offers: Sequence[bytes]) -> None:
+        """Map the others' memory."""
+        driver, device = Driver.of_this_process(), self.memory.device
+        for other, offer in enumerate(offers):
+            if other != rank:
+                base, self._addresses[other] = driver.open(offer, device)
+                # Not when the process ends, and everything with it.
+                weakref.finalize(self, driver.close, base, device).atexit = False
+
+    def meet_first(self, group: Any) -> None:
+        """Get ready to meet; all ranks of the group call it."""
+        self._signals.meet_first(group)
+
+    def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
+        """Elements of a rank's memory, which copies read."""
+        dtype = self.memory.dtype
+        address = self._addresses[rank] + first * dtype.itemsize
+        return tensor_at(address, stop - first, dtype, self.memory.device)
+
+    def meet(self) -> None:
+        """Let what comes next in the current stream wait until all ranks are here in theirs."""
+        self._signals.meet()
+
+
+class OwnMemory(SymmetricMemory):
+    """Memory that torch's allocator knows nothing of: it does where that has none that can be mapped."""
+
+    offer = b""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        _require_nvidia(device)
+        super().__init__(numel, dtype, device)
+
+    def find(self, rank: int, offers: Sequence[bytes]) -> None:
+        """`meet_first` does."""
+
+
+def _require_nvidia(device: torch.device) -> None:
+    if not has_streams(device) or torch.version.cuda is None:
+        raise RuntimeError(f"only NVIDIA's GPUs read each other's memory, and the parameters are on {device}")
+
+
+WAYS: tuple[type[SharedMemory], ...] = (MappedMemory, OwnMemory)
+"""The first is as good as memory that is not shared. The others have a price, and are for those who ask for them."""
+
+
+def share_memory(
+    numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks, ways: Sequence[type[SharedMemory]]
+) -> tuple[PeerMemory | None, str]:
+    """Zeroed memory that the ranks that split the state read from each other, and why there is none.
+
+    All ranks decide together: if one of them cannot, none of them has it. They try the ways one after the other.
+    """
+    hosts = set(ranks.each(socket.gethostname()))
+    reasons = ranks.everyone(f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else "")
+    first = _first(reasons)
+    if first:
+        return None, first
+    for way in ways:
+        made, reason = _tried(way, numel, dtype, device, ranks)
+        if made is not None:
+            return made, ""
+        first = first or reason
+    return None, first
+
+
+def _tried(
+    way: type[SharedMemory], numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks
+) -> tuple[PeerMemory | None, str]:
+    """As `share_memory` in one way: each part of it on all ranks, before any begins with the next."""
+    made: list[SharedMemory] = []
+
+    def find() -> None:
+        made[0].find(ranks.rank, offers)
+
+    def meet_first() -> None:
+        made[0].meet_first(ranks.shard)
+
+    if reason := _together(ranks, lambda: made.append(way(numel, dtype, device))):
+        return None, reason
+    offers = ranks.each(made[0].offer)
+    reason = _together(ranks, find) or _together(ranks, meet_first) or _together(ranks, lambda: _verify(made[0], ranks))
+    return (None, reason) if reason else (made[0], "")
+
+
+def _together(ranks: Ranks, work: Any) -> str:
+    """Why the first rank on which it fails cannot do something; empty if all can."""
+    reason = ""
+    try:
+        work()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return _first(ranks.everyone(reason))
+
+
+def _first(reasons: Sequence[str]) -> str:
+    return next(filter(None, reasons), "")
+
+
+_SAMPLE = 64
+"""Elements that ranks read from each other once, before anything depends on it."""
+
+
+@torch.no_grad()
+def _verify(made: SharedMemory, ranks: Ranks) -> None:
+    """Read what the others have written: machines are known on which copies between GPUs bring something else."""
+    sample = made.memory[:_SAMPLE]
+    sample.fill_(ranks.rank + 1)
+    made.meet()
+    found = torch.empty_like(sample)
+    differ = []
+    for other in range(ranks.size):
+        if other != ranks.rank:
+            found.copy_(made.of(other, 0, len(sample)))
+            differ.append((found != other + 1).any())
+    wrong = torch.stack(differ).tolist()
+    made.meet()
+    sample.zero_()
+    if any(wrong):
+        raise RuntimeError(f"rank {ranks.rank} does not read what the other GPUs of the host have written")
+
+
+class _Handle(ctypes.Structure):
+    _fields_: ClassVar[Any] = [("reserved", ctypes.c_char * 64)]
+
+
+class Driver:
+    """CUDA's driver: what processes need to map each other's memory. An error is a `RuntimeError`."""
+
+    _LAZY_PEER_ACCESS = 1
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+            self._open = self._library.cuIpcOpenMemHandle_v2
+            self._open.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        except (OSError, AttributeError) as error:
+            raise RuntimeError(f"CUDA's driver shares no memory between processes: {error}") from error
+
+    @staticmethod
+    @functools.cache
+    def of_this_process() -> Driver:
+        """The driver, once it has been loaded."""
+        return Driver()
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """What another process opens: a handle of the allocation that a tensor is in, and where it begins in that."""
+        address, base, size = ctypes.c_uint64(memory.data_ptr()), ctypes.c_uint64(), ctypes.c_size_t()
+        handle = _Handle()
+        with torch.cuda.device(memory.device):
+            self._check(
+                "find the allocation of memory",
+                self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address),
+            )
+            # Not that of expandable segments, nor of cudaMallocAsync.
+            self._check(
+                "share memory of torch's allocator as it is set up",
+                self._library.cuIpcGetMemHandle(ctypes.byref(handle), base),
+            )
+        return (address.value - base.value).to_bytes(8, "little") + bytes(handle)
+
+    def open(self, offer: bytes, device: torch.device) -> tuple[int, int]:
+        """Where such an allocation is mapped, and the tensor in it."""
+        handle, base = _Handle.from_buffer_copy(offer[8:]), ctypes.c_uint64()
+        with torch.cuda.device(device):
+            code = self._open(ctypes.byref(base), handle, self._LAZY_PEER_ACCESS)
+            self._check("map another GPU's memory", code)
+        return base.value, base.value + int.from_bytes(offer[:8], "little")
+
+    def close(self, base: int, device: torch.device) -> None:
+        """Map it no longer; copies that still read it come first."""
+        if is_capturing():
+            # Nobody can wait for copies now: it stays mapped until the process ends.
+            return
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            self._library.cuIpcCloseMemHandle(ctypes.c_uint64(base))
+
+    def _check(self, what: str, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(name))
+            raise RuntimeError(f"CUDA cannot {what} ({(name.value or b'unknown error').decode()})")
