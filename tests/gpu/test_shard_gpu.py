@@ -87,7 +87,8 @@ def delays() -> Iterator[None]:
 
 def nothing_is_read_before_it_has_arrived() -> None:
     options: list[dict[str, Any]] = [{}, {"grad_buffer": "bucket"}, {"param_sync_dtype": torch.uint8}]
-    options += [{"param_buffer": "peers"}, {"param_buffer": "contiguous"}]
+    options += [{"param_buffer": "peers"}, {"param_buffer": "contiguous"}, {"overlap_param_sync": False}]
+    options.append({"param_buffer": "contiguous", "overlap_param_sync": False})
     for each in options:
         pair = Pair(Elementwise(), plain, bucket_cap_mb=TINY, **each)
         assert all(sums.comes_averaged for sums in pair.optimizer.schedule.gradients.sums), "2 or 4 ranks over NCCL"

@@ -75,6 +75,7 @@ class Pieces(Placement):
     ) -> None:
         self._owner, self._sharers, self._deciders = owner, sharers, deciders
         self.has_own_names = has_own_names
+        self.parts: Any = None  # what takes updated pieces part by part, with `take(segments)`; None for nothing
         self._origins: dict[Any, Origin] = {}
         self.add(origins)
 
@@ -95,3 +96,5 @@ class Pieces(Placement):
         """All ranks decide, and those that share the parameters combine reductions."""
         plan.ranks, plan.sharers = self._deciders, self._sharers
         plan.shared_sums = [SharedSums(self._sharers, engine.segments) for engine in plan.engines]
+        if self.parts is not None:
+            self.parts.take([segment for engine in plan.engines for segment in engine.segments])

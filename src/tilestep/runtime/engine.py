@@ -44,7 +44,10 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
         calls += [segment.scalar_call(index) for segment in running]
         if any(segment.spec.program.scalars[index].global_reductions for segment in running):
             calls.append(partial(_meet, running, index))
-        calls += [partial(segment.run_tiles if segment.streamer else segment.tile_pass, index) for segment in running]
+        calls += [
+            partial(segment.run_tiles if segment.streamer or segment.parts else segment.tile_pass, index)
+            for segment in running
+        ]
         calls += [call for sums in shared for call in sums.calls(index)]
         calls += [partial(segment.matrix_pass, index) for segment in running if segment.matrices]
     return calls

@@ -207,6 +207,13 @@ class TileStreamer(Protocol):
         """Have the host see gradients and arrays that live in its memory."""
 
 
+class TileParts(Protocol):
+    """What runs the tile passes of segments part by part, where others take what is updated before the rest is."""
+
+    def run(self, segment: Segment, index: int) -> None:
+        """Run tile pass `index` of a segment."""
+
+
 @dataclass
 class Entry:
     """One tensor of an optimizer, as kernels see it."""
@@ -272,6 +279,8 @@ class Segment:
     streamer: TileStreamer | None = None
     """What brings arrays that live elsewhere to where tile passes work on them, and back."""
 
+    parts: TileParts | None = None  # what runs tile passes part by part, if parts are taken as soon as they are updated
+    can_be_cut = False  # whether tile passes over elements run range of tiles by range of tiles
     tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
     has_taps = True  # whether its kernels can put out statistics and bits of changed weights
     taps: SegmentTaps | None = None  # what it puts out beside updates
@@ -421,11 +430,21 @@ class Segment:
         raise NotImplementedError
 
     def run_tiles(self, index: int) -> None:
-        """Run tile pass `index` where its arrays are, or as the streamer brings them."""
-        if self.streamer is None:
-            self.tile_pass(index)
-        else:
+        """Run tile pass `index` where its arrays are, or as the streamer brings them, or part by part."""
+        if self.streamer is not None:
             self.streamer.run(index)
+        elif self.parts is not None:
+            self.parts.run(self, index)
+        else:
+            self.tile_pass(index)
+
+    @property
+    def steps_in_one_pass(self) -> bool:
+        """Whether its update is one tile pass over elements, each by itself: what is done first needs nothing later."""
+        program = self.spec.program
+        tile = program.tiles[0] if len(program.tiles) == 1 else None
+        alone = tile is not None and tile.view is None and not tile.reductions and not program.slices_before(0)
+        return alone and self.matrices is None and len(program.scalars) == 1
 
     def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
         """Get ready to run tile passes over elements range of tiles by range of tiles."""

@@ -13,14 +13,16 @@ import test_training
 import torch
 import torch.distributed as dist
 from rank_processes import all_pass
-from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train
+from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train, two_groups
 
 import tilestep
 from tilestep import compat
+from tilestep.backends.cpp.run import CpuSegment
 from tilestep.placement import Ranks, peers
 from tilestep.placement import reduction as groups
 from tilestep.schedules.zero import buckets as shard_buckets
 from tilestep.schedules.zero import parameters
+from tilestep.schedules.zero.parameters import GatherGroup
 from tilestep.side_stream import Mark, SideStream
 
 
@@ -161,6 +163,104 @@ def what_is_converted_is_sent_from_such_memory_too() -> None:
     assert Files.made == before + 1, "by itself it takes such memory only for what is fetched from it"
 
 
+@contextmanager
+def cut_updates() -> Iterator[list[str]]:
+    """As on a GPU, where everything follows in the stream; parts of updates and gathers, in their order."""
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run_range, begin, end = CpuSegment.run_tile_range, GatherGroup.begin, GatherGroup.end
+
+        def noted(name: str, call: Any) -> Any:
+            def noting(*args: Any) -> Any:
+                seen.append(name)
+                return call(*args)
+
+            return noting
+
+        patch.setattr(SideStream, "in_order", True)
+        patch.setattr(CpuSegment, "run_tile_range", noted("update", run_range))
+        patch.setattr(GatherGroup, "begin", noted("begin", begin))
+        patch.setattr(GatherGroup, "end", noted("end", end))
+        yield seen
+
+
+def unclipped(params: Any) -> tilestep.Optimizer:
+    """With a norm, which has nothing clipped."""
+    return tilestep.AdamW(params, lr=0.1, eps=0.1, max_grad_norm=1e6)  # type: ignore[attr-defined]
+
+
+def what_is_updated_is_gathered_while_the_rest_is_updated() -> None:
+    """Where a step waits for all, and where a model is compiled as a whole; sent as well as fetched."""
+    data = inputs(5, 7)
+    for way in (together, fetched):
+        with way(), cut_updates() as seen:
+            for make in (test_training.adamw, unclipped):
+                pair = Pair(Elementwise(100), make, bucket_cap_mb=TINY, overlap_param_sync=False)
+                for _ in range(4):
+                    seen.clear()
+                    train(pair, [lambda model, data=data: (model(data) * data).sum()])
+                    pair.compare()
+                groups = seen.count("begin")
+                assert groups > 3 and seen.count("end") == groups
+                assert seen.index("begin") < len(seen) - 1 - seen[::-1].index("update"), seen
+                pair.compare_states()
+            for groups_of in (two_groups, lambda model: [{"params": list(model.parameters())[::-1]}]):
+                pair = Pair(Elementwise(12), sgd, groups_of, bucket_cap_mb=TINY, overlap_param_sync=False)
+                for step in range(4):
+                    for model in (pair.model, pair.twin):
+                        for index in (3, 4, 5, 6):
+                            model.weights[index].requires_grad_(step % 2 == 0)
+                    train(pair, [lambda model, data=data: (model(data) * data).sum()])
+                    pair.compare()
+            model = Elementwise(100)
+            model.compile(backend="eager")
+            pair = Pair(model, sgd, bucket_cap_mb=TINY)
+            seen.clear()
+            train(pair, [lambda model, data=data: (model.forward(data) * data).sum()])
+            pair.compare()
+            assert seen.index("begin") < len(seen) - 1 - seen[::-1].index("update"), seen
+            # Where modules wait for their own parameters the update is made in one piece.
+            pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY)
+            seen.clear()
+            train(pair, [lambda model, data=data: (model(data) * data).sum()])
+            pair.compare()
+            assert "update" not in seen and seen.count("end") == seen.count("begin") == groups
+
+
+def a_rank_that_updates_in_one_piece_meets_the_others_all_the_same() -> None:
+    data = inputs(5, 7)
+    for way in (together, fetched):
+        with way(), cut_updates() as seen, pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(CpuSegment, "can_be_cut", False)
+            pair = Pair(Elementwise(100), test_training.adamw, bucket_cap_mb=TINY, overlap_param_sync=False)
+            for _ in range(3):
+                seen.clear()
+                train(pair, [lambda model, data=data: (model(data) * data).sum()])
+                pair.compare()
+            assert ("update" in seen) == (dist.get_rank() == 0)
+
+
+def an_update_that_fails_leaves_nothing_to_meet_for() -> None:
+    data = inputs(5, 7)
+    with fetched(), cut_updates() as seen, pytest.MonkeyPatch.context() as patch:
+        pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY, overlap_param_sync=False)
+        train(pair, [lambda model, data=data: (model(data) * data).sum()])
+        run_range = CpuSegment.run_tile_range
+
+        def fails(self: Any, index: int, position: int) -> None:
+            if position == 3:
+                raise RuntimeError("out of luck")
+            run_range(self, index, position)
+
+        patch.setattr(CpuSegment, "run_tile_range", fails)
+        pair.backward(lambda model: (model(data) * data).sum())
+        seen.clear()
+        with pytest.raises(RuntimeError, match="out of luck"):
+            pair.optimizer.step()
+        assert seen.count("begin") == seen.count("end") > 0
+
+
 FETCHED = "ranks fetch it from each other's memory by copy engines"
 SENT = "the process group's all-gathers send it"
 
@@ -288,6 +388,9 @@ CHECKS = [
     what_arrives_in_order_is_not_waited_for_again,
     ranks_fetch_what_others_have_updated,
     what_is_converted_is_sent_from_such_memory_too,
+    what_is_updated_is_gathered_while_the_rest_is_updated,
+    a_rank_that_updates_in_one_piece_meets_the_others_all_the_same,
+    an_update_that_fails_leaves_nothing_to_meet_for,
     where_one_rank_cannot_all_of_them_send,
     ranks_of_two_hosts_send,
     others_are_chosen,

@@ -90,6 +90,8 @@ def _flags(spec: KernelSpec) -> tuple[str, ...]:
 class CpuSegment(Segment):
     """A segment whose tables are numpy arrays and whose passes are C functions; arguments as for `Segment`."""
 
+    can_be_cut = True
+
     def __init__(
         self,
         spec: KernelSpec,

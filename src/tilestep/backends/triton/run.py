@@ -91,6 +91,7 @@ class CudaSegment(Segment):
     """A segment whose tables are device tensors and whose passes are Triton kernels; arguments as for `Segment`."""
 
     can_be_captured = True
+    can_be_cut = True
 
     def __init__(
         self,

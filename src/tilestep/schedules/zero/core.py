@@ -275,6 +275,11 @@ class Sharding:
             origins[member.piece] = Origin(member.param, *cut)
         return origins
 
+    def bucket_of(self, piece: torch.Tensor) -> Bucket | None:
+        """The bucket that a piece lies in; None for what is none."""
+        origin = self.placement.origin(piece)
+        return None if origin is None else self.member_of[origin.param].bucket
+
     def note_stepped(self, has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
         """After a step: what trains has state when the first one begins, and all else when it has a gradient."""
         for member, has_one, is_trained in zip(self.members, has_gradient, trains):

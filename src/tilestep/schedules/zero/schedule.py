@@ -32,7 +32,7 @@ from .agree import HyperparameterDigest, attempt_together, validate_across_ranks
 from .checkpoint import full_state_dict, local_state, sharded_states
 from .core import ANCHOR, STRUCTURE, Sharding, hyperparameters
 from .gradients import GradientSync
-from .parameters import ParameterSync
+from .parameters import ParameterSync, UpdateInParts
 
 
 @dataclass
@@ -58,6 +58,8 @@ class ShardedSchedule(Schedule):
         self.digest = HyperparameterDigest(self._reference, ranks)
         self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, self.digest, model)
         self.parameters = ParameterSync(model, buckets, options, self.channel)
+        self._parts = UpdateInParts(self.parameters, sharding.bucket_of) if self.channel.in_order else None
+        sharding.placement.parts = self._parts
         self._ready: _Gradients | None = None  # the gradients that the pieces have been given
         self._stepped: _Gradients | None = None  # those of the last step, if nothing was written to the pieces since
         self._begun: _Gradients | None = None  # those when it was last noted which parameters have state
@@ -132,12 +134,16 @@ class ShardedSchedule(Schedule):
         # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
         unmoved = not captures and self._ready is self._stepped
         self._stepped = None
-        inner.update(unmoved=unmoved)
+        updates = gradients.updates()
+        if self._parts is None or captures:
+            inner.update(unmoved=unmoved)
+        else:
+            with self._parts.around(updates):
+                inner.update(unmoved=unmoved)
         ready = self._stepped = self._ready
         if ready is not None and ready is not self._begun:
             self._begun = ready
             sharding.note_stepped(ready.has_gradient, ready.trains)
-        updates = gradients.updates()
         if not captures or gradients.summed_in_graph:
             gradients.forget()
         self.parameters.gather(updates, captures)
