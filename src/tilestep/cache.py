@@ -267,7 +267,7 @@ def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
                 text = file.content.decode(errors="replace")
         changed = change(text)
         if changed != text:
-            _write_whole(directory, name, lambda path: _write_text(path, changed))
+            _write_whole(directory, name, text_builder(lambda: changed))
     return directory / name
 
 
@@ -382,13 +382,9 @@ def _remove_stale(directory: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
 def text_builder(text: Callable[[], str]) -> Callable[[Path], Any]:
     """What writes a text that is only made if it is needed, for `cached`."""
-    return lambda path: _write_text(path, text())
+    return lambda path: path.write_text(text())
 
 
 _count_lock = threading.Lock()

@@ -168,7 +168,7 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
     prefix = f"{spec.name}_" if backend == "triton" else ""
     passes: list[PassDescription] = []
     for index, scalar in enumerate(program.scalars):
-        computed = _names([value for _, value in scalar.rows])
+        computed = ", ".join(dict.fromkeys(_in_words(value) for _, value in scalar.rows))
         stored = [*scalar.stores, *(["step"] if scalar.is_last else [])]
         what = f"for each tensor, in float64: {computed or 'nothing to compute'}"
         what += f"; keeps {', '.join(stored)}" if stored else ""
@@ -223,27 +223,22 @@ def _tile_pass(spec: KernelSpec, tile: TilePass, prefix: str, backend: str) -> P
     return PassDescription(kind, f"for each {unit}: {', '.join(parts)}", tile_traffic(spec, [tile]), tuple(launches))
 
 
-def _names(values: list[Value]) -> str:
-    return ", ".join(dict.fromkeys(_in_words(value) for value in values))
-
-
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SIGNS |= {"eq": "==", "ne": "!=", "and": "and", "or": "or"}
 _LONGEST = 40
 
 
-_COMPARISONS = {"lt": "<", "ge": ">=", "le": "<=", "gt": ">", "eq": "==", "ne": "!="}
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
 def _as_it_holds(guard: Guard) -> str:
     """A branch that was taken, as what is true in it."""
     condition = guard.condition
-    if condition.operation not in _COMPARISONS:
+    if condition.operation not in _OPPOSITE:
         return f"{_in_words(condition)} is {guard.outcome}"
     operation = condition.operation if guard.outcome else _OPPOSITE[condition.operation]
     left, right = map(_in_words, condition.args)
-    return f"{left} {_COMPARISONS[operation]} {right}"
+    return f"{left} {_SIGNS[operation]} {right}"
 
 
 def _in_words(value: Value) -> str:

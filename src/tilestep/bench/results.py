@@ -35,6 +35,9 @@ def device_name(device: torch.device) -> str:
 def environment(device: torch.device | None = None) -> dict[str, str]:
     """Return the names and versions that a result or a bug report should carry."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    number = torch.ones((), device="cpu")
+    # One kind of GPU is found with hosts of which one takes twice as long.
+    addition = statistics.median(timeit.repeat(lambda: number + number, number=1000, repeat=7))
     described = {
         "tilestep": __version__,
         "commit": _commit(),
@@ -46,17 +49,11 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
-        "host": f"{_addition() * 1e6:.2f} us for an addition of two numbers",
+        "host": f"{addition * 1e3:.2f} us for an addition of two numbers",
     }
     if has_streams(device):
         described["cuda"] = str(torch.version.cuda)
     return described
-
-
-def _addition() -> float:
-    """Seconds in which torch adds two numbers: one kind of GPU is found with hosts of which one takes twice as long."""
-    number = torch.ones((), device="cpu")
-    return statistics.median(timeit.repeat(lambda: number + number, number=1000, repeat=7)) / 1000
 
 
 def _version(distribution: str) -> str:

@@ -46,8 +46,10 @@ class Workload:
 
 def gpu_workloads(quick: bool = False) -> list[Workload]:
     """Return what `norm` and `step` run: many tensors of random sizes, a language model, many small tensors."""
+    draw = random.Random(133586)
+    count, largest = (40, 4096) if quick else (2000, 128 * 1024)
     return [
-        _random_sizes(quick),
+        Workload("random", tuple((draw.randint(1, largest),) for _ in range(count)), torch.bfloat16),
         llama_of("llama", *((2, 64, 16, 172, 500) if quick else (24, 2048, 512, 5504, 32000))),
         Workload("small", ((1024,),) * (50 if quick else 5000), torch.bfloat16),
     ]
@@ -62,12 +64,6 @@ def cpu_workloads(quick: bool = False) -> list[Workload]:
         Workload("small fp32", ((8192 // shrink,),) * (2000 // shrink), torch.float32),
         Workload("large bf16", large, torch.bfloat16),
     ]
-
-
-def _random_sizes(quick: bool) -> Workload:
-    draw = random.Random(133586)
-    count, largest = (40, 4096) if quick else (2000, 128 * 1024)
-    return Workload("random", tuple((draw.randint(1, largest),) for _ in range(count)), torch.bfloat16)
 
 
 def llama_of(name: str, layers: int, width: int, key_value: int, inner: int, vocabulary: int) -> Workload:
@@ -182,19 +178,14 @@ def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = (
 
 def step_of(peer: Peer, parameters: Sequence[Tensor], max_grad_norm: float | None) -> Callable[[], object]:
     """Return a function that takes one step, clipping by the global norm first where asked."""
-    if peer.clips and max_grad_norm is not None:
-        optimizer = peer.build(parameters, max_grad_norm=max_grad_norm)
-    else:
-        optimizer = peer.build(parameters)
     if peer.clips or max_grad_norm is None:
+        optimizer = peer.build(parameters, **({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
+        return lambda: optimizer.step()
+    clipped = peer.build(parameters)
 
-        def step() -> None:
-            optimizer.step()
-    else:
-
-        def step() -> None:
-            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-            optimizer.step()
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        clipped.step()
 
     return step
 
@@ -247,26 +238,21 @@ def _norm_groups(workload: Workload, settings: Settings) -> list[Group]:
         Contender("torch", lambda: torch.nn.utils.get_total_norm(gradients), read),
         Contender(OURS, lambda: total_norm(gradients), read),
     ]
+
+    def enlarge() -> None:  # so that a clip has work to do in every call: after one they would be small enough
+        torch._foreach_mul_(gradients, 1.5)
+
     clips = [
-        Contender("torch", lambda: torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read),
-        Contender(OURS, lambda: clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read),
+        Contender("torch", lambda: torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read, enlarge),
+        Contender(OURS, lambda: clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read, enlarge),
     ]
     reads = bandwidth.flat_reads(settings.device, settings.buffer_bytes)
     copy = bandwidth.copy(settings.device, settings.buffer_bytes)
-    clips = [_with_large_gradients(clip, gradients) for clip in clips]
+
     return [
         measured_group(f"total norm, {workload.title}", norms, reads, settings, settings.device),
         measured_group(f"clip, {workload.title}", clips, [copy], settings, settings.device),
     ]
-
-
-def _with_large_gradients(contender: Contender, gradients: list[Tensor]) -> Contender:
-    """Make the clip have work to do in every call: after one call the gradients would be small enough."""
-
-    def prepare() -> None:
-        torch._foreach_mul_(gradients, 1.5)
-
-    return Contender(contender.name, contender.call, contender.bytes_moved, prepare)
 
 
 def run_step(settings: Settings) -> Result:
@@ -304,7 +290,13 @@ def _step_group(
         for peer in competing or ()
     ]
     if master:
-        builds = [lambda: _master_weights(workload, device, clip)]
+
+        def with_masters() -> Contender:
+            parameters = make_parameters(workload, device)
+            optimizer = Optimizer(parameters, "AdamW", lr=1e-4, master_weights=True, max_grad_norm=clip)
+            return Contender(OURS, optimizer.step, adamw_bytes(parameters, clip is not None, master_weights=True))
+
+        builds = [with_masters]
     room = _room(settings, workload, bytes_an_element=16 if master else 4 * workload.dtype.itemsize)
     if room < 1:
         result.notes.append(f"left out, memory does not suffice: {title}")
@@ -363,13 +355,6 @@ def _step_contender(peer: Peer, workload: Workload, device: torch.device, max_gr
             parameter.grad = gradient  # some optimizers drop gradients when they are done
 
     return Contender(peer.name, call, adamw_bytes(parameters, clip=max_grad_norm is not None), prepare)
-
-
-def _master_weights(workload: Workload, device: torch.device, max_grad_norm: float | None) -> Contender:
-    parameters = make_parameters(workload, device)
-    optimizer = Optimizer(parameters, "AdamW", lr=1e-4, master_weights=True, max_grad_norm=max_grad_norm)
-    moved = adamw_bytes(parameters, clip=max_grad_norm is not None, master_weights=True)
-    return Contender(OURS, optimizer.step, moved)
 
 
 def measured_group(

@@ -90,11 +90,7 @@ def tiled_rules() -> list[Rule]:
     """Every registered rule whose step is tile passes alone, without work on whole matrices."""
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
-    tiled = []
-    for rule in registry.values():
-        if not has_matrix_work(Optimizer([parameter], rule)):
-            tiled.append(rule)
-    return tiled
+    return [rule for rule in registry.values() if not has_matrix_work(Optimizer([parameter], rule))]
 
 
 def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
@@ -106,15 +102,6 @@ def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
             name = signature(spec)
             by_signature.setdefault(name, Job(rule, kind, name, spec))
     return list(by_signature.values())
-
-
-def _elements(device: torch.device, spec: KernelSpec) -> int:
-    """Enough that no cache holds them, and at most half of the free memory."""
-    if not has_streams(device):
-        return 1 << 24
-    element_size = sum(array.dtype.itemsize for array in [spec.grad, *spec.arrays])
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(1 << 29, free // 2 // element_size)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
@@ -234,7 +221,10 @@ def tune(
         until = now + (end - now) / (len(listed) - index)
         before = tile_shape(job.spec, device)
         shapes = tuple(dict.fromkeys((before, *candidates(job.spec, device))))
-        size = elements or _elements(device, job.spec)
+        size = elements or 1 << 24  # enough that no cache holds them, and at most half of the free memory
+        if not elements and has_streams(device):
+            element_size = sum(array.dtype.itemsize for array in [job.spec.grad, *job.spec.arrays])
+            size = min(1 << 29, torch.cuda.mem_get_info(device)[0] // 2 // element_size)
         milliseconds, best = _measure(job, shapes, device, size, rounds, until, partial(tick, job))
         after = best if milliseconds[best] < (1 - GAIN) * milliseconds[before] else before
         if save:

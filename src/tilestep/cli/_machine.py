@@ -40,21 +40,19 @@ def facts() -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = str(cache_directory())
-    return {"compiler": said[0] if said else "none", "cache": folder, "extension": _extension()}
+    if os.environ.get("TILESTEP_NATIVE") == "0":
+        extension = "off (TILESTEP_NATIVE=0)"
+    elif compiler() is None:
+        extension = "not built (no compiler)"
+    else:
+        extension = "built" if module(0) is not None else "not built yet (the first step of 200 tensors begins it)"
+    return {"compiler": said[0] if said else "none", "cache": folder, "extension": extension}
 
 
 def complaints() -> list[str]:
     """What is wrong, a sentence or two each; nothing on a machine where every part of tilestep works."""
     checks = (_system, _torch, _cache, _compiler, _headers, _native, _gpu, _triton)
     return [sentence for check in checks if (sentence := check()) is not None]
-
-
-def _extension() -> str:
-    if os.environ.get("TILESTEP_NATIVE") == "0":
-        return "off (TILESTEP_NATIVE=0)"
-    if compiler() is None:
-        return "not built (no compiler)"
-    return "built" if module(0) is not None else "not built yet (the first step of 200 tensors begins it)"
 
 
 def _system() -> str | None:

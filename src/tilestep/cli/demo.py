@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
         """Train a byte-level GPT on Python's documentation twice from one seed, and compare losses and step times."""
         import torch
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         from ..bench.results import device_name
         from ..demo import GPT, Recipe, entries, picture, table, train
@@ -43,7 +44,8 @@ def register(app: typer.Typer) -> None:
         parameters = list(GPT(recipe.size).parameters())
         count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"
         console.print(f"a GPT over bytes, {count}, on {device_name(recipe.device)}", highlight=False)
-        with _progress(console) as progress:
+        columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
             competing = entries()
             tasks = [progress.add_task(entry.name, total=steps, loss="") for entry in competing]
 
@@ -55,10 +57,3 @@ def register(app: typer.Typer) -> None:
         path = out / "demo.png"
         picture(runs, path, f"{count}, {steps} steps, {device_name(recipe.device)}, torch {torch.__version__}")
         console.print(f"picture: {path}", markup=False)
-
-
-def _progress(console):  # type: ignore[no-untyped-def]  # rich's types would have to be imported for the annotation
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    return Progress(*columns, TextColumn("{task.fields[loss]}"), console=console)

@@ -138,7 +138,7 @@ def register(app: typer.Typer) -> None:
         for note in needs.notes:
             console.print(f"not in it: {note}", style="dim", markup=False)
         if figures.assumed:
-            listed = ", ".join(f"{name} {_short(getattr(figures, name))}" for name in figures.assumed)
+            listed = ", ".join(f"{name} {getattr(figures, name):g}" for name in figures.assumed)
             console.print(f"assumed, not measured: {listed}", style="dim", markup=False)
 
 
@@ -148,6 +148,14 @@ def _bucket(job: Job) -> str:
         return f"{job.bucket / 2**20:g}"
     sizes = job.buckets
     return " to ".join(dict.fromkeys(f"{size / 2**20:.3g}" for size in (min(sizes), max(sizes))))
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
 
 
 def _print_memory(console: Any, plan: Plan) -> None:
@@ -196,15 +204,3 @@ def _table(console: Any, title: str, columns: Sequence[str], rows: Sequence[Sequ
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.2f}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f}"
-
-
-def _short(value: float) -> str:
-    return f"{value:g}"

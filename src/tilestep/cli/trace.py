@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ..demo import Traced
     from ..tracing import Report
 
 
@@ -49,7 +48,7 @@ def register(app: typer.Typer) -> None:
         """
         from rich.console import Console
 
-        from ..demo import Size, Traced
+        from ..demo import Size, Traced, train_traced
         from ._rules import chosen_device, require_plotting
 
         require_plotting()
@@ -58,7 +57,7 @@ def register(app: typer.Typer) -> None:
             size = Size(layers, width, 1 if width % 64 else width // 64, context)
             schedule = "" if during is During.neither else during.value
             traced = Traced(chosen_device(device), iterations, optimizer, size, batch, bf16, clip, schedule)
-            reports = [_demo(traced, out)]
+            reports = [train_traced(traced, out)]
         else:
             reports = _script(script, arguments or [], out)
         for report in reports:
@@ -66,12 +65,6 @@ def register(app: typer.Typer) -> None:
             console.print(report.summary(), highlight=False)
         for path in dict.fromkeys(path for report in reports for path in report.files):
             console.print(f"written: {path}", markup=False)
-
-
-def _demo(traced: Traced, out: Path) -> Report:
-    from ..demo import train_traced
-
-    return train_traced(traced, out)
 
 
 def _script(script: Path, arguments: list[str], out: Path) -> list[Report]:

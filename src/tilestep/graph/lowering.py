@@ -443,11 +443,6 @@ def _digamma(build: Builder, value: Any) -> Value:
     return build.apply("where", build.apply("eq", number, zero), pole, result)
 
 
-def _isfinite(build: Builder, value: Any) -> Value:
-    number = _number(build, value)
-    return build.apply("not", build.apply("or", build.apply("isnan", number), build.apply("isinf", number)))
-
-
 def _nan_to_num(build: Builder, value: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Value:
     largest = torch.finfo(torch.float32).max
     number = _number(build, value)
@@ -539,7 +534,9 @@ LOWERINGS: dict[str, Lowering] = {
     "clamp_max": lambda build, value, high: _minimum(build, value, high),
     "where": _lower_where,
     "masked_fill": lambda build, value, mask, fill: _lower_where(build, mask, fill, value),
-    "isfinite": _isfinite,
+    "isfinite": lambda build, value: build.apply(
+        "not", build.apply("or", *(build.apply(name, _number(build, value)) for name in ("isnan", "isinf")))
+    ),
     "nan_to_num": _nan_to_num,
     **{name: _same for name in ("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous")},
     "_to_copy": _cast,

@@ -149,7 +149,7 @@ _ONCE = (
 def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
     """A block in which calls of `random`, numpy's generators and clocks raise, if these functions may make any."""
     # Watching slows everything down.
-    if not any(_may_call(function) for function in functions):
+    if not any(_gives_chance(value) for function in functions for _, value in _referred(function)):
         yield
         return
 
@@ -215,13 +215,11 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _may_call(function: Any) -> bool:
-    for _, value in _referred(function):
-        module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        owner = type(getattr(value, "__self__", value)).__module__
-        if module in _MODULES or owner.partition(".")[0] in ("random", "numpy"):
-            return True
-    return False
+def _gives_chance(value: Any) -> bool:
+    """Whether calls of it, or of what it has, may depend on chance or time."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    owner = type(getattr(value, "__self__", value)).__module__
+    return module in _MODULES or owner.partition(".")[0] in ("random", "numpy")
 
 
 def _numpy_states(functions: Iterable[Any]) -> list[str]:
@@ -626,7 +624,8 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
     reduce_token, precision_token = global_reduce.set(recorder.global_reduce), precision_of.set(recorder.precision)
     tracer_token = traced_by.set(recorder)
     try:
-        functions = (rule.function, *(entry for value in values.values() for entry in _functions(value)))
+        several = [value if isinstance(value, (tuple, list)) else (value,) for value in values.values()]
+        functions = (rule.function, *(entry for entries in several for entry in entries if callable(entry)))
         with refusing_chance(functions, f"in rule {rule.name}"), Reads(recorder), recorder:
             for key, value in values.items():
                 if changes(value):
@@ -645,11 +644,6 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         global_reduce.reset(reduce_token)
         precision_of.reset(precision_token)
         traced_by.reset(tracer_token)
-
-
-def _functions(value: Any) -> tuple[Any, ...]:
-    """The functions of the step that a hyperparameter is or has."""
-    return tuple(filter(callable, value if isinstance(value, (tuple, list)) else (value,)))
 
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:

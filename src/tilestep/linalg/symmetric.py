@@ -119,12 +119,7 @@ def _launcher(
     }
     count = blocks.count(rows)
     launcher = prepare(
-        _triton().symmetric_tiles,
-        matrices * count,
-        device,
-        constants,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
+        _triton().symmetric_tiles, matrices * count, device, constants, num_warps=blocks.warps, num_stages=blocks.stages
     )
     sizes = torch.tensor([rows, inner, count], dtype=torch.int64, device=device)
     return launcher, sizes, torch.ones(matrices, dtype=torch.float32, device=device)

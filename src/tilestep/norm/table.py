@@ -16,11 +16,7 @@ class NormTable:
     """Tiles of a fixed list of tensors' memory on one device; addresses come at each launch."""
 
     def __init__(
-        self,
-        device: torch.device,
-        numels: Sequence[int],
-        dtypes: Sequence[torch.dtype],
-        elements: int | None = None,
+        self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype], elements: int | None = None
     ) -> None:
         self._backend: TritonNorm | CpuNorm | EagerNorm
         if has_streams(device):

@@ -19,11 +19,7 @@ class TritonNorm:
     """The tiles' tables on the device, the partial results, and the launchers, each made when first needed."""
 
     def __init__(
-        self,
-        device: torch.device,
-        numels: Sequence[int],
-        dtypes: Sequence[torch.dtype],
-        elements: int | None = None,
+        self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype], elements: int | None = None
     ) -> None:
         self._device = device
         self._tile, self._step, self._warps = tile_shape(sum(numels) if elements is None else elements)

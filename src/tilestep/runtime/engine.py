@@ -330,10 +330,7 @@ class DeviceEngine:
             f"hyperparameters have changed since they were brought to the device; {PREPARE}",
         )
         seen = self.gradients.look(gradients)
-        require(
-            self.gradients.same_layout(seen),
-            f"gradients lie in memory otherwise than at the last step; {WARM_UP}",
-        )
+        require(self.gradients.same_layout(seen), f"gradients lie in memory otherwise than at the last step; {WARM_UP}")
         return seen
 
     @contextmanager

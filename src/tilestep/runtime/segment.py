@@ -334,10 +334,7 @@ class Segment:
         self.array_names = [array.name for array in spec.arrays if self.matrices or array.name not in scratch]
         self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
         self.read_addresses()
-        self._apart = {
-            *spec.program.graph.slice_states,
-            *(array.name for array in spec.arrays if array.elements != 1),
-        }
+        self._apart = {*spec.program.graph.slice_states, *(array.name for array in spec.arrays if array.elements != 1)}
         by_rows = bool(spec.program.slices.views) or spec.has_blocks
         self.own_strided = [
             index

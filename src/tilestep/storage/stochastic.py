@@ -80,12 +80,7 @@ def element_at_random(number: Term, dtype: torch.dtype, random: Term) -> Term:
 
 
 def code_at_random(
-    nearest: Term,
-    is_exact: Term,
-    number: Term,
-    number_of: Callable[[Term], Term],
-    random: Term,
-    codes: tuple[int, int],
+    nearest: Term, is_exact: Term, number: Term, number_of: Callable[[Term], Term], random: Term, codes: tuple[int, int]
 ) -> Term:
     """One of the two codes whose numbers are around a number, by how near it is to them."""
     near = number_of(nearest).named("near")

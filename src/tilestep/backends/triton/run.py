@@ -201,17 +201,14 @@ class CudaSegment(Segment):
                 prepare(sum_up_taps, bounds.shape[1], self.device, constants, num_warps=4, **EXACT),
                 [source, table(bounds[0]), table(bounds[1]), extremes, results],
             )
-            for bounds, source, results in (
-                (runs, partials, between),
-                (tensors, between, self.taps.totals),
-            )
+            for bounds, source, results in ((runs, partials, between), (tensors, between, self.taps.totals))
         ]
 
     def _launches(self) -> None:
         module, program = _module(self.spec), self.spec.program
         states = [f"{name}_state" for name in program.graph.scalar_states]
         grid = -(-len(self.entries) // _SCALAR_BLOCK)
-        scalar_arguments = self._arguments([*triton_backend.POINTERS["scalar"], *states])
+        scalar_arguments = [self._tables[name] for name in (*triton_backend.POINTERS["scalar"], *states)]
         self._scalar = [
             (self._prepare(module, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
             for index in range(len(program.scalars))
@@ -245,7 +242,7 @@ class CudaSegment(Segment):
         if tile.reductions:
             size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
             finish = self._prepare(module, f"finish_{index}", len(self.entries), size)
-            launches.append((finish, self._arguments(triton_backend.POINTERS["finish"])))
+            launches.append((finish, [self._tables[name] for name in triton_backend.POINTERS["finish"]]))
         return launches
 
     def _element_launches(
@@ -291,11 +288,7 @@ class CudaSegment(Segment):
             options = {"maxnreg": _RANDOM_REGISTERS if self.spec.draws else ahead}
         return prepare(kernel, grid, self.device, constants, num_warps=warps, **options, **EXACT)
 
-    def _arguments(self, names: Sequence[str]) -> list[torch.Tensor]:
-        return [self._tables[name] for name in names]
-
     def upload(self) -> None:
-        """Bring changed addresses and layouts to the device."""
         copy_to(self._tables["addresses"], np.ascontiguousarray(self.addresses.T))
         copy_to(self._tables["layout_index"], self.layout_index)
         copy_to(self._tables["streams"], self.streams)
@@ -312,14 +305,12 @@ class CudaSegment(Segment):
         self.set_tile_ranges(self.tile_ranges)
 
     def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
-        """Make the tables of each range; its launches are prepared at their first use."""
         self.tile_ranges = tile_ranges
         self._launches()
         self._range_tables = [range_tables(self, tile_range, self._tables) for tile_range in tile_ranges]
         self._window_launches: dict[tuple[int, int, bool, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
 
     def run_tile_range(self, index: int, position: int) -> None:
-        """Launch tile pass `index` over a range of tiles."""
         key = (index, position, self.unscales, self.measures)
         if key not in self._window_launches:
             tables, strided = self._range_tables[position]
@@ -332,37 +323,30 @@ class CudaSegment(Segment):
             launcher(*arguments)
 
     def finish_tile_ranges(self, index: int) -> None:
-        """Launch what adds up the tiles of all ranges, for each tensor."""
         tile = self.spec.program.tiles[index]
         if tile is not None and tile.reductions:
             launcher, arguments = self._tile[self.unscales, self.measures][index][-1]
             launcher(*arguments)
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
-        """The slot's array, and where each tensor's slices begin."""
         assert self.slices is not None
         return self.slices.slot(slot), self.slices.tables.starts_of(slot)
 
     def row_table(self) -> torch.Tensor:
-        """The row table."""
         return self._tables["rows"]
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Bring the hyperparameter table to the device."""
         copy_to(self.hyper, np.asarray(rows, dtype=np.float64))
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        """Copy a hyperparameter that lives on a device into the table, on the device."""
         self.hyper[row, column].copy_(tensor.detach(), non_blocking=True)
 
     def take_gradients_from(self, grads: torch.Tensor) -> None:
-        """Let launches read the gradients' addresses from another table."""
         before, self._tables["grads"] = self._tables["grads"], grads
         for _, arguments in itertools.chain(self._step_launches(False), self._step_launches(True)):
             arguments[:] = [grads if argument is before else argument for argument in arguments]
 
     def build(self) -> None:
-        """Build every kernel that a step like the last one launches."""
         launches = self.launches(self.unscales)
         build_together(launches, self.device)
         for launcher, arguments in launches:
@@ -373,12 +357,10 @@ class CudaSegment(Segment):
 
     @property
     def is_built(self) -> bool:
-        """Whether every kernel is built that a step launches which unscales as `unscales` says."""
         kernels = all(launcher.is_built for launcher, _ in self._step_launches(self.unscales))
         return kernels and (self.matrices is None or self.matrices.is_built)
 
     def launches(self, unscales: bool) -> list[Launch]:
-        """What a step launches that Triton builds."""
         return [*self._step_launches(unscales), *(self.matrices.launches() if self.matrices is not None else [])]
 
     def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
@@ -389,12 +371,10 @@ class CudaSegment(Segment):
         yield from self._finish_taps
 
     def scalar_pass(self, index: int) -> None:
-        """Launch scalar pass `index`."""
         launcher, arguments = self._scalar[index]
         launcher(*arguments)
 
     def tile_pass(self, index: int) -> None:
-        """Launch tile pass `index`, if there is one, and what finishes its reductions."""
         for launcher, arguments in self._tile[self.unscales, self.measures][index]:
             launcher(*arguments)
 

@@ -160,10 +160,7 @@ class CudaSlices:
         launches: list[Launch] = []
         for block, first, count in tiles.ranges:
             constants, options = build_options(self.spec, tile, block, unscale)
-            of_range = {
-                "tile_tensor": own["tile_tensor"][first : first + count],
-                "tile_base": own[f"base_{first}"],
-            }
+            of_range = {"tile_tensor": own["tile_tensor"][first : first + count], "tile_base": own[f"base_{first}"]}
             pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, tile)]
             kernel = prepare(getattr(module, name), count, self.device, constants, **options)
             launches.append((kernel, [{**common, **of_range}[pointer] for pointer in pointers]))
@@ -188,11 +185,7 @@ class CudaSlices:
             combined = self._combined(tile, slot, along_rows)
             count = len(combined["tile_tensor"]) if self.tables.slot_counts[slot] else 0
             arguments = {**common, **combined, "parts": common[f"parts_{slot}"], "out": common[f"slot_{slot}"]}
-            constants = {
-                "OPERATION": reduction.operation,
-                "SLICES": _COMBINED_SLICES,
-                "PARTS": _COMBINED_PARTS,
-            }
+            constants = {"OPERATION": reduction.operation, "SLICES": _COMBINED_SLICES, "PARTS": _COMBINED_PARTS}
             combine = prepare(combine_parts, count, self.device, constants)
             launches.append((combine, [arguments[pointer] for pointer in COMBINE_POINTERS]))
         if tile.reductions:

@@ -740,10 +740,7 @@ class _SliceKernel(TileMath):
             "row": ("first_line + (line + start)", "inside"),
             "column": ("(first_matrix * width + first_column) + (matrix * pitch + column)", _COLUMNS_INSIDE),
             "matrix": ("first_matrix + matrix", "matrix < matrices_left"),
-            "other": (
-                f"((corner + place) // span_{slot} * inner_{slot} + (corner + place) % inner_{slot})",
-                "mask",
-            ),
+            "other": (f"((corner + place) // span_{slot} * inner_{slot} + (corner + place) % inner_{slot})", "mask"),
         }[self._place(value)]
         masked_by = f", mask={mask}, other=0.0" if masked else ""
         return f"tl.load(slot_{slot} + start_{self._kind(slot)} + {pointer}{masked_by})"
@@ -1026,10 +1023,7 @@ class _Kernel(TileMath):
             "        while start < stop:",
         ]
         used = [(position, array) for position, array in self.walked if array is None or array.elements == 1]
-        inside = [
-            *self._masks(""),
-            *_walked_to(position for position, _ in used),
-        ]
+        inside = [*self._masks(""), *_walked_to(position for position, _ in used)]
         for position, array in used:
             if array is not None:
                 inside.append(f"{array.name}_array = {pointer_to(array)} + at_{position}")
