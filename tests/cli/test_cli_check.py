@@ -117,8 +117,8 @@ def broken_item(monkeypatch: pytest.MonkeyPatch, target: str, replacement: Calla
 def test_a_state_that_does_not_begin_as_declared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilestep.optimizer import states
 
-    right = states.restart
-    monkeypatch.setattr(states, "restart", lambda buffer, *rest: right(buffer, *rest) or buffer.mul_(1.5))
+    right = states._start
+    monkeypatch.setattr(states, "_start", lambda *given: 1.5 * right(*given))
     found = checked("Rprop", "float32")
     assert "step_size" in found.text or "the parameter" in found.text
     assert found.passed is False and "at step 1," in found.text
