@@ -148,7 +148,7 @@ def test_what_is_held_divides_the_tile(extents: tuple[int, int, int], bytes_read
 @pytest.mark.parametrize("operation", ["reduce_sum", "reduce_amax", "reduce_amin"])
 def test_parts_are_combined(operation: str) -> None:
     require_assembler()
-    from tilestep.backends.triton.slices_support import COMBINE_POINTERS, combine_parts
+    from tilestep.backends.triton.support import COMBINE_POINTERS, combine_parts
 
     constants = {"OPERATION": operation, "SLICES": 128, "PARTS": 8}
     assert "st.global" in compiled(combine_parts, COMBINE_POINTERS, torch.float32, constants)

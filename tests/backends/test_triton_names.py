@@ -151,7 +151,7 @@ def test_a_pass_may_read_nothing_but_pairs_of_codes() -> None:
     assert any("mean_address" in given(kernel) and "param_address" not in given(kernel) for kernel in kernels(module))
 
 
-@pytest.mark.parametrize("name", ["changes", "support", "slices_support"])
+@pytest.mark.parametrize("name", ["changes", "support"])
 def test_kernels_written_by_hand_are_compiled_once_for_all_alignments(name: str) -> None:
     """A launch refuses a kernel whose pointers are not listed; here without a GPU."""
     module = importlib.import_module(f"tilestep.backends.triton.{name}")

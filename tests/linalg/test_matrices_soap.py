@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilestep
 from tilestep import StateError
 from tilestep.backends.eager import EagerSegment
-from tilestep.linalg.conditions import StepBounds
+from tilestep.linalg.batches import StepBounds
 from tilestep.runtime import engine
 
 SHAPES = [(6, 7), (7, 6), (8, 8), (6, 7), (4, 4)]

@@ -581,37 +581,23 @@ def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[
     return False, None
 
 
-class CheckpointTypes:
-    """What torch.distributed.checkpoint asks of tensors that lie on several ranks."""
+def checkpoint_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:
+    """A block of a tensor that lies on several ranks, as torch.distributed.checkpoint asks for it."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    def chunk(self, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-        """A block of a tensor."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
-    def write_items(
-        self, name: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Any, Any]]
-    ) -> list[Any]:
-        """What is to be written of a tensor: one item for each block, given by its offsets and sizes."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=self.chunk(offsets, sizes), properties=TensorProperties(dtype=dtype), size=shape
-                ),
-            )
-            for offsets, sizes in chunks
-        ]
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def checkpoint_types() -> CheckpointTypes:
-    """The classes that torch.distributed.checkpoint asks for; imported when they are needed, for they take a while."""
-    return CheckpointTypes()
+def checkpoint_items(name: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """What a checkpoint is to write of a tensor: one item for each block, given by its offsets and sizes."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    items = []
+    for offsets, sizes in chunks:
+        data = TensorWriteData(checkpoint_chunk(offsets, sizes), TensorProperties(dtype=dtype), shape)
+        items.append(WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data))
+    return items
 
 
 def distributed_tensor_type() -> Any | None:

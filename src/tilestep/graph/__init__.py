@@ -12,13 +12,11 @@ from .ir import (
     Graph,
     Guard,
     Level,
-    Over,
     Value,
     ancestors,
     evaluate,
-    join,
     outcome,
 )
 from .lowering import size_from_end, sizes_of
-from .partition import MatrixPass, MatrixProgram, Program, ScalarPass, Slices, TilePass, View, partition, scalar_needs
+from .partition import MatrixPass, Program, ScalarPass, Slices, TilePass, View, partition, scalar_needs
 from .tracer import flat_numbers, known_numbers, trace

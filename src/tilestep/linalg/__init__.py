@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .bases import descending, eigenbasis, orthogonal_basis
-from .operations import MATRIX_OPERATIONS, MatrixOperation, keeping_to, limit_workspace, matmul, register, transpose
+from . import bases
+from .operations import MATRIX_OPERATIONS, keeping_to, limit_workspace
 from .orthogonal import COEFFICIENTS, orthogonalize

@@ -176,7 +176,7 @@ class CudaSlices:
 
     def _finishing(self, module: ModuleType, tile: TilePass, common: Mapping[str, torch.Tensor]) -> list[Launch]:
         # Imported here because it needs Triton.
-        from .slices_support import COMBINE_POINTERS, combine_parts
+        from .support import COMBINE_POINTERS, combine_parts
 
         launches = []
         for slot, reduction in tile.parts:

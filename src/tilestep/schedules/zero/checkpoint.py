@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compat import checkpoint_types, is_copy, is_empty_like, wrapper_tensor
+from ...compat import checkpoint_chunk, checkpoint_items, is_copy, is_empty_like, wrapper_tensor
 from ...errors import StateError
 from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
@@ -110,10 +110,10 @@ class ShardedTensorPiece(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
         chunks = [(offsets, sizes) for offsets, sizes, _ in self._blocks()]
-        return checkpoint_types().write_items(fqn, self.shape, self.dtype, chunks)
+        return checkpoint_items(fqn, self.shape, self.dtype, chunks)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return [checkpoint_types().chunk(offsets, sizes) for offsets, sizes, _ in self._blocks()]
+        return [checkpoint_chunk(offsets, sizes) for offsets, sizes, _ in self._blocks()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         for offsets, _, memory in self._blocks():
