@@ -166,73 +166,71 @@ class _Kind:
         return StateTemplate(self.part, self.group, self.graph, self.rule, self.spec.storages)
 
 
-class _Plans:
-    """Graphs and kernels of parameters, looked up once for all parameters of a kind."""
+_Kinds = dict[tuple[Any, ...], _Kind | None]  # None for one whose parameters of each shape are a kind of their own
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._known: dict[tuple[Any, ...], _Kind] = {}
-        self._by_shape: set[tuple[Any, ...]] = set()
 
-    def of(self, label: str, group_index: int, group: dict[str, Any], param: torch.Tensor, part: torch.Tensor) -> _Kind:
-        """The graph and the kernels of a parameter, of which a part is here."""
-        whole = self._optimizer.placement.wholes.get(param)
-        like = param if whole is None else whole
-        shape = real_shape(like) if like.is_complex() else like.shape
-        kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
-        if "state_dtype" in group:
-            kind = (*kind, label, shape)
-        alike = (*kind, shape) if kind in self._by_shape else kind
-        if alike not in self._known:
-            rule = self._optimizer.rule_of(group)
-            try:
-                graph = graph_of(rule, group, shape)
-            except MatrixError as error:
-                if param.is_complex():
-                    check_pairs(label, rule, None, is_sharded=is_distributed(param))
-                    raise
-                dims = "> 2" if len(shape) > 2 else "!= 2"
-                others = (
-                    f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
+def _kind_of(
+    optimizer: Optimizer, known: _Kinds, listed: tuple[str, int, dict[str, Any], torch.Tensor], part: torch.Tensor
+) -> _Kind:
+    """The graph and the kernels of a parameter, of which a part is here; looked up once for all of a kind."""
+    label, group_index, group, param = listed
+    whole = optimizer.placement.wholes.get(param)
+    like = param if whole is None else whole
+    shape = real_shape(like) if like.is_complex() else like.shape
+    kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
+    if "state_dtype" in group:
+        kind = (*kind, label, shape)
+    alike = (*kind, shape) if known.get(kind, kind) is None else kind
+    if alike not in known:
+        rule = optimizer.rule_of(group)
+        try:
+            graph = graph_of(rule, group, shape)
+        except MatrixError as error:
+            if param.is_complex():
+                check_pairs(label, rule, None, is_sharded=is_distributed(param))
+                raise
+            dims = "> 2" if len(shape) > 2 else "!= 2"
+            others = f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
+            raise MatrixError(
+                f"{label} of shape {tuple(shape)} is not a matrix, and {rule.name} works on matrices only; give it "
+                "to another rule, in a param group of its own: "
+                f"{others if rule.fallback is None else sorted_for(rule)} makes such groups"
+            ) from error
+        if param.is_complex():
+            check_pairs(label, rule, graph, is_sharded=is_distributed(param))
+        if graph.branches_on_sizes:
+            known[kind], alike = None, (*kind, shape)
+        own = grad_dtype(part if param.is_complex() else param)
+        named = "" if optimizer.placement.has_own_names else label
+        formats = storages(part, group, graph, rule, own, named, shape)
+        if param.is_complex():
+            check_complex_states(label, formats)
+        if is_distributed(param):
+            check_cut_blocks(label, param, formats)
+        spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
+        taps = optimizer.taps
+        if taps is not None:
+            if param.is_complex():
+                raise GradientError(
+                    f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
+                    "of its own without them"
                 )
-                raise MatrixError(
-                    f"{label} of shape {tuple(shape)} is not a matrix, and {rule.name} works on matrices only; give it "
-                    "to another rule, in a param group of its own: "
-                    f"{others if rule.fallback is None else sorted_for(rule)} makes such groups"
-                ) from error
-            if param.is_complex():
-                check_pairs(label, rule, graph, is_sharded=is_distributed(param))
-            if graph.branches_on_sizes:
-                self._by_shape.add(kind)
-                alike = (*kind, shape)
-            own = grad_dtype(part if param.is_complex() else param)
-            named = "" if self._optimizer.placement.has_own_names else label
-            formats = storages(part, group, graph, rule, own, named, shape)
-            if param.is_complex():
-                check_complex_states(label, formats)
-            if is_distributed(param):
-                check_cut_blocks(label, param, formats)
-            spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
-            taps = self._optimizer.taps
-            if taps is not None:
-                if param.is_complex():
-                    raise GradientError(
-                        f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
-                        "of its own without them"
-                    )
-                make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
-                spec = taps.spec(spec, make, part.device)
-            self._known[alike] = _Kind(graph, spec, part, group, rule)
-        return self._known[alike]
+            make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
+            spec = taps.spec(spec, make, part.device)
+        known[alike] = _Kind(graph, spec, part, group, rule)
+    found = known[alike]
+    assert found is not None
+    return found
 
 
 @_without_collection()
 def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
-    plans, by_device = _Plans(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
+    kinds, by_device = _Kinds(), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     at_home, state = optimizer.memory.is_beside, vars(optimizer)["state"]
-    for label, group_index, group, param in listed_once(optimizer):
+    for listed in listed_once(optimizer):
+        label, _, group, param = listed
         if not _begins(param, state, all_that_train=True):
             continue
         if not at_home:
@@ -241,7 +239,7 @@ def check_params(optimizer: Optimizer) -> None:
         part = as_real(part) if part.is_complex() else part
         if "master_weights" in group:
             check_master(label, part.dtype, group)
-        spec = plans.of(label, group_index, group, param, part).spec
+        spec = _kind_of(optimizer, kinds, listed, part).spec
         if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
             by_device.setdefault(part.device, []).append((label, part))
             specs[id(spec), part.device] = spec
@@ -267,7 +265,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     together = begins_together(optimizer)
     every = ahead or together
     home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state, all_that_train=every)])
-    requests, plans, exchanges = BufferRequests(), _Plans(optimizer), Exchanges()
+    requests, kinds, exchanges = BufferRequests(), _Kinds(), Exchanges()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
     for listed in listed_once(optimizer):
@@ -275,7 +273,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         if not _begins(param, state, all_that_train=every):
             dormant.append(param)
             continue
-        one = _planned(optimizer, plans, listed, state.get(param, {}), requests)
+        one = _planned(optimizer, kinds, listed, state.get(param, {}), requests)
         if one.spec.program.matrices.scratch and not is_whole(param):
             one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states))
         planned.append(one)
@@ -333,9 +331,9 @@ def begin_at_once(optimizer: Optimizer) -> None:
     """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before any step."""
     if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
         return
-    plans, requests = _Plans(optimizer), BufferRequests()
+    kinds, requests = _Kinds(), BufferRequests()
     planned = [
-        _planned(optimizer, plans, one, {}, requests)
+        _planned(optimizer, kinds, one, {}, requests)
         for one in listed_once(optimizer)
         if optimizer.rule_of(one[2]).at_once
         and not optimizer.state.get(one[3])
@@ -357,7 +355,7 @@ def _watched(optimizer: Optimizer) -> WatchedState:
 
 def _planned(
     optimizer: Optimizer,
-    plans: _Plans,
+    kinds: _Kinds,
     listed_param: tuple[str, int, dict[str, Any], torch.Tensor],
     values: Mapping[str, Any],
     requests: BufferRequests,
@@ -374,7 +372,7 @@ def _planned(
         part = home.part(param, part)
     if "master_weights" in group:
         check_master(label, part.dtype, group)
-    kind = plans.of(label, group_index, group, param, part)
+    kind = _kind_of(optimizer, kinds, listed_param, part)
     graph, template = kind.graph, kind.template
     unreal = not is_plain and is_unreal(whole)
 
@@ -421,7 +419,7 @@ def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """States with a checkpoint's values, copied unless they are the optimizer's buffers; those that begin with them."""
-    plans, requests = _Plans(optimizer), BufferRequests()
+    kinds, requests = _Kinds(), BufferRequests()
     together = begins_together(optimizer)
     begun = [
         one
@@ -432,7 +430,7 @@ def loaded_states(
     optimizer.memory.begin([(label, param) for label, _, _, param in begun])
     chosen = [one for one in begun if saved and not one[3].is_meta]
     live = optimizer.state
-    planned = [_planned(optimizer, plans, one, saved.get(one[3], {}), requests, live.get(one[3], {})) for one in chosen]
+    planned = [_planned(optimizer, kinds, one, saved.get(one[3], {}), requests, live.get(one[3], {})) for one in chosen]
     absent = [
         (name, id(request.state))
         for name, missing in requests.items()
