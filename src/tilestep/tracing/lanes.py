@@ -349,11 +349,10 @@ def _of_host(events: Events, threads: dict[Any, list[Call]], contexts: dict[Any,
     for thread, calls in threads.items():
         sent = [call for call in calls if call.is_named(_COMMUNICATION_RANGES, is_range=True)]
         communication = union(communication, ((call.start, call.stop) for call in sent))
-        for call in sent:
-            # Nothing links it to the step that has asked for it but that one comes after the other.
-            place = bisect_right(senders, (call.start, True)) - 1
-            if place >= 0 and senders[place][1]:
-                optimizer = union(optimizer, [(call.start, call.stop)])
+        # Nothing links a collective to the step that has asked for it but that one comes after the other.
+        places = [bisect_right(senders, (call.start, True)) - 1 for call in sent]
+        asked = [call for call, place in zip(sent, places) if place >= 0 and senders[place][1]]
+        optimizer = union(optimizer, ((call.start, call.stop) for call in asked))
         # What a backend's thread runs inside a collective is the collective.
         inside = union((call.start, call.stop) for call in sent)
         working[thread] = minus(union((call.start, call.stop) for call in calls if not call.is_range), inside)
