@@ -178,20 +178,6 @@ def check_rounding(group: Mapping[str, Any]) -> None:
         raise ValueError(f"Invalid seed: {seed!r}; it must be an integer from 0 to 2**64 - 1, the same on all ranks")
 
 
-def rounded_as_said(formats: Mapping[str, Storage], group: Mapping[str, Any], graph: Graph) -> dict[str, Storage]:
-    """Formats rounded as the group's `rounding` says; the few numbers of rows and columns are never at random."""
-    if group.get("rounding", ROUNDINGS[0]) == ROUNDINGS[0]:
-        return dict(formats)
-    rounded: dict[str, Storage] = {}
-    for name, storage in formats.items():
-        is_coarse = codec_of(storage).has_blocks or storage.precision in (torch.bfloat16, torch.float16)
-        if name in graph.slice_states:
-            rounded[name] = Plain(torch.float32) if is_coarse else storage
-        else:
-            rounded[name] = Stochastic(storage) if is_coarse else storage  # type: ignore[arg-type]
-    return rounded
-
-
 def check_complex_states(label: str, formats: Mapping[str, Storage]) -> None:
     """Raise for states of a complex parameter in what torch has no complex type of."""
     for name, storage in formats.items():
@@ -390,12 +376,15 @@ def storages(
     """Storage of the parameter, its gradient and each element state, in buffer order."""
     kind = master_kind(param.dtype, group)
     states = state_formats(param, group, graph, rule, label, param.shape if shape is None else shape)
-    rounded = rounded_as_said({"param": Plain(param.dtype), **states}, group, graph)
-    return {
-        "param": rounded.pop("param") if kind is None else kind.storage(param.dtype),
-        "grad": Plain(grad_dtype(param) if dtype is None else dtype),
-        **{name: rounded[name] for name in states},
-    }
+    formats: dict[str, Storage] = {"param": Plain(param.dtype), "grad": Plain(dtype or grad_dtype(param)), **states}
+    for name in ("param", *states) if group.get("rounding", ROUNDINGS[0]) != ROUNDINGS[0] else ():
+        storage: Any = formats[name]
+        if codec_of(storage).has_blocks or storage.precision in (torch.bfloat16, torch.float16):
+            # Numbers of rows and columns are few: they are not rounded at random.
+            formats[name] = Plain(torch.float32) if name in graph.slice_states else Stochastic(storage)
+    if kind is not None:
+        formats["param"] = kind.storage(param.dtype)
+    return formats
 
 
 class StateTemplate:
