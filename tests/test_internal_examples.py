@@ -748,10 +748,6 @@ def of_taps() -> None:
     >>> from tilestep.taps.taps import names_of
     >>> names_of([{"params": [torch.zeros(1), torch.zeros(1)]}])[0]
     ['0.0', '0.1']
-
-    >>> from tilestep.taps.plot import _ticks
-    >>> list(_ticks(17))
-    [0, 2, 4, 6, 8, 10, 12, 14, 16]
     """
 
 

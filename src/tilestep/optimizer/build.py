@@ -29,7 +29,7 @@ from ..placement import (
     is_whole,
     local_state,
 )
-from ..placement.local import ComplexMembers, as_complex, as_real, first_index, local_part, real_shape
+from ..placement.local import ComplexMembers, as_complex, as_real, first_index, local_part
 from ..rules import Rule
 from ..runtime import DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, kernel_spec, load_ahead
 from ..storage import entries_of
@@ -176,7 +176,7 @@ def _kind_of(
     label, group_index, group, param = listed
     whole = optimizer.placement.wholes.get(param)
     like = param if whole is None else whole
-    shape = real_shape(like) if like.is_complex() else like.shape
+    shape = torch.Size((*like.shape, 2)) if like.is_complex() else like.shape
     kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
     if "state_dtype" in group:
         kind = (*kind, label, shape)

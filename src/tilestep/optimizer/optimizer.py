@@ -151,7 +151,8 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
         without_defaults(defaults)
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
-        self.taps = self.taps or Taps.of(stats, track_changes)
+        if self.taps is None and (stats is not None or track_changes is not False):
+            self.taps = Taps(stats, track_changes)
         self.attached = () if self.taps is None else self.taps.attached
         self._plan: StepPlan | None = None
         self._masters: Masters | None = None
@@ -705,7 +706,7 @@ class Optimizer(torch.optim.Optimizer):
             "_rules": self._rules,
             "_given": self._given,
             "control": self.control,
-            "taps": self.taps.again() if self.taps is not None else None,
+            "taps": Taps(self.taps.asked, self.taps.tracks) if self.taps is not None else None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -302,11 +302,6 @@ def as_complex(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(tensor) if like.is_complex() else tensor
 
 
-def real_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape that `as_real` gives a tensor."""
-    return torch.Size((*tensor.shape, 2)) if tensor.is_complex() else tensor.shape
-
-
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, of which a complex one's memory holds its values: torch conjugates and negates lazily."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ class StatsPlot:
         norm = LogNorm(min(positive), max(positive)) if self.logarithmic and positive else None
         drawn = axes.imshow(numbers, aspect="auto", norm=norm, interpolation="nearest", cmap="viridis")
         axes.set_yticks(range(len(rows)), list(rows), fontsize=6)
-        places = _ticks(len(self.steps))
+        places = range(0, len(self.steps), max(1, math.ceil(len(self.steps) / 9)))
         axes.set_xticks(places, [str(self.steps[place]) for place in places])
         axes.set_xlabel("step")
         axes.set_title(self.column.replace("_", " "))
@@ -103,8 +102,3 @@ class StatsPlot:
         import matplotlib.pyplot as plt
 
         plt.close(axes.figure)
-
-
-def _ticks(count: int) -> Sequence[int]:
-    """At most nine places among so many."""
-    return range(0, count, max(1, math.ceil(count / 9)))

@@ -58,19 +58,10 @@ class Taps:
         self._first: tuple[list[str], torch.Tensor] | None = None
         self._room: dict[int, tuple[SegmentTaps, int]] = {}  # where each parameter is measured, by `id`
 
-    @classmethod
-    def of(cls, stats: Any, track_changes: Any) -> Taps | None:
-        """What these ask for; None where that is nothing."""
-        return cls(stats, track_changes) if stats is not None or track_changes is not False else None
-
     @property
     def attached(self) -> tuple[str, ...]:
         """What was asked for, as `combinations.REFUSED` calls it."""
         return (*(("stats",) if self.asked is not None else ()), *(("track_changes",) if self.tracks else ()))
-
-    def again(self) -> Taps:
-        """The same for another optimizer: nothing measured yet."""
-        return Taps(self.asked, self.tracks)
 
     def spec(self, spec: KernelSpec, make: Callable[[KernelTaps], KernelSpec], device: torch.device) -> KernelSpec:
         """What kernels are built from that mark changed weights, where they can."""
