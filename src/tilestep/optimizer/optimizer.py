@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,23 +23,25 @@ from ..compat import (
 )
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
-from ..placement import LOCAL, Placement, ReductionGroup
+from ..placement import LOCAL, Placement, ReductionGroup, distribute, local_state
+from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
 from ..runtime import Stale, StepInputs
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.schedule import AT_STEP, Schedule
+from ..storage import entries_of, kept_in_blocks, values_of
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
 from ..tensor_watch import taken_gradients
 from .build import begin_at_once, begins_together, build_plan, check_params, flat_part, require_no_real, spec_of
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl, TimesMean
-from .evaluation import holds_averages, keeps_averages, swap_in_averages, swap_out_averages
 from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
-from .masters import Masters, MasterWeights
+from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
+from .parameters import iter_params, param_states
 from .plan import StepPlan
-from .states import ParameterState, StateDtype, WatchedState, keeping_squares
+from .states import SQUARES, TRAINING, ParameterState, StateDtype, WatchedState, compute_dtype, keeping_squares
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -776,6 +778,63 @@ def _class_for(rule: Rule) -> type[Optimizer]:
 def named_optimizers() -> dict[str, type[Optimizer]]:
     """Class name to class, for every rule in the registry when it is first called; the same classes each time."""
     return {name: _class_for(rule) for name, rule in registry.items()}
+
+
+def keeps_averages(optimizer: Optimizer) -> bool:
+    """Whether a rule has weights to evaluate that are not those that train."""
+    return any(optimizer.rule_of(group).evaluation is not None for group in optimizer.param_groups)
+
+
+def holds_averages(optimizer: Optimizer) -> bool:
+    """Whether a parameter holds its weights to evaluate."""
+    return any(TRAINING in state for _, state in param_states(optimizer))
+
+
+@torch.no_grad()
+def swap_in_averages(optimizer: Optimizer) -> None:
+    """Put into every parameter whose rule keeps an average this average; the training weights go into its state."""
+    plan = optimizer.plan
+    if plan is not None and not optimizer.is_evaluating:
+        plan.sync_masters()
+        plan.record_versions()
+    with nullcontext() if plan is None else plan.masters.own_writes():
+        for label, _, group, param in iter_params(optimizer):
+            rule, state = optimizer.rule_of(group), optimizer.state.get(param)
+            if rule.evaluation is None or not state or TRAINING in state:
+                continue
+            whole = local_part(param)
+            part = as_real(whole)
+            compute = compute_dtype(part)
+            squares = {name for name, start in rule.states.items() if start.shape in SQUARES}
+            entries = entries_of(state, rule.state_names)
+            names = {*MASTER_KEYS, *rule.state_names, *entries} - squares
+            ends = {"row": param.dim(), "column": param.dim() - 1}
+            sliced = {name: ends[start.shape] for name, start in rule.states.items() if start.shape in ends}
+            overs = {name: (end - 1, end) for name, end in sliced.items()}
+            own = local_state(label, state, param, names, overs, squares, entries)
+            buffers: dict[str, torch.Tensor] = {}
+            for name in rule.state_names:
+                if isinstance(own.get(name), torch.Tensor):
+                    blocks = kept_in_blocks(own, name)
+                    kept = as_real(own[name]) if blocks is None else values_of(blocks, own, name, shape=part.shape)
+                    buffers[name] = kept.to(part.device, compute)
+            training = exact_values(part, own).to(part.device, compute)
+            numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}
+            average = rule.evaluated(training, buffers, numbers)
+            state[TRAINING] = distribute(whole.detach().clone(), param)
+            part.copy_(average)
+            torch.autograd.graph.increment_version(param)
+
+
+@torch.no_grad()
+def swap_out_averages(optimizer: Optimizer) -> None:
+    """Put the training weights back, bit for bit."""
+    plan = optimizer.plan
+    with nullcontext() if plan is None else plan.masters.own_writes():
+        for param, state in param_states(optimizer):
+            if TRAINING in state:
+                copy_into(param, state.pop(TRAINING))
+                torch.autograd.graph.increment_version(param)
 
 
 class AttachedType(type):
