@@ -48,37 +48,23 @@ def gigabytes(count: float) -> str:
 
 def available() -> tuple[int, str]:
     """Host memory that can still be taken, in bytes, and what sets the limit."""
-    limits = [(_system(), "memory of the system"), (_control_group(), "limit of the control group")]
-    limits.append((_address_space(), "limit of the process's address space"))
-    readable = [(count, limit) for count, limit in limits if count is not None]
-    return min(readable) if readable else (1 << 62, "unknown")
-
-
-def _system() -> int | None:
+    limits: list[tuple[int, str]] = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    return None
-
-
-def _control_group() -> int | None:
-    """What version 2 of Linux's control groups leaves; pages of files that are not in use can be taken."""
+        limits.append((int(line.split()[1]) * 1024, "memory of the system"))
     with contextlib.suppress(OSError, ValueError):
+        # What version 2 of Linux's control groups leaves; pages of files that are not in use can be taken.
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         used = int((_CONTROL_GROUP / "memory.current").read_text())
         lines = (_CONTROL_GROUP / "memory.stat").read_text().splitlines()
         idle = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        return max(limit - used + idle, 0)
-    return None
-
-
-def _address_space() -> int | None:
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
+        limits.append((max(limit - used + idle, 0), "limit of the control group"))
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
     with contextlib.suppress(OSError, ValueError):
-        return max(limit - int(_STATM.read_text().split()[0]) * resource.getpagesize(), 0)
-    return None
+        if space != resource.RLIM_INFINITY:
+            pages = int(_STATM.read_text().split()[0])
+            limits.append((max(space - pages * resource.getpagesize(), 0), "limit of the process's address space"))
+    return min(limits) if limits else (1 << 62, "unknown")
 
 
 class HostMemory:
