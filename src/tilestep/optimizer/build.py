@@ -89,14 +89,16 @@ def build_engines(
     controls: list[DeviceControl] = []
     places: dict[Any, list[int]] = {}
     for device, by_spec in by_device.items():
-        divided = _divided(optimizer, by_spec, members)
+        divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
+        for spec, entries in by_spec:
+            for entry in entries:
+                own = divided.setdefault(optimizer.schedule.part_of(members[id(entry)]), {})
+                own.setdefault(id(spec), (spec, []))[1].append(entry)
         control = DeviceControl(device)
         controls.append(control)
+        cut = [home.split_segments(list(own.values())) for own in divided.values()]
         made = [
-            DeviceEngine(
-                device, home.split_segments(own), optimizer.param_groups, keys, control.numbers, home.on_segment
-            )
-            for own in divided.values()
+            DeviceEngine(device, own, optimizer.param_groups, keys, control.numbers, home.on_segment) for own in cut
         ]
         if len(made) > 1:
             joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)
@@ -106,18 +108,6 @@ def build_engines(
             places.setdefault(part, []).append(place)
         engines.extend(made)
     return engines, controls, places
-
-
-def _divided(
-    optimizer: Optimizer, by_spec: BySpec, members: Mapping[int, torch.Tensor]
-) -> dict[Any, list[tuple[KernelSpec, list[Entry]]]]:
-    """The entries of one device by part."""
-    divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
-    for spec, entries in by_spec:
-        for entry in entries:
-            own = divided.setdefault(optimizer.schedule.part_of(members[id(entry)]), {})
-            own.setdefault(id(spec), (spec, []))[1].append(entry)
-    return {part: list(own.values()) for part, own in divided.items()}
 
 
 @contextmanager
