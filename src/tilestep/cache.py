@@ -170,7 +170,10 @@ def _open_verified(directory: Path, name: str) -> CachedFile | None:
             if why:
                 _warn_once(f"tilestep does not use {path}: {why}; remove it", str(path))
                 return None
-            content = _unsealed(name, _read(handle)) if stat.S_ISREG(status.st_mode) else None
+            content = _read(handle) if stat.S_ISREG(status.st_mode) else None
+            if content is not None and name.endswith(_SEALED):
+                content, seal = content[:-_SEAL_LENGTH], content[-_SEAL_LENGTH:]
+                content = content if seal == _seal(name, content) else None
             if content is not None:
                 stack.pop_all()
                 return CachedFile(path, handle, content)
@@ -180,13 +183,6 @@ def _open_verified(directory: Path, name: str) -> CachedFile | None:
 def _read(handle: int) -> bytes:
     with open(handle, "rb", closefd=False) as file:
         return file.read()
-
-
-def _unsealed(name: str, content: bytes) -> bytes | None:
-    """What a file holds before its checksum, None if that is not there or not right; other files hold all of it."""
-    if not name.endswith(_SEALED):
-        return content
-    return content[:-_SEAL_LENGTH] if content[-_SEAL_LENGTH:] == _seal(name, content[:-_SEAL_LENGTH]) else None
 
 
 def _seal(name: str, content: bytes) -> bytes:

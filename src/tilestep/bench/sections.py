@@ -136,20 +136,18 @@ def _tilestep(parameters: Sequence[Tensor], **options: Any) -> Any:
     return Optimizer(parameters, "AdamW", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
 
 
-def _optimi(parameters: Sequence[Tensor]) -> Any:
-    adamw = importlib.import_module("optimi").AdamW
-    return adamw(parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=WEIGHT_DECAY, eps=1e-8, kahan_sum=False)
+def _of_peer(module: str, name: str, **options: Any) -> Build:
+    def build(parameters: Sequence[Tensor]) -> Any:
+        own = {"storage_dtype": str(parameters[0].dtype).removeprefix("torch.")} if module == "heavyball" else {}
+        adamw = getattr(importlib.import_module(module), name)
+        return adamw(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options, **own)
+
+    return build
 
 
-def _flashoptim(parameters: Sequence[Tensor]) -> Any:
-    adamw = importlib.import_module("flashoptim").FlashAdamW
-    return adamw(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, quantize=False, master_weight_bits=None)
-
-
-def _heavyball(parameters: Sequence[Tensor]) -> Any:
-    adamw = importlib.import_module("heavyball").AdamW
-    dtype = str(parameters[0].dtype).removeprefix("torch.")
-    return adamw(parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=WEIGHT_DECAY, storage_dtype=dtype)
+_optimi = _of_peer("optimi", "AdamW", betas=(0.9, 0.999), eps=1e-8, kahan_sum=False)
+_flashoptim = _of_peer("flashoptim", "FlashAdamW", quantize=False, master_weight_bits=None)
+_heavyball = _of_peer("heavyball", "AdamW", betas=(0.9, 0.999))
 
 
 PEERS = [

@@ -82,19 +82,6 @@ def rule_place() -> Place:
     return Place(f"{file}:{frame.f_lineno}", name, f"{file}:{first}")
 
 
-def raised_at(error: BaseException) -> str:
-    """`file:line` of the rule's innermost frame that an error came through, or an empty string."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
-    return lines[-1] if lines else ""
-
-
-def is_of_torch(error: BaseException) -> bool:
-    """Whether torch has raised an error, and not the rule."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch")
-
-
 def _is_internal(frame: types.FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("torch", "tilestep.graph", "tilestep.linalg", "contextlib")) or module in (
@@ -541,13 +528,11 @@ class Reads(ScalarCalls):
         bare = name.strip("_").removesuffix(".default")
         if bare in LOWERINGS or bare in _ALIKE:
             return False
-        return any(isinstance(leaf, torch.Tensor) and self._may_have_dimensions(leaf) for leaf in tree_leaves(given))
-
-    def _may_have_dimensions(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the rule has dimensions for some parameter, if not for this one."""
-        node = self.recorder.node_of.get(id(tensor))
-        is_data = node is not None and self.recorder.values[node].level > Level.GROUP
-        return tensor.dim() > 0 or (is_data and self.recorder.build.dims == 0)
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        nodes = [self.recorder.node_of.get(id(tensor)) for tensor in tensors]
+        has_data = any(node is not None and self.recorder.values[node].level > Level.GROUP for node in nodes)
+        # Data without dimensions for this parameter has some for others.
+        return any(tensor.dim() > 0 for tensor in tensors) or (has_data and self.recorder.build.dims == 0)
 
 
 _ALIKE = frozenset(
@@ -635,9 +620,12 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         # Operators of tensors turn a TypeError, and so ours, into "unsupported operand type(s)".
         if recorder.refused or isinstance(error, TilestepError):
             raise recorder.refused or error from None
-        if not isinstance(error, (TypeError, RuntimeError, IndexError)) and not is_of_torch(error):
+        frames = list(traceback.walk_tb(error.__traceback__))
+        is_of_torch = bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("torch")
+        if not isinstance(error, (TypeError, RuntimeError, IndexError)) and not is_of_torch:
             raise  # the rule's own
-        where = raised_at(error) or rule.where
+        lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
+        where = lines[-1] if lines else rule.where
         raise RuleError(f"{where}: in rule {rule.name}: {error}; {ALTERNATIVE}") from error
     finally:
         scalar_factory.reset(token)

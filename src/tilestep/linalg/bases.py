@@ -21,10 +21,6 @@ def _eigenbasis(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch
     return _into(torch.linalg.eigh(square + shift).eigenvectors.flip(-1), out)
 
 
-def _orthogonal_basis(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
-    return _into(torch.linalg.qr(_finite(operands[0])).Q, out)
-
-
 def _finite(squares: torch.Tensor) -> torch.Tensor:
     """The matrices, with the identity for those that have overflowed: LAPACK raises for them, or gives NaN."""
     identity = torch.eye(squares.size(-1), dtype=squares.dtype, device=squares.device)
@@ -58,7 +54,9 @@ def _registered(name: str, operands: int, run: Run, *, waits: bool = False) -> C
 eigenbasis = _registered("eigenbasis", 1, _eigenbasis, waits=True)
 """The eigenvectors of a symmetric matrix as columns, that of the largest eigenvalue first."""
 
-orthogonal_basis = _registered("orthogonal_basis", 1, _orthogonal_basis, waits=True)
+orthogonal_basis = _registered(
+    "orthogonal_basis", 1, lambda operands, _, out: _into(torch.linalg.qr(_finite(operands[0])).Q, out), waits=True
+)
 """Orthogonal columns that span what the first columns of a square matrix span: Q of its QR decomposition."""
 
 descending = _registered("descending", 2, _descending)

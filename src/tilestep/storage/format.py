@@ -378,9 +378,11 @@ def _apply(value: Value, args: list[Any], given: Mapping[str, torch.Tensor], com
     if operation == "narrow":
         return args[0].to(getattr(torch, value.dtype))
     if operation == "bits":
-        return _bits(args[0])
+        is_number = args[0].is_floating_point()
+        return (args[0].view(_OF_SIZE[args[0].dtype.itemsize]) if is_number else args[0]).to(torch.int32)
     if operation == "of_bits":
-        return _of_bits(args[0], getattr(torch, value.dtype or "float32"))
+        dtype, bits = getattr(torch, value.dtype or "float32"), args[0]
+        return bits.to(_OF_SIZE[dtype.itemsize]).view(dtype) if dtype.is_floating_point else bits.to(dtype)
     if operation == "whole":
         return args[0].to(torch.int32)
     if operation == "real":
@@ -416,12 +418,3 @@ _ON_TENSORS: Mapping[str, Any] = {
 _SIGN = -(2**31)
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    same = tensor if not tensor.is_floating_point() else tensor.view(_OF_SIZE[tensor.dtype.itemsize])
-    return same.to(torch.int32)
-
-
-def _of_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return bits.to(dtype) if not dtype.is_floating_point else bits.to(_OF_SIZE[dtype.itemsize]).view(dtype)
