@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -344,7 +344,19 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
-    check_rules(before, saved, optimizer.rule_of)
+    for index, (old, theirs) in enumerate(zip(before, saved)):
+        rule = optimizer.rule_of(old)
+        if theirs.get("rule", rule.name) != rule.name:
+            raise StateError(
+                f"group {index} of the checkpoint is of rule {theirs['rule']}, this optimizer's is of {rule.name}"
+            )
+        # What AdamW is, and Adam may be.
+        wanted = rule.options.get("decoupled_weight_decay")
+        if wanted is not None and bool(theirs.get("decoupled_weight_decay", wanted)) is not wanted:
+            raise StateError(
+                f"group {index} of the checkpoint has decoupled_weight_decay={not wanted}, this optimizer's is of "
+                f"{rule.name}, which has {wanted}: load it into tilestep.Adam"
+            )
     groups = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in saved])
     for index, (group, old) in enumerate(zip(groups, before)):
         rule, own = optimizer.rule_of(old), {**GROUP_OPTIONS, **old}
@@ -374,27 +386,6 @@ def states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.state = state
-
-
-def check_rules(
-    groups: Sequence[Mapping[str, Any]],
-    saved: Sequence[Mapping[str, Any]],
-    rule_of: Callable[[Mapping[str, Any]], Rule],
-) -> None:
-    """Raise if a checkpoint says that a group has another rule."""
-    for index, (group, other) in enumerate(zip(groups, saved)):
-        rule = rule_of(group)
-        if other.get("rule", rule.name) != rule.name:
-            raise StateError(
-                f"group {index} of the checkpoint is of rule {other['rule']}, this optimizer's is of {rule.name}"
-            )
-        # What AdamW is, and Adam may be.
-        wanted = rule.options.get("decoupled_weight_decay")
-        if wanted is not None and bool(other.get("decoupled_weight_decay", wanted)) is not wanted:
-            raise StateError(
-                f"group {index} of the checkpoint has decoupled_weight_decay={not wanted}, this optimizer's is of "
-                f"{rule.name}, which has {wanted}: load it into tilestep.Adam"
-            )
 
 
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:

@@ -737,7 +737,13 @@ _COMMON = {
 """What every optimizer takes beside its rule's hyperparameters, by keyword."""
 
 
-def _signature(rule: Rule) -> inspect.Signature:
+_ARGUMENTS = f"""Args:
+    params: parameters, named parameters, or param groups.
+    {", ".join(_COMMON)}: as for `tilestep.Optimizer`; the others are the rule's hyperparameters.
+"""
+
+
+def _class_for(rule: Rule) -> type[Optimizer]:
     kinds = inspect.Parameter
     parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD), kinds("params", kinds.POSITIONAL_OR_KEYWORD)]
     defaults = {**rule.hyperparameters, **rule.options, **_COMMON}
@@ -746,17 +752,7 @@ def _signature(rule: Rule) -> inspect.Signature:
     keyword = [key for key in (*rule.keyword_only, *rule.options, *_COMMON) if key not in positional]
     parameters += [kinds(key, kinds.POSITIONAL_OR_KEYWORD, default=defaults[key]) for key in positional]
     parameters += [kinds(key, kinds.KEYWORD_ONLY, default=defaults[key]) for key in keyword]
-    return inspect.Signature(parameters)
-
-
-_ARGUMENTS = f"""Args:
-    params: parameters, named parameters, or param groups.
-    {", ".join(_COMMON)}: as for `tilestep.Optimizer`; the others are the rule's hyperparameters.
-"""
-
-
-def _class_for(rule: Rule) -> type[Optimizer]:
-    signature = _signature(rule)
+    signature = inspect.Signature(parameters)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
