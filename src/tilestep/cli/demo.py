@@ -44,6 +44,8 @@ def register(app: typer.Typer) -> None:
         parameters = list(GPT(recipe.size).parameters())
         count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"
         console.print(f"a GPT over bytes, {count}, on {device_name(recipe.device)}", highlight=False)
+        if not console.is_terminal:
+            console.print(f"{len(entries())} trainings of {steps} steps by turns: minutes on a CPU", highlight=False)
         columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
             competing = entries()
