@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,18 @@ def test_defaults_are_candidates(device_type: str, kind: str) -> None:
     dtype, options = KINDS[kind]
     shape = default_shape(spec_of("AdamW", dtype=dtype, **options), device_type)
     assert shape in CANDIDATES[device_type] + STAGED[device_type]
+
+
+def test_masters_have_shapes_of_their_own() -> None:
+    """Those that tuning found on an H200; sums stay as they were cut."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
+    assert default_shape(spec_of("AdamW", **options), "cuda") == TileShape(512, 2, 3)
+    assert default_shape(spec_of("Lion", **options), "cuda") == TileShape(512, 4, 3)
+    assert default_shape(spec_of("LAMB", **options), "cuda") == TileShape(512, 4, 3)
+    assert default_shape(spec_of("AdamW", **options, state_dtype="int8"), "cuda") == TileShape(512, 4, 16, 3)
+    assert default_shape(spec_of("LAMB", **options, state_dtype="int8"), "cuda") == TileShape(512, 2, 8)
+    random = spec_of("AdamW", **options, state_dtype="int8", rounding="stochastic")
+    assert default_shape(random, "cuda") == TileShape(512, 2, 8)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])

@@ -101,11 +101,18 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
     if device_type == "cpu":
         return TileShape(16_384)
+    wide = [] if spec is None else [array for array in (spec.grad, *spec.arrays) if array.dtype.itemsize > 2]
+    # Another cut adds sums up in another order: what has sums keeps those that it had.
+    has_master = spec is not None and not spec.reduction_count and any(array.name == "master_param" for array in wide)
     if spec is not None and spec.has_blocks:
-        if any(array.dtype.itemsize > 2 for array in (spec.grad, *spec.arrays)) or spec.draws:
+        if has_master and len(wide) == 1 and not spec.draws:
+            return TileShape(512, 4, 16, 3)
+        if wide or spec.draws:
             # Arithmetic is what these wait for, or registers, and not memory.
             return TileShape(512, 2, 8)
         return TileShape(1024, 4, 8, 3)
+    if has_master and len(wide) > 2 and spec is not None and spec.grad.dtype.itemsize == 2 and not spec.draws:
+        return TileShape(512, 2, 3)
     if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
         # More elements a thread: their hashes run beside each other, where few programs fit for registers.
         return TileShape(512, 2, 6)

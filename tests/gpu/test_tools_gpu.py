@@ -59,6 +59,7 @@ def test_every_rule_passes_every_check(name: str, outcomes: dict[str, Future[lis
         (torch.float32, {}, CANDIDATES["cuda"]),
         (torch.bfloat16, {}, CANDIDATES["cuda"]),
         (torch.bfloat16, {"state_dtype": "int8", "master_weights": "int8"}, STAGED["cuda"]),
+        (torch.bfloat16, {"state_dtype": "int8", "master_weights": True}, (TileShape(512, 2, 8), *STAGED["cuda"])),
     ],
 )
 def test_every_tile_shape_gives_the_same_bits(
