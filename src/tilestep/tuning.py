@@ -107,7 +107,7 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     if spec is not None and spec.has_blocks:
         if has_master and len(wide) == 1 and not spec.draws:
             return TileShape(512, 4, 16, 3)
-        if wide or spec.draws:
+        if wide or (spec.draws and spec.reduction_count):
             # Arithmetic is what these wait for, or registers, and not memory.
             return TileShape(512, 2, 8)
         return TileShape(1024, 4, 8, 3)

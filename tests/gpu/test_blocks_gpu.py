@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import test_resharding as resharding
 import torch
-from block_rows import FORMATS, RULES, SHAPES, as_bits, numbers
+from block_rows import FORMATS, RULES, SHAPES, as_bits, check_float8, check_infinite_roots, check_largest_roots, numbers
 from rank_processes import each_passes
 from torch import nn
 
@@ -53,6 +53,17 @@ def test_numbers_are_kept_and_read_as_torch_does_on_a_cpu(format: str, strided: 
     optimizer.step()
     for param, values in zip(params, wanted_values):
         assert torch.equal(as_bits(param.detach().cpu().contiguous()), as_bits(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float8_is_torch_s(dtype: torch.dtype) -> None:
+    check_float8(dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_roots_of_infinite_blocks_and_of_the_largest(dtype: torch.dtype) -> None:
+    check_infinite_roots(dtype, device="cuda")
+    check_largest_roots(dtype, device="cuda")
 
 
 @pytest.mark.parametrize("format", FORMATS)

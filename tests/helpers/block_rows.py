@@ -133,4 +133,87 @@ def check_infinities(over_rows: bool = False) -> None:
         torch.testing.assert_close(kept[~beside], wanted[~beside], rtol=2**-10, atol=1e-9)
 
 
-__all__ = ["BACKENDS", "FORMATS", "SHAPES", "backend", "check_blocks", "check_infinities"]
+def float8_numbers() -> torch.Tensor:
+    """Every bfloat16 and float16 of up to 448, and numbers of float32 around and at ties; 448 in each block."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes + torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()) / 2
+    numbers = [every.view(torch.bfloat16).float(), every.view(torch.float16).float()]
+    numbers += [sign * ties.nextafter(toward) for sign in (1, -1) for toward in (ties, 0 * ties, 2 * ties)]
+    numbers.append(torch.randn(9000, generator=torch.Generator().manual_seed(0)).exp().square())
+    kept = torch.cat(numbers)
+    kept = kept[kept.abs() <= 448]
+    rows = torch.full((-(-len(kept) // 127), 128), 448.0)
+    rows[:, 1:] = torch.cat([kept, kept.new_zeros(len(rows) * 127 - len(kept))]).view(-1, 127)
+    return rows
+
+
+def check_float8(dtype: torch.dtype = torch.float32, device: str = "cpu", few: bool = False) -> None:
+    """Codes are those of torch's conversion, and all are read as torch reads them."""
+    numbers = float8_numbers()
+    numbers = numbers[:: 40 if few else 1]
+    numbers = numbers if dtype is torch.float32 else numbers.to(dtype).float().clamp(-448, 448)
+    numbers[numbers == 0] = 0  # without signs
+    for signed, rule in RULES.items():
+        param = torch.nn.Parameter(torch.zeros(numbers.shape, dtype=dtype, device=device))
+        optimizer = tilestep.Optimizer([("p", param)], rule, state_dtype=lambda _: "float8_e4m3")
+        param.grad = numbers.to(dtype).to(device)
+        optimizer.step()
+        state = optimizer.state[param]
+        # Float8's denormals are those of a float32 with its bias, to which numbers are rounded first.
+        rounded = numbers * 2.0**-120 * 2.0**120
+        wanted = (rounded if signed else rounded.abs()).to(torch.float8_e4m3fn).view(torch.uint8)
+        wanted = wanted if signed else torch.where(numbers != 0, wanted.clamp(min=1), wanted)
+        assert torch.equal(state["kept"].cpu().view(torch.uint8), wanted)
+        assert (state["kept_scales"] == 448).all()
+        every = torch.arange(256 if signed else 128, dtype=torch.int32).to(torch.uint8)
+        codes = every.repeat(-(-numbers.numel() // len(every)))
+        codes = codes[: numbers.numel()].view(numbers.shape).view(torch.float8_e4m3fn)
+        state["kept"].copy_(codes)
+        optimizer.step()
+        assert torch.equal(as_bits(param.detach().cpu()), as_bits(codes.to(dtype)))
+
+
+def check_infinite_roots(dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    """In a block with an infinity the roots of all numbers but zero are infinite, those of zero NaN; with NaN all."""
+    for format in ("int8", "int4"):
+        param = torch.nn.Parameter(torch.zeros(2, 300, dtype=dtype, device=device))
+        optimizer = tilestep.Optimizer([("p", param)], RULES[False], state_dtype=lambda _, choice=format: choice)
+        given = torch.linspace(-3, 3, 600).reshape(2, 300)
+        given[:, 7] = 0
+        given[0, 3], given[1, 140], given[1, 299] = torch.inf, -torch.inf, torch.nan
+        param.grad = given.to(dtype).to(device)
+        for _ in range(2):
+            optimizer.step()
+        kept = param.detach().float().cpu()
+        infinite, missing = torch.zeros(2, 300, dtype=torch.bool), torch.zeros(2, 300, dtype=torch.bool)
+        infinite[0, :128] = infinite[1, 128:256] = missing[1, 256:] = True
+        missing[0, 7], infinite[0, 7] = True, False
+        assert torch.equal(kept.isnan(), missing) and torch.equal(kept == torch.inf, infinite), (format, dtype)
+
+
+def check_largest_roots(dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    """The largest of a block has one of the largest codes, whose scale is rounded up or down by up to a 256th."""
+    for format, largest in {"int8": 255, "int4": 15}.items():
+        param = torch.nn.Parameter(torch.zeros(256, 128, dtype=dtype, device=device))
+        optimizer = tilestep.Optimizer([("p", param)], RULES[False], state_dtype=lambda _, choice=format: choice)
+        given = torch.rand(256, 128, generator=torch.Generator().manual_seed(0)) / 2
+        given[:, 5] = torch.linspace(1, 4, 257)[:-1]
+        param.grad = given.to(dtype).to(device)
+        optimizer.step()
+        codes = optimizer.state[param]["kept"].cpu()
+        found = codes[:, 5] if format == "int8" else codes[:, 2] >> 4
+        assert (found >= largest - 1).all() and (found == largest).any(), (format, dtype)
+
+
+__all__ = [
+    "BACKENDS",
+    "FORMATS",
+    "SHAPES",
+    "backend",
+    "check_blocks",
+    "check_float8",
+    "check_infinite_roots",
+    "check_infinities",
+    "check_largest_roots",
+]

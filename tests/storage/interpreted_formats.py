@@ -5,7 +5,15 @@ from __future__ import annotations
 import warnings
 
 import torch
-from block_rows import FORMATS, SHAPES, check_blocks, check_infinities
+from block_rows import (
+    FORMATS,
+    SHAPES,
+    check_blocks,
+    check_float8,
+    check_infinite_roots,
+    check_infinities,
+    check_largest_roots,
+)
 from format_rows import ROWS, backend, check_kept, check_training
 from random_rows import check_elements, check_states
 
@@ -23,6 +31,10 @@ if __name__ == "__main__":
             check_blocks(format, [(4, 3, 96)], strided=True, over_rows=True)
         check_infinities()
         check_infinities(over_rows=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            check_infinite_roots(dtype)
+            check_largest_roots(dtype)
+            check_float8(dtype, few=True)
         check_elements(torch.bfloat16, few=True)
         for format in ("float16", *FORMATS):
             check_states(format, [(4, 3, 96)])

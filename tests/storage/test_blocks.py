@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from block_rows import BACKENDS, FORMATS, SHAPES, backend, check_blocks, check_infinities
+from block_rows import (
+    BACKENDS,
+    FORMATS,
+    SHAPES,
+    backend,
+    check_blocks,
+    check_float8,
+    check_infinite_roots,
+    check_infinities,
+    check_largest_roots,
+)
 
 import tilestep
 from tilestep.errors import StateError
@@ -28,6 +38,21 @@ def test_numbers_are_kept_as_torch_keeps_them(format: str, name: str, strided: b
 def test_infinities_of_float16_blocks_stay(name: str, over_rows: bool) -> None:
     with backend(name):
         check_infinities(over_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_float8_is_torch_s(name: str, dtype: torch.dtype) -> None:
+    with backend(name):
+        check_float8(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_roots_of_infinite_blocks_and_of_the_largest(name: str, dtype: torch.dtype) -> None:
+    with backend(name):
+        check_infinite_roots(dtype)
+        check_largest_roots(dtype)
 
 
 def test_blocks_that_cross_rows_are_kept_in_float32_or_refused() -> None:

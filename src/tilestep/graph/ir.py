@@ -131,13 +131,15 @@ GLOBAL_REDUCTIONS = frozenset({"global_sum", "global_max"})
 
 _OF_FORMATS = """
 widen narrow bits of_bits whole real shift_left shift_right bit_and bit_or bit_xor block_max nibble pack
-quotient root within rough_quotient rough_root
+quotient root within rough_ceiling rough_root fused float8_number float8_element
 """
 """For storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
 `of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,
 `block_max` from integers to the largest of their block, `nibble` and `pack` between two of four bits and a byte;
 `quotient` and `root` are `div` and `sqrt` of numbers that are far from the ends of float32, as their caller knows, and
-rough ones where units in the last place do not matter; `within` is a minimum that only roundings make one."""
+rough ones where units in the last place do not matter; `within` is a minimum that only roundings make one; `fused` is a
+product and a sum that are rounded once; the last two are their first argument, or an operation of hardware on the other
+one that gives the same bits."""
 
 OPERATIONS: dict[str, Operation] = {
     **{name: Operation(evaluate) for name, evaluate in _NUMERIC.items()},

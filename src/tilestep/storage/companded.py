@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from .format import Term, magnitude, maximum, minimum, quotient, rough_quotient, rough_root, where
-from .stochastic import chance
+from .format import (
+    Term,
+    fused,
+    magnitude,
+    maximum,
+    minimum,
+    quotient,
+    rough_ceiling,
+    rough_root,
+    where,
+    with_sign_of,
+)
+from .stochastic import whole_at_random
 
 _ROUND = 1.5 * 2.0**23
 LARGEST_SCALE = 2.0**123  # a block with something larger is kept as infinite: a sum of nine of its elements could be
@@ -31,7 +42,8 @@ def _raised(bits: Term) -> Term:
 
 def divisor(scale: Term) -> Term:
     """A block's scale as a number to divide by: 1 for a block of zeros."""
-    return where(scale.number().same(0.0), 1.0, scale.number()).named("divisor")
+    number = scale.number()
+    return where(number.same(0.0), 1.0, number).named("divisor")
 
 
 def unit_of(divisor: Term, least: int = 0) -> Term:
@@ -40,18 +52,13 @@ def unit_of(divisor: Term, least: int = 0) -> Term:
     return (0x7F000000 - (maximum(exponent, least << 23) if least else exponent)).of_bits().named("unit")
 
 
-def nearest_integer(number: Term) -> Term:
-    """The integer nearest to a number below 2^22, in the lowest bits of the result."""
-    return (number + _ROUND).bits()
+def nearest_integer(number: Term, plus: int = 0) -> Term:
+    """The integer nearest to a number below 2^22, plus an even one, in the lowest bits of the result."""
+    return (number + (_ROUND + plus)).bits()
 
 
-def _whole(number: Term) -> Term:
-    """The whole number next to a number below 2^22, as a number."""
-    return (number + _ROUND) - _ROUND
-
-
-def compressed(number: Term, scale: Term, levels: int, random: Term | None = None) -> Term:
-    """A signed number as an integer from -levels to levels, in the lowest bits.
+def compressed(number: Term, scale: Term, levels: int, random: Term | None = None, plus: int = 0) -> Term:
+    """A signed number as an integer from -levels to levels, plus an even one, in the lowest bits.
 
     With x the number over its block's scale this is 2 x / (1 + |x|) in `levels` steps: they are four times as fine at
     zero as at the scale. NaN gives some integer, as its block's scale has it.
@@ -62,15 +69,15 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
     scaled, one = (number * unit).named("scaled"), (divisor(scale) * unit).named("one")
     if random is None:
         share = quotient(scaled, one + scaled.function("abs"))
-        return nearest_integer((share * (2.0 * levels)).within(levels)).named("code")
-    size = scaled.function("abs")
-    lower = _whole(rough_quotient(size, one + size) * (2.0 * levels) - 0.5).named("lower")
-    # Code k is of k / (2 levels - k). Both sides of the comparison are times that divisor and the next code's.
-    behind = (2.0 * levels - lower).named("behind")
-    above = ((size * behind) * 4.0 - lower * (one * 4.0)) * (behind - 1.0)
-    rises = above > chance(random) * (one * (8.0 * levels))
-    code = minimum(lower + where(rises, 1.0, 0.0), float(levels)).named("code")
-    return nearest_integer(where(number < 0.0, -code, code))
+        return nearest_integer((share * (2.0 * levels)).within(levels), plus).named("code")
+    # Code k is of k / (2 levels - k). With what is behind k, and the next code's, this is linear between the two.
+    whole = (one + scaled.function("abs")).named("whole")
+    ones = (one * (2.0 * levels)).named("ones")
+    behind = rough_ceiling(ones, whole).named("behind")
+    above = fused(whole, behind, -ones)
+    share = quotient(1.0, ones).named("share")
+    size = minimum(fused(above, fused(behind, share, -share), 2.0 * levels - behind), float(levels))
+    return whole_at_random(with_sign_of(size, number), random, plus).named("code")
 
 
 def expanded(code: Term, scale: Term, levels: int) -> Term:
@@ -82,30 +89,39 @@ def counted(number: Term, scale: Term, levels: int, random: Term | None = None) 
     """The root of a number as an integer from 0, which stands for zero alone, to `levels`, in the lowest bits.
 
     With x the root over its block's scale and q the integer over `levels`, an odd number, x = q (1 + q) / 2: steps are
-    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. Sums have a bound or a power of two
-    between them and products, so that no compiler fuses the two.
+    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. In a block with an infinity zero stays 0,
+    which is read as NaN, and all other numbers are read as infinities.
     """
-    unit = unit_of(divisor(scale), 67)
+    unit, least = unit_of(divisor(scale), 67), where(number > 0.0, 1.0, 0.0)
+    if random is not None:
+        size = _between_squares(number, scale, unit, levels)
+        return whole_at_random(minimum(maximum(size, least), float(levels)), random).named("code")
     one = (divisor(scale) * unit).named("one")
     steps = quotient(levels / 2, one.function("root")).named("steps")
     square = number * (unit * 64.0 * unit).named("units")
-    if random is None:
-        # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
-        eight_roots = maximum(square, 2.0**-96).function("root")
-        count = ((eight_roots + one).function("root") * steps).within(1.5 * levels) - levels / 2
-        return nearest_integer(maximum(count, where(number > 0.0, 1.0, 0.0))).named("code")
-    count = rough_root(rough_root(square) + one) * steps - (levels / 2 + 0.5)
-    lower = maximum(_whole(count), 1.0).named("lower")
-    eighths = (_unit(scale, levels) * unit * 8.0).named("eighths")
+    # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
+    eight_roots = maximum(square, 2.0**-96).function("root")
+    count = maximum(fused((eight_roots + one).function("root"), steps, -levels / 2), least)
+    # A scale is a 256th below the largest root at most. For few levels that is no half of a step.
+    return nearest_integer(count if levels < 128 else minimum(count, float(levels))).named("code")
 
-    def four_squares(code: Term) -> Term:
-        root = code * (code + float(levels)) * eighths
-        return root * root * 4.0
 
-    low, high = four_squares(lower).named("low"), four_squares(lower + 1.0)
-    rises = (square * 4.0 - low) > chance(random) * (high - low)
-    code = minimum(lower + where(rises, 1.0, 0.0), float(levels))
-    return nearest_integer(where(number > 0.0, code, 0.0)).named("code")
+def _between_squares(number: Term, scale: Term, unit: Term, levels: int) -> Term:
+    """A number as a code, linear in it between the squares that two codes next to each other stand for.
+
+    In units of the squares, code k stands for a^2 with a = k (k + levels), and with m = k + (levels + 1) / 2 that is
+    m^2 - (levels^2 - 1) / 4 - m; the next code's differs in the sign of the last m. Powers of 2^-half keep all of it
+    near 1.
+    """
+    half = 7 if levels > 15 else 3
+    inverse = quotient(2.0 ** (-2 * half), divisor(_unit(scale, levels) * unit)).named("inverse")
+    square = (number * ((unit * unit) * (inverse * inverse)).named("squares")).named("square")
+    root = rough_root(rough_root(square) + levels * levels / 4 * 4.0**-half)
+    middle = ((root + _ROUND * 2.0**-half) - _ROUND * 2.0**-half).named("middle")
+    centre = fused(middle, middle, (1 - levels * levels) / 4 * 4.0**-half).named("centre")
+    below = fused(middle, -(2.0**-half), centre).named("below")
+    above = quotient(fused(below.function("neg"), below, square), middle * centre)
+    return fused(above, 2.0 ** (half - 2), fused(middle, 2.0**half, -(levels + 1) / 2))
 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:

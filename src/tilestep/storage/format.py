@@ -80,6 +80,10 @@ class Term:
         """Of an element that holds two numbers of four bits this one, 0 to 15."""
         return self._apply("nibble", dtype="int32")
 
+    def by_hardware(self, operation: str, operand: Term) -> Term:
+        """This term, which a backend may make of an operand by an operation of its own that gives the same bits."""
+        return self._apply(operation, operand)
+
     def packed(self, dtype: torch.dtype) -> Term:
         """An integer of four bits with its neighbour's in one element of eight."""
         return self._apply("pack", dtype=dtype_name(dtype))
@@ -149,9 +153,14 @@ def quotient(left: Term | float, right: Term) -> Term:
     return right._like(left)._apply("quotient", right)
 
 
-def rough_quotient(left: Term, right: Term) -> Term:
-    """`quotient`, where units in the last place change nothing that is kept."""
-    return left._apply("rough_quotient", right)
+def rough_ceiling(left: Term, right: Term) -> Term:
+    """The whole number at or above a quotient of numbers above zero; either of two that roundings decide between."""
+    return left._apply("rough_ceiling", right)
+
+
+def fused(left: Term, right: Term | float, plus: Term | float) -> Term:
+    """A product plus a number, rounded once."""
+    return left._apply("fused", right, plus)
 
 
 def rough_root(number: Term) -> Term:
@@ -188,6 +197,11 @@ def magnitude(term: Term) -> Term:
     if term.value.dtype == "int32":
         return where(term < 0, -term, term)
     return term.bits() & 0x7FFFFFFF
+
+
+def with_sign_of(size: Term, number: Term) -> Term:
+    """A number that is not negative, with another's sign."""
+    return (size.bits() | (number.bits() & -0x80000000)).of_bits()
 
 
 def isnan(number: Term) -> Term:
@@ -408,13 +422,22 @@ _ON_TENSORS: Mapping[str, Any] = {
     "bit_or": torch.bitwise_or,
     "bit_xor": torch.bitwise_xor,
     "quotient": torch.div,
-    "rough_quotient": torch.div,
     "rough_root": torch.sqrt,
+    "rough_ceiling": lambda left, right: (left / right).ceil(),
+    # A product is exact in float64, and of what formats add to it the sum is, but for what counts as nothing.
+    "fused": lambda left, right, plus: (_wide(left) * _wide(right) + _wide(plus)).float(),
     "within": lambda number, bound: torch.where(number < bound, number, bound),
+    "float8_number": lambda number, element: number,
+    "float8_element": lambda element, number: element,
     "and": torch.logical_and,
     "or": torch.logical_or,
 }
 
 _SIGN = -(2**31)
+
+
+def _wide(number: torch.Tensor | float) -> Any:
+    return number.double() if isinstance(number, torch.Tensor) else number
+
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

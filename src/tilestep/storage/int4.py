@@ -29,11 +29,11 @@ class Int4Blocks(Blocks):
     def load(self, elements: Sequence[Term]) -> Term:
         pair, scale = elements
         code = pair.nibble()
-        return expanded((code - 8).number(), scale, 7) if self.signed else squared(code.number(), scale, 15)
+        return expanded(code.number() - 8.0, scale, 7) if self.signed else squared(code.number(), scale, 15)
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
             scale = scale_of(value, random is not None)
-            return (compressed(value, scale, 7, random) + 8).packed(torch.int8), scale
+            return compressed(value, scale, 7, random, plus=8).packed(torch.int8), scale
         scale = root_scale(value, random is not None)
         return counted(value, scale, 15, random).packed(torch.uint8), scale

@@ -7,14 +7,14 @@ count, and the element's index in the whole tensor. No mesh, schedule, tile or b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ..graph import Builder, Value
-from .format import Array, Storage, Term, evaluated, magnitude, maximum, minimum, where
+from .format import Array, Storage, Term, evaluated, where
 
 RANDOM_BITS = 16  # random bits for each number that is kept
 
@@ -62,50 +62,42 @@ class Stochastic:
         return False
 
 
+_LARGEST_BFLOAT16, _LARGEST_FLOAT16 = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float16).max
+
+
 def element_at_random(number: Term, dtype: torch.dtype, random: Term) -> Term:
     """A number as an element of 16 bits.
 
     A bfloat16's bits are the upper half of a float32's: random bits are added to the lower half, and cut off. Those of
     a float16 are 13; its numbers below 2^-14 are multiples of 2^-24.
     """
-    nearest, size = number.element(dtype).named("nearest"), magnitude(number).named("size")
+    nearest, size = number.element(dtype).named("nearest"), number.function("abs").named("size")
     if dtype is torch.bfloat16:
         raised = (number.bits() + random) >> 16
-        return where(size < 0x7F7F0000, raised, nearest.bits()).of_bits(dtype)
+        return where(size < _LARGEST_BFLOAT16, raised, nearest.bits()).of_bits(dtype)
     raised = (number.bits() + (random >> 3)) & -0x2000
-    steps = ((number.function("abs") * 2.0**40).whole() + random) >> 16
+    steps = ((size * 2.0**40).whole() + random) >> 16
     small = (steps.number() * 2.0**-24).bits() | (number.bits() & -0x80000000)
-    finite = where(size < 0x38800000, small, raised).of_bits().element(dtype)
-    return where(size < 0x477FE000, finite.bits(), nearest.bits()).of_bits(dtype)
+    finite = where(size < 2.0**-14, small, raised).of_bits().element(dtype)
+    return where(size < _LARGEST_FLOAT16, finite.bits(), nearest.bits()).of_bits(dtype)
 
 
-def code_at_random(
-    nearest: Term, is_exact: Term, number: Term, number_of: Callable[[Term], Term], random: Term, codes: tuple[int, int]
-) -> Term:
-    """One of the two codes whose numbers are around a number, by how near it is to them."""
-    near = number_of(nearest).named("near")
-    is_above = (near > number).named("is_above")
-    other = where(is_above, nearest - 1, nearest + 1).named("other")
-    far = number_of(other).named("far")
-    lower, upper = where(is_above, far, near).named("lower"), where(is_above, near, far).named("upper")
-    rises = ((number - lower) * 2.0**RANDOM_BITS > random.number() * (upper - lower)).named("rises")
-    chosen = where(rises, where(is_above, nearest, other), where(is_above, other, nearest))
-    least, most = codes
-    return where(is_exact, nearest, maximum(minimum(chosen, most), least)).named("chosen")
+_FRACTION = 11
+"""Bits behind the point of numbers that are rounded at random to whole ones."""
 
 
-def chance(random: Term) -> Term:
-    """A number between 0 and 1 by 11 random bits, at least 2^-12 from either.
+def whole_at_random(number: Term, random: Term, plus: int = 0) -> Term:
+    """One of the two integers around a number between -255 and 255, plus an even one, in the lowest eight bits.
 
-    A number rises to the code above where its share of the way there is larger. So a share that is off by less counts
-    as none or all of the way: from either code a number is at, roughly computed ones lead to the same.
+    The number is rounded to a 2048th first: one that is whole but for roundings stays, whatever is drawn.
     """
-    return (((random << 7) & 0x7FF000) | 0x3F800800).of_bits() - 1.0
+    at_point = number + (1.5 * 2.0 ** (23 - _FRACTION) + plus)
+    return ((at_point.bits() << (RANDOM_BITS - _FRACTION)) + random) >> RANDOM_BITS
 
 
-_GOLDEN = 0x9E3779B9
+_GOLDEN, _SPREAD = 0x9E3779B9, 0x9E3779B1
 _ROUNDS = (((16, 0x21F0AAAD), (15, 0x735A2D97), 15), ((16, 0x2C1B3C6D), (13, 0x297A2D39), 16))
-"""Shifts and factors of a hash of 32 bits; of the first and of further draws.
+"""Shifts and factors of two hashes of 32 bits.
 
 Source: Wellons, "Prospecting for Hash Functions" (2018), and searches that followed it.
 """
@@ -137,12 +129,23 @@ def stream_keys(low: Term, high: Term, count: Term) -> tuple[Term, Term]:
 
 
 def random_bits(slot: int, key_0: Term, key_1: Term, low: Term, high: Term) -> Term:
-    """16 random bits of an element: of its first draw of 32 bits for slots 0 and 1, of a further one for others."""
+    """16 random bits of an element: half of a hash whose last factor is one for two slots."""
     key = (high * _integer(_GOLDEN) + key_1).named("key")
-    draw = _hashed(low + key, key ^ key_0).named("draw")
-    for further in range(slot // 2):
-        draw = _hashed(draw + _integer(_GOLDEN * (further + 1)), key, further=True).named("draw")
-    return _shifted(draw, 16) if slot % 2 else draw & 0xFFFF
+    (first, factor), (second, _), last = _ROUNDS[0]
+    bits = low * _integer(_SPREAD) + key
+    bits = (bits ^ _shifted(bits, first)) * _integer(factor)
+    mixed = (bits ^ (_shifted(bits, second) ^ (key ^ key_0))).named("mixed")
+    draw = (mixed * _integer(_factor(slot // 2))).named("draw")
+    # The upper half is as it comes; in the lower one it is mixed with the other bits.
+    return _shifted(draw, 16) if slot % 2 else (draw ^ _shifted(draw, last)) & 0xFFFF
+
+
+def _factor(pair: int) -> int:
+    """An odd number of 32 bits: of those below, neighbours at no distance up to 2^17 have anything in common."""
+    return _FACTORS[pair] if pair < len(_FACTORS) else _mixed(pair) >> 32 | 1
+
+
+_FACTORS = (0x735A2D97, 0x1D0B14E5, 0x6E73E373)
 
 
 @functools.cache

@@ -231,6 +231,13 @@ template <class T, class Bits> inline T select_bits(bool condition, T if_true, T
   std::memcpy(&if_true, &chosen, sizeof(T));
   return if_true;
 }}
+inline float fused(float left, float right, float plus) {{
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return std::fma(left, right, plus);
+#else
+  return static_cast<float>(static_cast<double>(left) * right + plus);
+#endif
+}}
 inline float select(bool condition, float if_true, float if_false) {{
   return select_bits<float, uint32_t>(condition, if_true, if_false);
 }}

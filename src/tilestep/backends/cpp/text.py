@@ -24,7 +24,7 @@ linux typeof unix
 _AROUND = """
 Launch Control bfloat16 float16 int16_t int32_t int64_t uint16_t uint32_t uint64_t std
 read write to_bfloat16 to_float16 bits_of float_of select maximum minimum sign_of remainder_of locate gradient_scale_of
-math_errhandling
+math_errhandling fused
 launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk chunk_end i at first stop
 unscale inverse_scale skip same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
@@ -135,8 +135,11 @@ SPELLING = {
     "nibble": "int32_t({0})",
     "quotient": "({0} / {1})",
     "root": "std::sqrt({0})",
-    "rough_quotient": "({0} / {1})",
+    "rough_ceiling": "std::ceil({0} / {1})",
+    "fused": "fused({0}, {1}, {2})",
     "rough_root": "std::sqrt({0})",
+    "float8_number": "{0}",
+    "float8_element": "{0}",
     "within": "select(({0} < {1}), {0}, {1})",
     "of_bits to float8_e4m3fn": "static_cast<uint8_t>({0})",
 }

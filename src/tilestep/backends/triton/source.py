@@ -324,9 +324,22 @@ class TileMath:
             touched.add(self.spec.grad.name)
         return [(position, array) for position, array in enumerate(self.arrays) if array.name in touched]
 
-    def element_index(self, indent: str, place: str) -> list[str]:
-        """The line that says where elements at a place of the tensor are in the whole, if that is asked for."""
-        return [f"{indent}element_index = origin + ({place})"] if self.draws else []
+    def element_index(self, indent: str, place: str, of: str = "element") -> list[str]:
+        """The lines that say where elements at a place of the tensor are in the whole, if that is asked for."""
+        if not self.draws:
+            return []
+        lines = [f"{of}_index = origin + ({place})"]
+        lines += [f"{of}_low = {of}_index.to(tl.int32)", f"{of}_high = ({of}_index >> 32).to(tl.int32)"]
+        return [indent + line for line in lines]
+
+    def near_index(self, indent: str, first: str, place: str) -> list[str]:
+        """The same of elements whose indices have their upper halves in common: it is no vector's then."""
+        if not self.draws:
+            return []
+        return [
+            f"{indent}element_low = (origin + {first}).to(tl.int32) + ({place})",
+            f"{indent}element_high = ((origin + {first}) >> 32).to(tl.int32)",
+        ]
 
     @property
     def walked(self) -> list[tuple[int, Array | None]]:
@@ -615,9 +628,7 @@ class _SliceKernel(TileMath):
 
     def _element_indices(self, indent: str, corner: str) -> list[str]:
         lines = self.element_index(indent, f"{corner} + place")
-        return (
-            [*lines, f"{indent}code_index = origin + ({corner} + code_place)"] if lines and self.block_arrays else lines
-        )
+        return lines + self.element_index(indent, f"{corner} + code_place", "code") if self.block_arrays else lines
 
     def _unit(self) -> int:
         """Elements of the narrowest array in 16 bytes."""
@@ -664,7 +675,7 @@ class _SliceKernel(TileMath):
         lines += self._walked_arrays(None)
         if self.block_arrays:
             lines.append("index = corner + code_place")
-            lines += self._walked_arrays("code_index")
+            lines += self._walked_arrays("code")
         return [indent + line for line in lines]
 
     def _walked_arrays(self, index: str | None) -> list[str]:
@@ -682,7 +693,7 @@ class _SliceKernel(TileMath):
         lines += [f"{array.name}_array = {pointer_to(array)} + {place}" for array, place in places.items()]
         if index is None:
             return lines + self.element_index("", f"at_{len(self.arrays)}")
-        return [*lines, f"{index} = origin + at_{len(self.arrays)}"] if self.draws else lines
+        return lines + self.element_index("", f"at_{len(self.arrays)}", index)
 
     def _before_loops(self, indent: str) -> list[str]:
         """Loads that all rows of the tile share, and what columns and the whole tile are accumulated in."""
@@ -781,6 +792,10 @@ _PARTS = (("part", "TILE"), ("rest", BLOCK))
 """What a reduction has of whole tiles and of what is walked with a mask where tiles are of blocks, and of how many."""
 
 
+_UPPER_HALVES = "(origin + begin) >> 32 == (origin + stop - 1) >> 32"
+"""Whether the elements of a program have the upper halves of their indices in common."""
+
+
 class _Kernel(TileMath):
     """The kernels that load and store around the math of one tile pass."""
 
@@ -827,8 +842,9 @@ class _Kernel(TileMath):
                 base = f"tl.multiple_of({pointer_to(array)}, {aligned // 2})"
                 place = f"{base} + ({start} // 2 + block_lane * {BLOCK // 2} + pair_lane)"
             lines.append(f"{indent}{array.name}_array = {place}")
-        place = f"start + block_lane * {BLOCK} + lane" if self.spec.has_blocks else "start + lane"
-        return lines + self.element_index(indent, place)
+        return lines + self.near_index(
+            indent, "start", f"block_lane * {BLOCK} + lane" if self.spec.has_blocks else "lane"
+        )
 
     def _carried(self) -> list[Array]:
         """The arrays with an entry for each block that are read: too narrow for copies that the loop makes ahead."""
@@ -980,6 +996,7 @@ class _Kernel(TileMath):
             f"    if {self._runs} & (layout_row < 0):",
             f"        aligned = (({together}) & 15) == 0",
             *is_even,
+            *([f"        aligned = aligned & ({_UPPER_HALVES})"] if self.draws else []),
             *(["        aligned = aligned & (skip == 0.0)"] if self.taps is not None and self.taps.stats else []),
             *self._rows(),
             *self._accumulators("        "),

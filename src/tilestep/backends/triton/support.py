@@ -145,6 +145,33 @@ def quick_quotient(left, right):
         )
 
 
+_ROUGH_CEILING = tl.constexpr(
+    "{ .reg .f32 inverse; rcp.approx.ftz.f32 inverse, $2; fma.rp.f32 $0, $1, inverse, 0f4B400000;"
+    " sub.f32 $0, $0, 0f4B400000; }"
+)
+
+
+@triton.jit
+def rough_ceiling(left, right):
+    """The whole number at or above a quotient of numbers above zero, where roundings may decide between two."""
+    if INTERPRETED:
+        return tl.ceil(left / right)
+    else:
+        return tl.inline_asm_elementwise(
+            _ROUGH_CEILING, "=f,f,f", [left, right], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def fused(left, right, plus):
+    """A product plus a number, rounded once; the interpreter's product is rounded for itself."""
+    if INTERPRETED:
+        wide = left.to(tl.float64) * right
+        return (wide + plus).to(tl.float32)
+    else:
+        return tl.fma(left, right, plus)
+
+
 @triton.jit
 def root(value):
     """The square root of a number far from the ends of float32: IEEE's without its checks."""
@@ -163,7 +190,10 @@ def at_most(value, bound):
 @triton.jit
 def larger_number(left, right):
     """The larger of two numbers; the second, which is none, where the first is NaN."""
-    return tl.maximum(left, right)
+    if INTERPRETED:
+        return tl.where(left > right, left, right)
+    else:
+        return tl.maximum(left, right)
 
 
 @triton.jit
@@ -172,21 +202,27 @@ def block_max(value):
     return tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True)
 
 
-_PACK_BYTES = tl.constexpr(
-    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
-    " prmt.b32 $0, low, high, 0x5410; }"
-)
+def _pack_bytes(place: int) -> str:
+    """The bytes at a place of four integers."""
+    pair = f"0x00{place + 4}{place}"
+    return (
+        f"{{ .reg .b32 low, high; prmt.b32 low, $1, $2, {pair}; prmt.b32 high, $3, $4, {pair};"
+        " prmt.b32 $0, low, high, 0x5410; }"
+    )
+
+
+_PACK_BYTES = tl.constexpr(tuple(_pack_bytes(place) for place in range(4)))
 
 
 @triton.jit
-def byte_of(bits, dtype: tl.constexpr):
-    """The lowest bytes of integers, four at a time."""
+def byte_of(bits, dtype: tl.constexpr, place: tl.constexpr = 0):
+    """The lowest bytes of integers, or those at another place, four at a time."""
     if INTERPRETED:
-        return bits.to(dtype)
+        return (bits >> (8 * place)).to(dtype)
     else:
-        return tl.inline_asm_elementwise(_PACK_BYTES, "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4).to(
-            dtype, bitcast=True
-        )
+        return tl.inline_asm_elementwise(
+            _PACK_BYTES[place], "=r,r,r,r,r", [bits], dtype=tl.uint8, is_pure=True, pack=4
+        ).to(dtype, bitcast=True)
 
 
 def _spread_bytes(taken: str, away: str) -> tl.constexpr:
@@ -225,6 +261,48 @@ def bytes_plus(value, number):
         return tl.inline_asm_elementwise(
             _PLUS, "=f,=f,=f,=f,r,f,f,f,f", [value, number - 8388608.0], dtype=tl.float32, is_pure=True, pack=4
         )
+
+
+_FLOAT8_BIAS = tl.constexpr(2.0**-120)
+_FLOAT8_NUMBERS = tl.constexpr(
+    "{ .reg .b16 low, high, one, two, three, four; .reg .b32 first, second; mov.b32 {low, high}, $4;"
+    " cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; mov.b32 {one, two}, first;"
+    " mov.b32 {three, four}, second; cvt.f32.f16 $0, one; cvt.f32.f16 $1, two; cvt.f32.f16 $2, three;"
+    " cvt.f32.f16 $3, four; }"
+)
+_FLOAT8_ELEMENTS = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+    " mov.b32 $0, {low, high}; }"
+)
+
+
+@triton.jit
+def float8_number(number, element):
+    """The numbers of bytes that are float8, four at a time where a GPU converts them; elsewhere as they are given."""
+    if INTERPRETED or not cuda_capability_geq(8, 9):
+        return number
+    else:
+        return tl.inline_asm_elementwise(
+            _FLOAT8_NUMBERS, "=f,=f,=f,=f,r", [element], dtype=tl.float32, is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def float8_element(element, number):
+    """Numbers as bytes that are float8, four at a time where a GPU converts them; elsewhere as they are given.
+
+    Denormals are rounded twice, by the float32 with float8's bias first, as others round them.
+    """
+    return quick_float8_element(element, (number * _FLOAT8_BIAS) * (1 / _FLOAT8_BIAS))
+
+
+@triton.jit
+def quick_float8_element(element, number):
+    """The same with one rounding."""
+    if INTERPRETED or not cuda_capability_geq(8, 9):
+        return element
+    else:
+        return tl.inline_asm_elementwise(_FLOAT8_ELEMENTS, "=r,f,f,f,f", [number], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -393,11 +471,24 @@ def to_bfloat16_pairs(value):
         )
 
 
+_PACKED_PAIRS = tl.constexpr(
+    "{ .reg .b32 one, two, three, four; shl.b32 one, $5, 4; add.u32 one, one, $1; shl.b32 two, $6, 4;"
+    " add.u32 two, two, $2; shl.b32 three, $7, 4; add.u32 three, three, $3; shl.b32 four, $8, 4;"
+    " add.u32 four, four, $4; prmt.b32 one, one, two, 0x0040; prmt.b32 three, three, four, 0x0040;"
+    " prmt.b32 $0, one, three, 0x5410; }"
+)
+
+
 @triton.jit
 def packed_pairs(codes):
-    """Integers of four bits, a row for each block, with their neighbours' in bytes."""
+    """Integers of which the lowest byte has four bits, a row for each block, with their neighbours' in bytes."""
     left, right = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
-    return (left | (right << 4)).to(tl.uint8)
+    if INTERPRETED:
+        return (left + (right << 4)).to(tl.uint8)
+    else:
+        return tl.inline_asm_elementwise(
+            _PACKED_PAIRS, "=r,r,r,r,r,r,r,r,r", [left, right], dtype=tl.uint8, is_pure=True, pack=4
+        )
 
 
 @triton.jit
@@ -406,6 +497,38 @@ def nibbles(pairs):
     bits = pairs.to(tl.int32)
     joined = tl.join(bits & 15, (bits >> 4) & 15)
     return tl.reshape(joined, (pairs.shape[0], pairs.shape[1] * 2))
+
+
+def _spread_nibbles() -> tl.constexpr:
+    """Eight halves of four bytes, each as the last bits of a power of two, plus a number; the lower halves first."""
+    registers = ", ".join(f"bits{place}" for place in range(8))
+    lines = [f".reg .b32 upper, {registers}; shr.u32 upper, $8, 16;"]
+    for place in range(8):
+        source, lane = ("upper", place - 4) if place > 3 else ("$8", place)
+        power = (127 + 23 - 4 * lane) << 23
+        lines.append(f"lop3.b32 bits{place}, {source}, {0xF << 4 * lane}, {power}, 0xEA;")
+        lines.append(f"add.f32 ${place // 2 + place % 2 * 4}, bits{place}, ${9 + 4 * lane};")
+    return tl.constexpr("{ " + " ".join(lines) + " }")
+
+
+_NIBBLES = _spread_nibbles()
+
+
+@triton.jit
+def nibbles_plus(pairs, number: tl.constexpr):
+    """The integers that `packed_pairs` has packed, plus a multiple of 1/2 below 16, as float32."""
+    if INTERPRETED:
+        return nibbles(pairs).to(tl.float32) + number
+    else:
+        lower, upper = tl.inline_asm_elementwise(
+            _NIBBLES,
+            "=f,=f,=f,=f,=f,=f,=f,=f,r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [pairs, number - 8388608.0, number - 524288.0, number - 32768.0, number - 2048.0],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+        return tl.reshape(tl.join(lower, upper), (pairs.shape[0], pairs.shape[1] * 2))
 
 
 @triton.jit

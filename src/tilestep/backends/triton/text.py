@@ -66,9 +66,12 @@ SPELLING = {
     "quotient": "quotient({0}, {1})",
     "root": "root({0})",
     "within": "at_most({0}, {1})",
-    "rough_quotient": "quick_quotient({0}, {1})",
+    "rough_ceiling": "rough_ceiling({0}, {1})",
+    "fused": "fused({0}, {1}, {2})",
     "rough_root": "tl.sqrt({0})",
     "of_bits to float8_e4m3fn": "byte_of({0}, tl.uint8)",
+    "float8_number": "float8_number({0}, {1})",
+    "float8_element": "float8_element({0}, {1})",
 }
 
 
@@ -117,11 +120,41 @@ _QUICK = {
     "quotient": "quick_quotient({0}, {1})",
     "root": "tl.sqrt({0})",
     "within": "{0}",
+    "float8_element": "quick_float8_element({0}, {1})",
 }
 """Two units in the last place of float32 off: nothing beside the rounding of 16-bit arrays."""
 
 
-class _QuickWriter(Writer):
+_BYTES = {"int8": "int8", "uint8": "uint8", "float8_e4m3fn": "uint8"}
+"""Dtypes of one byte, and what Triton has them as."""
+
+
+class _BytesWriter(Writer):
+    """Makes numbers of bytes and of halves of bytes together with the constant that is added to them."""
+
+    def template(self, value: Value) -> str:
+        if value.operation == "of_bits" and value.dtype in _BYTES and value.args[0].operation == "shift_right":
+            bits, places = value.args[0].args
+            if places.attribute in (8, 16, 24):
+                byte = f"byte_of({self.expressions[id(bits)]}, tl.{_BYTES[value.dtype]}, {places.attribute // 8})"
+                return byte.replace("{", "{{").replace("}", "}}")
+        if value.operation == "real" and value.args[0].operation == "nibble":
+            return self._nibbles(value, "0.0")
+        if value.operation in ("add", "sub") and value.args[1].operation == "constant" and not value.dtype:
+            number, constant = value.args
+            minus = "-" if value.operation == "sub" else ""
+            if number.operation == "widen" and number.args[0].dtype == "uint8" and not minus:
+                return f"bytes_plus({self.expressions[id(number.args[0])]}, {{1}})"
+            if number.operation == "real" and number.args[0].operation == "nibble":
+                return self._nibbles(number, f"{minus}{constant.attribute!r}")
+        return super().template(value)
+
+    def _nibbles(self, value: Value, plus: str) -> str:
+        pairs = self.expressions[id(value.args[0].args[0])]
+        return f"nibbles_plus({pairs}, {plus})"
+
+
+class _QuickWriter(_BytesWriter):
     """Divides by the numbers of a tensor by multiplying with their reciprocal: made once, not for each element."""
 
     def template(self, value: Value) -> str:
@@ -153,11 +186,6 @@ class _FusingWriter(_QuickWriter):
         other = value.args[2] if _is_larger(value) and not value.dtype else None
         if other and other.operation == "where" and all(arg.operation == "constant" for arg in other.args[1:]):
             return "larger_number({1}, {2})"  # one of two constants is never NaN
-        first = value.args[0] if value.operation == "add" else None
-        is_byte = first and first.operation == "widen" and first.args[0].dtype == "uint8"
-        if first and is_byte and value.args[1].operation == "constant":
-            element = self.expressions[id(first.args[0])]
-            return f"bytes_plus({element}, {{1}})"
         return super().template(value)
 
     def _is_product(self, value: Value) -> bool:
@@ -209,7 +237,7 @@ def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False, fu
         return f"{indent}{name} = {expression}"
 
     spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{spec_type})"}
-    kind = Writer if not quick else _FusingWriter if fuses else _QuickWriter
+    kind = _BytesWriter if not quick else _FusingWriter if fuses else _QuickWriter
     return kind(spelling, declare, _constant(spec_type), names)
 
 
@@ -321,15 +349,15 @@ class TileBody:
             self._store(arrays[0], narrowed(value, arrays[0], self.compute, in_pairs=self.in_pairs))
             return
         elements = [f"{array.name}_element" for array in arrays]
-        number, index = f"({value}).to(tl.float32)", "element_index"
+        number, index = f"({value}).to(tl.float32)", "element"
         if codec.has_blocks and self.mask:
             # What is behind a short block is no part of it.
             number = f"tl.where({self.mask}, {number}, 0.0)"
         if codec.has_blocks and self.shapes is not None:
             number = f"tl.reshape(tl.broadcast_to({number}, {self.shapes[0]}), {self.shapes[1]})"
-            index = "code_index"
+            index = "code"
         random = self.spec.draws.get(name)
-        arguments = number if random is None else f"{number}, random_{random}(key_0, key_1, {index})"
+        arguments = number if random is None else f"{number}, random_{random}(key_0, key_1, {index}_low, {index}_high)"
         self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({arguments})")
         for array, element in zip(arrays, elements):
             self._store(array, element)
@@ -346,14 +374,14 @@ tile_base extents part_starts starts spans tile_count row_parts column_parts
 matrices height width local rest column_tiles row_tiles column_tile row_tile matrix_tile matrix across column line
 first_matrix first_column first_line corner even_corner matrices_left rows_left columns_left pitch even_pitch
 place even_place odd_place
-random stream origin steps_taken stream_keys key_0 key_1 element_index
+random stream origin steps_taken stream_keys key_0 key_1 element_index element_low element_high
 block block_lane block_mask pair_lane pair_mask columns_of_row per_row line_column first_column packed_columns
-block_matrix block_across block_column block_line block_inside code_place code_mask code_index
+block_matrix block_across block_column block_line block_inside code_place code_mask code_index code_low code_high
 """
 
 _ELSEWHERE = """
 absolute add add_count add_largest add_squares bytes_plus differs gradient_scale_of larger larger_number loop_bound
-quick_quotient smaller to_bfloat16_pairs
+nibbles_plus quick_float8_element quick_quotient smaller to_bfloat16_pairs
 """
 """Helpers that no operation is spelled with."""
 
@@ -384,7 +412,7 @@ def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]
         arrays = [codec.arrays[place].name for place in codec.reads]
         is_quick = quick and not codec.is_random
         if not codec.is_element:
-            functions.append(_function(f"join_{title}", arrays, [codec.loaded], is_quick))
+            functions.append(_function(f"join_{title}", arrays, [codec.loaded], quick))
         random = ["random"] if codec.is_random else []
         functions.append(_function(f"split_{title}", ["number", *random], codec.stored, is_quick))
     return functions
@@ -394,9 +422,7 @@ def random_functions(slots: Iterable[int]) -> list[list[str]]:
     """What makes random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
     functions = [_function("stream_keys", ["low", "high", "count"], keys_graph())]
     for slot in slots:
-        head, *body = _function(f"random_{slot}", ["key_0", "key_1", "index"], [bits_graph(slot)])[1:]
-        halves = ["    low = index.to(tl.int32)", "    high = (index >> 32).to(tl.int32)"]
-        functions.append(["@triton.jit", head, *halves, *body])
+        functions.append(_function(f"random_{slot}", ["key_0", "key_1", "low", "high"], [bits_graph(slot)]))
     return functions
 
 
