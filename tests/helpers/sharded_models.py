@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WIDTH = 8
@@ -129,10 +129,31 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def placed(whole: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    """A DTensor of what every rank has already: nothing is sent."""
+    return distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
+
+
+def here(tensor: Any, whole: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of a DTensor, and the same part of a whole tensor, or of another that lies alike.
+
+    All ranks' parts are everything, and nothing is sent to compare them.
+    """
+    tensor, whole = tensor.detach(), whole.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, whole
+    if isinstance(whole, DTensor):
+        assert tensor.placements == whole.placements
+        return tensor.to_local(), whole.to_local()
+    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+        return tensor.full_tensor(), whole  # what is cut in strides
+    return tensor.to_local(), placed(whole, tensor.device_mesh, tensor.placements).to_local()
+
+
 def assert_same(net: nn.Module, reference: nn.Module, **tolerance: Any) -> None:
     """The parameters of both models are the same."""
     for (name, param), (_, wanted) in zip(net.named_parameters(), reference.named_parameters()):
-        torch.testing.assert_close(full(param), wanted.detach(), msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+        torch.testing.assert_close(*here(param, wanted), msg=lambda text, n=name: f"{n}: {text}", **tolerance)
 
 
 def assert_equal_on_ranks(value: torch.Tensor) -> None:

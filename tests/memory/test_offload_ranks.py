@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from offloaded_pairs import Homes, on_host, streamed
 from pairwise import pairwise
 from rank_processes import run_on_ranks
-from sharded_models import LAYOUTS, backward, batch, full
+from sharded_models import LAYOUTS, backward, batch, full, here
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,10 +41,10 @@ def shards_are_updated_as_without() -> None:
         reference, expected = trained(layout, None, rule, 4)
         net, optimizer = trained(layout, home, rule, 4)
         for param, other in zip(net.parameters(), reference.parameters()):
-            assert torch.equal(full(param), full(other)), (layout, rule)
+            assert torch.equal(*here(param, other)), (layout, rule)
             state, wanted = optimizer.state[param], expected.state[other]
             assert isinstance(state["exp_avg"], DTensor) is isinstance(param, DTensor)
-            assert torch.equal(full(state["exp_avg"]), full(wanted["exp_avg"]))
+            assert torch.equal(*here(state["exp_avg"], wanted["exp_avg"]))
 
 
 def gradients_of_shards_leave_the_device() -> None:
@@ -71,7 +71,7 @@ def shards_whose_gradients_leave(home: Homes) -> None:
             reference.zero_grad()
             assert torch.equal(reference.grad_norm, optimizer.grad_norm), (layout, step)
         for one, other in zip(plain.parameters(), moved.parameters()):
-            assert torch.equal(full(one), full(other)), layout
+            assert torch.equal(*here(one, other)), layout
 
 
 def left_of(net: torch.nn.Module) -> list[tuple[Any, Any]]:
@@ -90,7 +90,7 @@ def checkpoints_are_saved_and_loaded() -> None:
         set_optimizer_state_dict(other, fresh, state)
         for param, known in zip(other.parameters(), net.parameters()):
             for name in ("exp_avg", "exp_avg_sq", "step"):
-                assert torch.equal(full(fresh.state[param][name]), full(optimizer.state[known][name])), name
+                assert torch.equal(*here(fresh.state[param][name], optimizer.state[known][name])), name
 
 
 def parameters_that_fsdp_offloads_need_nothing() -> None:
@@ -109,7 +109,7 @@ def parameters_that_fsdp_offloads_need_nothing() -> None:
             each.step()
             each.zero_grad()
     for one, other in zip(left.parameters(), right.parameters()):
-        assert torch.equal(full(one), full(other))
+        assert torch.equal(*here(one, other))
 
 
 def a_distributed_tensor_is_made_around_what_lies_elsewhere() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_processes import run_on_ranks
-from sharded_models import LAYOUTS, Model, assert_same, backward, batch, device, full, plain
+from sharded_models import LAYOUTS, Model, assert_same, backward, batch, device, full, here, plain
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -61,7 +61,7 @@ def state_lies_as_its_parameter() -> None:
                 if isinstance(param, DTensor):
                     assert state[key].placements == param.placements and state[key].device_mesh == param.device_mesh
                     assert state[key].shape == param.shape and state[key].stride() == param.stride()
-                torch.testing.assert_close(full(state[key]), wanted[key], atol=1e-6, rtol=1e-4)
+                torch.testing.assert_close(*here(state[key], wanted[key]), atol=1e-6, rtol=1e-4)
 
 
 def state_can_be_replaced() -> None:
@@ -100,7 +100,7 @@ def state_dict_goes_round() -> None:
         for each, own in ((net, optimizer), (other, loaded)):
             _step(each, own, 3, layout)
         for left, right in zip(net.parameters(), other.parameters()):
-            assert torch.equal(full(left), full(right)), layout
+            assert torch.equal(*here(left, right)), layout
 
 
 def saves_for_another_number_of_ranks() -> None:
@@ -187,7 +187,7 @@ def whole_state_dicts() -> None:
     _step(net, optimizer, 3, "fsdp")
     _step(other, loaded, 3, "fsdp")
     for left, right in zip(net.parameters(), other.parameters()):
-        assert torch.equal(full(left), full(right))
+        assert torch.equal(*here(left, right))
 
 
 def keeps_masters() -> None:
@@ -216,12 +216,12 @@ def _keeps_masters(kind: Any) -> None:
                 with torch.no_grad():
                     each.first.weight.mul_(2)
     for param, other in zip(net.parameters(), reference.parameters()):
-        assert torch.equal(full(param), other)
+        assert torch.equal(*here(param, other))
         for name, value in expected.state[other].items():
             if name.endswith("_param"):
                 # Collectives know no 16-bit integers.
                 found = optimizer.state[param][name]
-                assert torch.equal(full(found.float()), value.float())
+                assert torch.equal(*(each.float() for each in here(found, value)))
                 assert found.dtype is value.dtype
     loaded = _optimizer(net, master_weights=kind)
     loaded.load_state_dict(copy.deepcopy(expected.state_dict()))

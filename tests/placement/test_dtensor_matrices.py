@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
-from sharded_models import LAYOUTS, device, full, plain
+from sharded_models import LAYOUTS, device, here, placed, plain
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -40,7 +40,7 @@ def _drawn(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def _pair(mesh: DeviceMesh, placements: Any, make: Any, dtype: torch.dtype) -> tuple[list[Any], Any, list[Any], Any]:
     wholes = _drawn(0, dtype)
-    mine = [torch.nn.Parameter(distribute_tensor(whole, mesh, placements)) for whole in wholes]
+    mine = [torch.nn.Parameter(placed(whole, mesh, placements)) for whole in wholes]
     others = [torch.nn.Parameter(whole.clone()) for whole in wholes]
     return mine, make(mine), others, make(others)
 
@@ -48,7 +48,7 @@ def _pair(mesh: DeviceMesh, placements: Any, make: Any, dtype: torch.dtype) -> t
 def _step(step: int, params: list[Any], others: list[Any], *optimizers: Any) -> None:
     for param, other, grad in zip(params, others, _drawn(step, others[0].dtype)):
         other.grad = grad
-        param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+        param.grad = placed(grad, param.device_mesh, param.placements)
     for optimizer in optimizers:
         optimizer.step()
 
@@ -57,9 +57,9 @@ def _same(params: list[Any], others: list[Any], **tolerance: Any) -> None:
     for place, (param, other) in enumerate(zip(params, others)):
         if tolerance or device() == "cuda":  # a GPU's library takes other kernels for batches of other sizes
             tolerance = tolerance or {"atol": 2e-2, "rtol": 2e-2}
-            torch.testing.assert_close(full(param), other.detach(), **tolerance)
+            torch.testing.assert_close(*here(param, other), **tolerance)
         else:
-            assert torch.equal(full(param), other.detach()), place
+            assert torch.equal(*here(param, other)), place
 
 
 def muon_is_that_of_one_process() -> None:
@@ -75,13 +75,7 @@ def muon_is_that_of_one_process() -> None:
                 _same(mine, others)
             for param, other in zip(mine, others):
                 buffer = optimizer.state[param]["momentum_buffer"]
-                torch.testing.assert_close(
-                    full(buffer),
-                    expected.state[other]["momentum_buffer"],
-                    atol=0,
-                    rtol=0,
-                    msg=lambda text, n=name: n + text,
-                )
+                assert torch.equal(*here(buffer, expected.state[other]["momentum_buffer"])), name
 
 
 def soap_is_that_of_one_process() -> None:
@@ -99,7 +93,7 @@ def soap_is_that_of_one_process() -> None:
             if step == 5:
                 for param, other, grad in zip(mine, others, _drawn(step, torch.float64)):
                     other.grad = grad.fill_(torch.nan)
-                    param.grad = distribute_tensor(grad, mesh, placements)
+                    param.grad = placed(grad, mesh, placements)
                 optimizer.step()
                 expected.step()
             else:
@@ -109,8 +103,8 @@ def soap_is_that_of_one_process() -> None:
             assert optimizer.state[param].keys() == expected.state[other].keys()
             assert ("gram_left" in optimizer.state[param]) == (other.size(0) <= limits[name])
             for key in {"gram_left", "gram_right", "exp_avg_sq"} & expected.state[other].keys():
-                mine_now, wanted = full(optimizer.state[param][key]), expected.state[other][key]
-                torch.testing.assert_close(mine_now, wanted, atol=1e-8, rtol=1e-7)
+                both = here(optimizer.state[param][key], expected.state[other][key])
+                torch.testing.assert_close(*both, atol=1e-8, rtol=1e-7)
 
 
 def checkpoints_go_round() -> None:
@@ -131,7 +125,7 @@ def checkpoints_go_round() -> None:
                 for param in mine:
                     for key, value in optimizer.state[param].items():
                         close = {"atol": 1e-8, "rtol": 1e-7} if state_dict is plain else {"atol": 0, "rtol": 0}
-                        torch.testing.assert_close(full(loaded.state[param][key]), full(value), **close)
+                        torch.testing.assert_close(*here(loaded.state[param][key], value), **close)
             _step(4, mine, others, loaded, expected)
             _same(mine, others, atol=1e-8, rtol=1e-7)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
-from sharded_models import LAYOUTS, assert_same, backward, batch, device, full, plain
+from sharded_models import LAYOUTS, assert_same, backward, batch, device, full, here, placed, plain
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -57,7 +57,7 @@ def adafactor_is_torch_s() -> None:
             for name, wanted in expected.state[other].items():
                 mine = optimizer.state[param][name]
                 assert not isinstance(param, DTensor) or name == "step" or mine.shape == wanted.shape
-                torch.testing.assert_close(full(mine).double().cpu(), wanted.double().cpu(), **EXACT)
+                torch.testing.assert_close(*(each.double().cpu() for each in here(mine, wanted)), **EXACT)
 
 
 def every_kind_of_slice() -> None:
@@ -76,7 +76,7 @@ def every_kind_of_slice() -> None:
         weight.grad, other.grad = distribute_tensor(grad, mesh, [placement]), grad
         for params in ([weight], [other]):
             tilestep.Optimizer(params, slices_of_every_kind).step()
-        torch.testing.assert_close(full(weight), other.detach(), **EXACT)
+        torch.testing.assert_close(*here(weight, other), **EXACT)
 
 
 def state_is_distributed_as_its_parameter() -> None:
@@ -110,8 +110,8 @@ def state_goes_round() -> None:
             for name in ("row_var", "col_var"):
                 if name in optimizer.state[param]:
                     mine = full(optimizer.state[param][name])
-                    assert torch.equal(full(loaded.state[param][name]), mine)
-                    torch.testing.assert_close(full(from_plain.state[param][name]), mine, **EXACT)
+                    assert torch.equal(*here(loaded.state[param][name], mine))
+                    torch.testing.assert_close(*here(from_plain.state[param][name], mine), **EXACT)
         backward(net, batch(5, layout).double())
         backward(reference, batch(5).double())
         from_plain.step()
@@ -157,14 +157,14 @@ def cut_along_two_dimensions() -> None:
     mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2))
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]):
         for make in (tilestep.Adafactor, lambda params, lr: tilestep.Optimizer(params, slices_of_every_kind, lr=lr)):
-            weight = torch.nn.Parameter(distribute_tensor(whole, mesh, placements))
+            weight = torch.nn.Parameter(placed(whole, mesh, placements))
             other = torch.nn.Parameter(whole.clone())
             optimizer, expected = make([weight], lr=0.05), make([other], lr=0.05)
             for grad in grads:
-                weight.grad, other.grad = distribute_tensor(grad, mesh, placements), grad
+                weight.grad, other.grad = placed(grad, mesh, placements), grad
                 optimizer.step()
                 expected.step()
-            torch.testing.assert_close(full(weight), other.detach(), **EXACT)
+            torch.testing.assert_close(*here(weight, other), **EXACT)
 
 
 def one_all_reduce_for_all_sums_of_a_stage() -> None:

@@ -8,6 +8,7 @@ kernels take multiprocessors from the model's.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -272,10 +273,12 @@ def plan(job: Job, constants: Constants) -> Plan:
     buckets = job.buckets
     rate, gather_rate = constants.reduce_scatter_bandwidth, constants.all_gather_bandwidth
 
+    @functools.cache  # of thousands of buckets most are of one size
     def one_sum(bucket: float) -> float:
         section = bucket / job.shard
         return split.seconds(bucket, rate) + copies.seconds(section, rate) + copies.seconds(section, gather_rate)
 
+    @functools.cache
     def one_gather(bucket: float) -> float:
         return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
 
