@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..backends.eager import EagerSegment
 from ..backends.spec import KernelSpec
 from ..devices import is_host
+from ..errors import OffloadError
 from ..runtime import DeviceEngine, Entry
 from ..runtime.segment import Segment
 from ..side_stream import Event
@@ -108,6 +110,11 @@ class StreamedState(StateOnHost):
         names = moved_arrays(segment.spec)
         if not names or not segment.tiles.count:
             return
+        if isinstance(segment, EagerSegment):
+            raise OffloadError(
+                "state that is streamed needs kernels, which are launched for a chunk at a time, and eager PyTorch has "
+                "none: install Triton for a GPU, a C++ compiler for a CPU, or do without offload()"
+            )
         update = StreamedUpdate(self, segment, names, self._chunks)
         self._chunks += len(update.chunks)
         self.buffer_size = max(self.buffer_size, *(chunk.size for chunk in update.chunks))
