@@ -15,12 +15,11 @@ import pytest
 import torch
 from pairwise import pairs_of, pairwise
 from rank_processes import each_passes
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from ways import SCHEDULES, Weights, attached, backward, goes_together, gradients_of, placed, whole
 
 import tilestep
 from tilestep.backends import registry
-from tilestep.checking.items import Subject, Trial, draw, trace_all
+from tilestep.checking.items import Subject, Trial, trace_all
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.05},
@@ -29,48 +28,49 @@ RULES: dict[str, dict[str, Any]] = {
     "LAMB": {"lr": 0.05},
     "Adafactor": {"lr": 0.05},
     "Muon": {"lr": 0.05},
+    "SOAP": {"lr": 0.01},
 }
 STORAGES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
+    "float64": (torch.float64, {}),
     "bfloat16": (torch.bfloat16, {}),
     "masters": (torch.bfloat16, {"master_weights": True}),
     "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
     "kahan": (torch.bfloat16, {"master_weights": "kahan"}),
+    "corrections": (torch.bfloat16, {"master_weights": "int8"}),
     "states in bfloat16": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "states in int8": (torch.float32, {"state_dtype": "int8"}),
+    "states in float8": (torch.float32, {"state_dtype": "float8_e4m3"}),
+    "states in int4": (torch.float32, {"state_dtype": "int4"}),
     "rounded at random": (torch.bfloat16, {"rounding": "stochastic"}),
+    "rounded at random, states in int8": (torch.bfloat16, {"rounding": "stochastic", "state_dtype": "int8"}),
 }
 PLACEMENTS = ("plain", "fsdp2", "shard")
-SCHEDULES = ("at the step", "backward", "forward", "offload")
 BACKENDS = ("cpp", "eager")
 AXES: tuple[tuple[str, ...], ...] = (tuple(RULES), tuple(STORAGES), PLACEMENTS, SCHEDULES, BACKENDS)
 
-NEED_KERNELS = ("LAMB", "Adafactor", "Muon")
+NEED_KERNELS = ("LAMB", "Adafactor", "Muon", "SOAP")
 """Their reductions and matrices are parted among ranks, which eager PyTorch refuses."""
 
+EAGER = ("at the step", "backward", "forward")
+"""Others update a chunk at a time, which eager PyTorch refuses too."""
+
 SHAPES = [(6, 9), (70, 65), (9, 6), (7,)]
+LARGE = [(40, 130), (48, 256), (5120,), (7,), (36, 256)]
+"""For states in blocks, which small tensors are not kept in."""
+
 STEPS = 3
 Choice = tuple[str, ...]
 
 
-def goes_together(choice: Choice) -> bool:
+def is_one(choice: Choice) -> bool:
     """Whether a combination is one; the others are refused, which test_pairs.py holds."""
-    rule, _, placement, schedule, engine = choice
-    if placement == "shard" and schedule in ("backward", "forward"):
+    rule, storage, placement, schedule, engine = choice
+    if rule == "SOAP" and ("states in" in storage or "random" in storage):
+        return False  # what it turns into its bases is kept in float32
+    if engine == "eager" and (schedule not in EAGER or (rule in NEED_KERNELS and placement != "plain")):
         return False
-    return not (engine == "eager" and placement != "plain" and rule in NEED_KERNELS)
-
-
-class Weights(nn.Module):
-    """Parameters whose gradients are what a forward is given."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
-        super().__init__()
-        cpu = torch.device("cpu")
-        drawn = [draw(shape, dtype, cpu, seed) for seed, shape in enumerate(shapes, start=1)]
-        self.weights = nn.ParameterList(map(nn.Parameter, drawn))
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients))  # type: ignore[return-value]
+    return goes_together(placement, schedule)
 
 
 @contextmanager
@@ -91,69 +91,71 @@ class Case:
         self.choice, self.__name__ = choice, ", ".join(choice)
 
     def __call__(self) -> None:
-        name, storage, placement, schedule, engine = self.choice
+        name, storage, placement, _, engine = self.choice
         dtype, options = STORAGES[storage]
         rule, cpu = tilestep.registry[name], torch.device("cpu")
-        shapes = [shape for shape in SHAPES if name != "Muon" or len(shape) == 2]
+        shapes = [shape for shape in (LARGE if "states in" in storage else SHAPES) if len(shape) == 2 or not self.is_2d]
         graphs: Any = {}
         trace_all(rule, {**rule.hyperparameters, **RULES[name]}, graphs)
         plain = Weights(shapes, dtype)
         trial = Trial(Subject(rule, RULES[name], cpu, graphs), plain.weights, options)
-        gradients: list[list[torch.Tensor]] = []
-        for _ in range(STEPS):
-            trial.set_gradients()
-            gradients.append([param.grad.clone() for param in plain.weights])
-            trial.compared_step()
+        # Blocks that are rounded at random may be twice as far off as the nearest; Muon makes much of a last place.
+        is_near = "states in" not in storage or not (name == "Muon" or "random" in storage)
+        for step in range(STEPS):
+            for param, gradient in zip(plain.weights, gradients_of(plain, step)):
+                param.grad = gradient
+            trial.compared_step() if is_near else trial.step()
         with backend(engine):
-            found = self.trained(Weights(shapes, dtype), gradients, placement, schedule, options)
+            found = self.trained(placed(Weights(shapes, dtype), placement))
         is_exact = engine == "cpp" and (placement == "plain" or name in ("AdamW", "SGD", "Lion"))
         near = {"rtol": 2.0**-6, "atol": 1e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
-        if storage == "states in bfloat16":
-            near = {"rtol": 1e-3, "atol": 1e-3}
+        if "states in" in storage:
+            near = {"rtol": 1e-2, "atol": 1e-2}
         for mine, wanted in zip(found, plain.weights):
             torch.testing.assert_close(mine, wanted.detach(), **({"rtol": 0, "atol": 0} if is_exact else near))
 
-    def trained(
-        self, model: Weights, gradients: list[list[torch.Tensor]], placement: str, schedule: str, options: Any
-    ) -> list[torch.Tensor]:
+    @property
+    def is_2d(self) -> bool:
+        return self.choice[0] in ("Muon", "SOAP")
+
+    def trained(self, model: Weights) -> list[torch.Tensor]:
         """Parameters after steps, whole."""
-        if placement == "fsdp2":
-            fully_shard(model)
-        name = self.choice[0]
-        optimizer: Any = tilestep.Optimizer(model.parameters(), name, **RULES[name], **options)
-        if placement == "shard":
-            optimizer = tilestep.shard(optimizer, model)
-        if schedule == "offload":
-            optimizer = tilestep.offload(optimizer)
-        elif schedule != "at the step":
-            optimizer = tilestep.overlap(optimizer, model, during=schedule)
-        for given in gradients:
-            model(given).backward()
+        name, storage, placement, schedule, _ = self.choice
+        optimizer: Any = tilestep.Optimizer(model.named, name, **RULES[name], **STORAGES[storage][1])
+        attached(optimizer, model, placement, schedule, 0.001)
+        for step in range(STEPS):
+            backward(model, gradients_of(model, step))
             optimizer.step()
             optimizer.zero_grad()
         if hasattr(optimizer, "wait"):
             optimizer.wait()
-        values: Any = [param.detach() for param in model.parameters()]
-        return [value.full_tensor() if placement == "fsdp2" else value for value in values]
+        return [whole(param) for param in model.parameters()]
 
 
 def what_needs_kernels_is_refused() -> None:
-    for name, schedule in itertools.product(NEED_KERNELS, SCHEDULES):
+    for name, schedule in itertools.product(NEED_KERNELS, EAGER):
         case = Case((name, "float32", "fsdp2", schedule, "eager"))
         with backend("eager"), pytest.raises(tilestep.TilestepError, match=r"needs a C\+\+ compiler"):
-            gradients = [torch.ones(shape) for shape in SHAPES[:3]]
-            case.trained(Weights(SHAPES[:3], torch.float32), [gradients], "fsdp2", schedule, {})
+            case.trained(placed(Weights(SHAPES[:3]), "fsdp2"))
+    for schedule in SCHEDULES[len(EAGER) :]:
+        case = Case(("AdamW", "float32", "plain", schedule, "eager"))
+        with (
+            backend("eager"),
+            pytest.raises(tilestep.OffloadError, match=r"eager PyTorch has none|need a C\+\+ compiler"),
+        ):
+            case.trained(Weights(SHAPES))
 
 
-CASES = [Case(choice) for choice in pairwise(*AXES, allowed=goes_together)]
+CASES = [Case(choice) for choice in pairwise(*AXES, allowed=is_one)]
 
 test_cases = each_passes([*CASES, what_needs_kernels_is_refused], 2)
 
 
 def test_every_pair_is_in_the_sample() -> None:
     covered = set().union(*(pairs_of(case.choice) for case in CASES))
-    for (place, one), (other, two) in itertools.combinations(
-        [(axis, value) for axis, values in enumerate(AXES) for value in values], 2
-    ):
-        refused = {one, two} in ({"shard", "backward"}, {"shard", "forward"})  # test_pairs.py has these
-        assert place == other or refused or ((place, one), (other, two)) in covered, (one, two)
+    wanted = set().union(*(pairs_of(choice) for choice in itertools.product(*AXES) if is_one(choice)))
+    assert covered == wanted
+    missing = set().union(*map(pairs_of, itertools.product(*AXES))) - covered
+    refused = {(one[1], two[1]) for one, two in missing if one[1] != "SOAP"}
+    ways = [("shard", schedule) for schedule in SCHEDULES if not goes_together("shard", schedule)]
+    assert refused == {*ways, *((schedule, "eager") for schedule in SCHEDULES if schedule not in EAGER)}

@@ -6,16 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import ways
 from rank_processes import each_passes
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from ways import Weights, placed, whole
 
 import tilestep
-from tilestep.memory.host import HostState
-from tilestep.memory.offload import move_state
-from tilestep.memory.streaming import StreamedState
 
 SHAPES = [(6, 9), (40, 33), (7,), (3,)]
 SIZES = [1.0, 1.2, 0.9, 1.1, 30.0, 1.0, 0.01, 1.3, 9.0, 1.0]
@@ -41,43 +36,13 @@ WAYS = [
 ]
 
 
-class Weights(nn.Module):
-    """Parameters whose gradients are what a forward is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients))  # type: ignore[return-value]
-
-
 def gradients_of(step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [SIZES[step % len(SIZES)] * torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def placed(way: tuple[str, str]) -> Weights:
-    model = Weights()
-    if way[0] == "fsdp2":
-        fully_shard(model)
-    elif way[0] == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "part")))
-    return model
-
-
 def attached(optimizer: Any, model: Weights, way: tuple[str, str]) -> Any:
-    if way[0] == "shard":
-        tilestep.shard(optimizer, model, bucket_cap_mb=0.001)
-    if way[1] in ("backward", "forward"):
-        tilestep.overlap(optimizer, model, during=way[1], bucket_cap_mb=0.001)  # type: ignore[arg-type]
-    elif way[1].startswith("streamed"):
-        home = StreamedState(torch.device("cpu"), 1000, 2, keeps_gradients="gradients" in way[1])
-        move_state(optimizer, home, "gpu", "for a test")
-    elif way[1] == "on the host":
-        move_state(optimizer, HostState(torch.device("cpu"), 1000), "cpu", "for a test")
-    return optimizer
+    return ways.attached(optimizer, model, *way, bucket_cap_mb=0.001)
 
 
 def groups_of(model: Weights) -> list[dict[str, Any]]:
@@ -100,8 +65,7 @@ def compare(name: Any, optimizer: Any, expected: Any, model: Weights, plain: Wei
         got, wanted = optimizer.current("lr", group), expected.current("lr", group)
         assert got == wanted, (name, group, got, wanted)
     for mine, its in zip(model.weights, plain.weights):
-        whole: Any = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        torch.testing.assert_close(whole.detach(), its.detach(), rtol=1e-5, atol=1e-6, msg=str(name))
+        torch.testing.assert_close(whole(mine), its.detach(), rtol=1e-5, atol=1e-6, msg=str(name))
 
 
 def step(optimizer: Any, model: Weights, number: int, **given: Any) -> None:
@@ -119,7 +83,7 @@ class Limit:
     def __call__(self) -> None:
         name = self.__name__
         for turn, way in enumerate(WAYS):
-            plain, model = Weights(), placed(way)
+            plain, model = Weights(SHAPES), placed(Weights(SHAPES), way[0])
             expected, optimizer = made(plain, name), made(model, name)
             for number in range(len(SIZES)):
                 if number == turn % 2 * 3:
@@ -138,12 +102,11 @@ class Limit:
             if name in ("Sigma", "TimesMean"):
                 assert 0 < int(expected.skipped_steps) < len(SIZES)
             for mine, its in zip(model.weights, plain.weights):
-                whole: Any = mine.full_tensor() if isinstance(mine, DTensor) else mine
-                torch.testing.assert_close(whole.detach(), its.detach(), rtol=1e-5, atol=1e-6, msg=str((name, way)))
+                torch.testing.assert_close(whole(mine), its.detach(), rtol=1e-5, atol=1e-6, msg=str((name, way)))
 
 
 def losses_that_ranks_have_remembered_alone_are_the_first_ranks() -> None:
-    model = Weights()
+    model = Weights(SHAPES)
     optimizer = made(model, "Sigma")
     for number in range(4):
         step(optimizer, model, 0, loss=1.0 + (number % 2) * (1 + 100 * dist.get_rank()))
@@ -158,7 +121,7 @@ def losses_that_ranks_have_remembered_alone_are_the_first_ranks() -> None:
 def one_norm_for_two() -> None:
     """Their gradients are all there when the first steps; the second uses what that has worked out."""
     for turn, way in enumerate(WAYS):
-        plain, model = Weights(), placed(way)
+        plain, model = Weights(SHAPES), placed(Weights(SHAPES), way[0])
         pairs = [
             [tilestep.AdamW(each.weights[:2], lr=0.05, max_grad_norm=5.0) for each in (plain, model)],
             [tilestep.SGD(each.weights[2:], lr=0.05, skip_nonfinite=True) for each in (plain, model)],
@@ -186,13 +149,12 @@ def one_norm_for_two() -> None:
                 norms = float(one.grad_norm), float(other.grad_norm)
                 torch.testing.assert_close(*norms, rtol=1e-6, atol=0, equal_nan=True, msg=str((way, number, norms)))
             for got, its in zip(model.weights, plain.weights):
-                whole: Any = got.full_tensor() if isinstance(got, DTensor) else got
-                torch.testing.assert_close(whole.detach(), its.detach(), rtol=1e-5, atol=1e-6, msg=str((way, number)))
+                torch.testing.assert_close(whole(got), its.detach(), rtol=1e-5, atol=1e-6, msg=str((way, number)))
 
 
 def ranks_without_a_piece_of_a_group_know_its_step() -> None:
     """A matrix whose rule works on whole ones is one rank's."""
-    model = Weights()
+    model = Weights(SHAPES)
     matrix, rest = model.weights[0], list(model.weights[1:])
     groups = [{"params": [matrix], "rule": "Muon", "lr": lambda step: 1 / (1 + step)}, {"params": rest}]
     optimizer: Any = tilestep.shard(tilestep.SGD(groups, lr=0.1), model)

@@ -233,7 +233,7 @@ def measured_steps_wait_for_nothing() -> None:
         model, optimizer = placements.attached(way)
         for seed in range(3):
             placements.step(model, optimizer, seed)
-        gradients = placements.gradients_of(placements.SHAPES, torch.float32, 4)
+        gradients = placements.gradients_of(model, 4)
         dist.barrier()
         torch.cuda.synchronize()
         model(gradients).backward()

@@ -15,9 +15,6 @@ from rank_processes import each_passes
 from torch import nn
 
 import tilestep
-from tilestep.memory.host import HostState
-from tilestep.memory.offload import move_state
-from tilestep.memory.streaming import StreamedState
 from tilestep.storage import Stochastic, random_tensor, rows_of, state_format, stored_in, stream_of, values_of
 from tilestep.storage import format as formats
 
@@ -163,29 +160,17 @@ def test_bits_are_like_chance() -> None:
 SHAPES_OF_RUNS = [(64, 300), (150, 256), (48, 8, 4, 4), (5000,), (7,)]
 
 
-def run(home: Any = None, steps: int = 4, **options: Any) -> tuple[Any, list[nn.Parameter]]:
+def run(steps: int = 4, **options: Any) -> tuple[Any, list[nn.Parameter]]:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES_OF_RUNS]
     params[2] = nn.Parameter(params[2].detach().to(memory_format=torch.channels_last))
     named = [(f"p{place}", param) for place, param in enumerate(params)]
     optimizer: Any = tilestep.AdamW(named, rounding="stochastic", **options)
-    optimizer = optimizer if home is None else move_state(optimizer, home, "gpu", "for a test")
     for _ in range(steps):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).bfloat16()
         optimizer.step()
-    if hasattr(optimizer, "wait"):
-        optimizer.wait()
     return optimizer, params
-
-
-@pytest.mark.parametrize("format", [None, "int8"])
-def test_on_the_host(format: Any) -> None:
-    _, wanted = run(state_dtype=format)
-    cpu = torch.device("cpu")
-    for home in (StreamedState(cpu, 1, 3), StreamedState(cpu, 20_000, 2), HostState(cpu, 1)):
-        _, params = run(home, state_dtype=format)
-        assert all(map(torch.equal, params, wanted))
 
 
 def test_other_layouts_of_gradients_change_no_bit() -> None:
@@ -210,21 +195,6 @@ def test_a_skipped_step_leaves_every_bit() -> None:
     assert int(optimizer.skipped_steps) == 1
     for param, saved in zip(params, before):
         assert all(map(torch.equal, saved, [param.detach(), *optimizer.state[param].values()]))
-
-
-@pytest.mark.parametrize("during", ["backward", "forward"])
-def test_overlapped(during: Any) -> None:
-    def trained(overlaps: bool) -> list[torch.Tensor]:
-        net = model()
-        optimizer: Any = make(net)
-        if overlaps:
-            optimizer = tilestep.overlap(optimizer, net, during=during)
-        train(net, optimizer, range(3))
-        if overlaps:
-            optimizer.synchronize()
-        return [param.detach().clone() for param in net.parameters()]
-
-    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 test_on_ranks = each_passes(CHECKS, 2)

@@ -13,16 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import ways
 from rank_processes import each_passes
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from ways import Weights, backward, device_type, goes_together, on_device, placed, whole
 
 import tilestep
-from tilestep.memory.host import HostState
-from tilestep.memory.offload import move_state
-from tilestep.memory.streaming import StreamedState
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.05},
@@ -40,82 +36,20 @@ STORAGES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 IN_BLOCKS = "in blocks"
 STORAGES_OF_LARGE = {IN_BLOCKS: (torch.bfloat16, {"master_weights": "int8", "state_dtype": "int8"})}
 LARGE = [(40, 130), (48, 10, 3, 3), (5000,), (7,), (36, 256)]
-PLACEMENTS = ("plain", "fsdp2", "hsdp", "columns", "shard", "shard and copy")
-SCHEDULES = ("at the step", "backward", "forward", "streamed", "streamed gradients", "on the host")
 SHAPES = [(6, 9), (70, 65), (9, 6), (7,), (4, 3, 3, 2)]
 STEPS = 4
 EVERY = 2
+SCHEDULES = ways.SCHEDULES[:6]
 
 
-def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Where the ranks of this run have their tensors: on a GPU if there is one for each."""
-    return tensor.to("cuda") if dist.get_backend() == "nccl" else tensor
-
-
-def device_type() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-
-class Weights(nn.Module):
-    """Parameters whose gradients are what a forward is given."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, channels_last: bool = True) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        drawn = [on_device(torch.randn(shape, generator=generator, device="cpu").to(dtype)) for shape in shapes]
-        if channels_last:
-            drawn = [each.to(memory_format=torch.channels_last) if each.dim() == 4 else each for each in drawn]
-        self.weights = nn.ParameterList(map(nn.Parameter, drawn))
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients))  # type: ignore[return-value]
-
-
-def gradients_of(shapes: list[tuple[int, ...]], dtype: torch.dtype, step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
-    for each in drawn:
-        each[torch.rand(each.shape, generator=generator, device="cpu") < 0.4] = 0
-    return [on_device(each.to(dtype)) for each in drawn]
-
-
-def whole(param: Any) -> torch.Tensor:
-    value = param.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-
-
-def placed(model: Weights, placement: str) -> None:
-    ranks = dist.get_world_size()
-    if placement == "fsdp2":
-        fully_shard(model)
-    elif placement == "hsdp":
-        fully_shard(model, mesh=init_device_mesh(device_type(), (2, ranks // 2), mesh_dim_names=("copy", "part")))
-    elif placement == "columns":
-        mesh = init_device_mesh(device_type(), (ranks,))
-        parts = [distribute_tensor(each.detach(), mesh, [Shard(each.dim() - 1)]) for each in model.weights]
-        model.weights = nn.ParameterList(map(nn.Parameter, parts))
+def gradients_of(model: Weights, step: int) -> list[torch.Tensor]:
+    return ways.gradients_of(model, step, zeros=0.4)
 
 
 def made(model: Weights, rule: str, placement: str, schedule: str, options: dict[str, Any]) -> Any:
-    named = [(f"w{place}", param) for place, param in enumerate(model.weights)]
-    optimizer: Any = tilestep.Optimizer(
-        named, rule, **RULES[rule], **options, stats=tilestep.Stats(every=EVERY), track_changes=True
-    )
-    if placement.startswith("shard"):
-        mesh = None
-        if placement == "shard and copy":
-            sizes = (2, dist.get_world_size() // 2)
-            mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard"))
-        tilestep.shard(optimizer, model, mesh, bucket_cap_mb=0.01)
-    device = model.weights[0].device
-    if schedule in ("backward", "forward"):
-        tilestep.overlap(optimizer, model, during=schedule, bucket_cap_mb=0.01)
-    elif schedule.startswith("streamed"):
-        home = StreamedState(device, 1000, 2, keeps_gradients="gradients" in schedule)
-        move_state(optimizer, home, "gpu", "for a test")
-    elif schedule == "on the host":
-        move_state(optimizer, HostState(device, 1000), "cpu", "for a test")
-    return optimizer
+    taps: Any = {"stats": tilestep.Stats(every=EVERY), "track_changes": True}
+    optimizer: Any = tilestep.Optimizer(model.named, rule, **RULES[rule], **options, **taps)
+    return ways.attached(optimizer, model, placement, schedule)
 
 
 class Case:
@@ -136,15 +70,11 @@ class Case:
         before = [whole(param) for param in model.weights]
         changed = [torch.zeros_like(each, dtype=torch.bool) for each in before]
         for step in range(1, STEPS + 1):
-            gradients = gradients_of(shapes, dtype, step)
+            gradients = gradients_of(plain, step)
             for weight, gradient in zip(plain.weights, gradients):
                 weight.grad = gradient.clone()
             expected.step()
-            if placement == "columns":
-                gradients = [
-                    distribute_tensor(g, w.device_mesh, w.placements) for g, w in zip(gradients, model.weights)
-                ]  # type: ignore[attr-defined]
-            model(gradients).backward()
+            backward(model, gradients)
             optimizer.step()
             optimizer.zero_grad()
             if step % EVERY == 0:
@@ -196,20 +126,14 @@ class Case:
             assert torch.equal(times, flags.reshape(-1).long() * copies)
 
 
-def goes_together(rule: str, placement: str, schedule: str) -> bool:
-    if placement.startswith("shard") and schedule not in ("at the step", "streamed"):
-        return False
-    # Muon's parameters on the host go with their matrices; Prodigy reduces over all tensors, as an overlap cannot.
-    return not (rule == "Prodigy" and schedule in ("backward", "forward"))
-
-
 def sample(placements: tuple[str, ...], rules: int) -> list[Case]:
     """For every placement and schedule that go together some rules and storages."""
-    pairs = [pair for pair in itertools.product(placements, SCHEDULES) if goes_together("", *pair)]
+    pairs = [pair for pair in itertools.product(placements, SCHEDULES) if goes_together(*pair)]
     drawn = random.Random(0)
     cases = []
     for pair in pairs:
-        fitting = [rule for rule in RULES if goes_together(rule, *pair)]
+        # Prodigy reduces over all tensors, as an overlap cannot.
+        fitting = [rule for rule in RULES if rule != "Prodigy" or pair[1] not in ("backward", "forward")]
         cases += [Case(rule, drawn.choice(list(STORAGES)), *pair) for rule in drawn.sample(fitting, rules)]
     return cases
 
@@ -233,13 +157,10 @@ def attached(way: tuple[str, str], dtype: torch.dtype = torch.float32, **options
 
 
 def step(model: Weights, optimizer: Any, seed: int, wrong: int | None = None, scaler: Any = None) -> None:
-    gradients = gradients_of(SHAPES, model.weights[0].dtype, seed)
+    gradients = gradients_of(model, seed)
     if wrong is not None and dist.get_rank() == 0:
         gradients[wrong].view(-1)[0] = float("inf")
-    if isinstance(model.weights[0], DTensor) and model.weights[0].placements[0] != Shard(0):
-        gradients = [distribute_tensor(g, w.device_mesh, w.placements) for g, w in zip(gradients, model.weights)]  # type: ignore[attr-defined]
-    loss = model(gradients)
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    backward(model, gradients, scaler)
     optimizer.step() if scaler is None else scaler.step(optimizer)
     if scaler is not None:
         scaler.update()
@@ -283,7 +204,7 @@ def skipped_steps_change_nothing_and_have_a_name() -> None:
 def gradients_that_are_there_now_are_looked_at() -> None:
     for way in (("fsdp2", "at the step"), ("fsdp2", "streamed gradients"), ("shard", "at the step")):
         model, optimizer = attached(way)
-        gradients = gradients_of(SHAPES, torch.float32, 0)
+        gradients = gradients_of(model, 0)
         model(gradients).backward()
         assert optimizer.first_nonfinite() is None, way
         if dist.get_rank() == 1:
@@ -308,7 +229,7 @@ def a_scaler_skips_and_statistics_are_unscaled() -> None:
         expected = made(plain, "AdamW", "plain", "at the step", {})
         scaler = tilestep.GradScaler(device_type(), init_scale=64.0)
         for seed in range(2):
-            for weight, gradient in zip(plain.weights, gradients_of(SHAPES, torch.float32, seed)):
+            for weight, gradient in zip(plain.weights, gradients_of(plain, seed)):
                 weight.grad = gradient
             expected.step()
             step(model, optimizer, seed, scaler=scaler)
