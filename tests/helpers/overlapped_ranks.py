@@ -120,7 +120,7 @@ def fully_sharded_updates_before_gathering() -> None:
 
 def fully_sharded_modules_are_joined() -> None:
     """As many bytes as all groups before, and no more than the most; ranks with unequal parts divide alike."""
-    model = nn.Sequential(*(nn.Linear(3, 5, bias=False) for _ in range(14)))
+    model = nn.Sequential(*(nn.Linear(3, 5, bias=False) for _ in range(14))).to(device())
     for layer in model:
         fully_shard(layer)
     model = fully_shard(model)
