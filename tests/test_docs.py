@@ -193,8 +193,9 @@ class Twice:
 
 weight = torch.nn.Parameter(torch.ones(3))
 weight.grad = torch.ones(3)
-made = {"placement": Together(Twice()), "schedule": AT_STEP, "lr": 0.5, "track_grad_norm": True}
-optimizer = tilestep.Optimizer.composed([weight], "SGD", **made)
+optimizer = tilestep.Optimizer.__new__(tilestep.Optimizer)
+optimizer.placement, optimizer.schedule = Together(Twice()), AT_STEP
+tilestep.Optimizer.__init__(optimizer, [weight], "SGD", lr=0.5, track_grad_norm=True)
 optimizer.step()
 assert abs(optimizer.grad_norm.item() - 6.0**0.5) < 1e-6, optimizer.grad_norm
 print("all added")
