@@ -111,8 +111,11 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
             # Arithmetic is what these wait for, or registers, and not memory.
             return TileShape(512, 2, 8)
         return TileShape(1024, 4, 8, 3)
-    if has_master and len(wide) > 2 and spec is not None and spec.grad.dtype.itemsize == 2 and not spec.draws:
-        return TileShape(512, 2, 3)
+    if has_master and spec is not None and spec.grad.dtype.itemsize == 2 and not spec.draws:
+        if len(wide) > 2:
+            return TileShape(512, 2, 3)
+        if len(wide) == 1 and len(spec.arrays) > 3:
+            return TileShape(512, 2, 4)
     if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
         # More elements a thread: their hashes run beside each other, where few programs fit for registers.
         return TileShape(512, 2, 6)
