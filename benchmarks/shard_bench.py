@@ -161,7 +161,7 @@ class Bench:
 
     def warm_up(self) -> None:
         """Let libraries allocate what they keep, by the products and sums of a tiny model."""
-        model = make_model(TINY, self.device, torch.bfloat16)
+        model = make_model(TINY, self.device, torch.bfloat16, warms=True)
         for _ in range(2):
             model(self.text(1, TINY)).backward()
         dist.all_reduce(torch.zeros(16, device=self.device))

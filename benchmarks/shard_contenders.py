@@ -109,16 +109,18 @@ def compiled_blocks(backend: str, whole: bool = False) -> Iterator[None]:
         _block_backend, torch._dynamo.config.recompile_limit = "", before
 
 
-def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Llama:
+def make_model(shape: Shape, device: torch.device, dtype: torch.dtype, warms: bool = False) -> Llama:
+    """A model; `warms` for one that only warms libraries up, which is not worth compiling as a whole."""
     torch.manual_seed(0)
     with device:
         model = Llama(shape)
     for param in model.parameters():
         if param.dim() == 2:
             nn.init.normal_(param, std=0.02)
-    if _block_backend:
+    if _block_backend and not (warms and _is_whole):
         for part in (model,) if _is_whole else model.blocks:
-            part.compile(fullgraph=True, backend=_block_backend)
+            # Inductor of torch 2.11 fails on the whole of it where sizes are left open.
+            part.compile(fullgraph=True, backend=_block_backend, dynamic=False if _is_whole else None)
     return model.to(dtype)
 
 
