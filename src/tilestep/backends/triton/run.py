@@ -284,8 +284,8 @@ class CudaSegment(Segment):
         if is_single and module is not _module(self.spec):
             options = _MEASURING
         elif is_small and name.startswith("tile_pass") and not name.endswith("_strided"):
-            # Two codes in a byte are worked out side by side.
-            is_packed = any(array.elements == 2 for array in self.spec.arrays)
+            # Two codes in a byte are worked out side by side, which takes more where there are masters too.
+            is_packed = len(self.spec.arrays) == _FEW_ARRAYS and any(array.elements == 2 for array in self.spec.arrays)
             ahead = _FEWER_REGISTERS if self.shape.stages > 1 and not is_packed else _REGISTERS
             options = {"maxnreg": _RANDOM_REGISTERS if self.spec.draws else ahead}
         return prepare(kernel, grid, self.device, constants, num_warps=warps, **options, **EXACT)
