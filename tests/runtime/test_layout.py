@@ -24,7 +24,9 @@ LOCATE = (
     PRELUDE
     + """
 extern "C" void locate_all(const int64_t* layout, const int64_t* indices, int64_t count, int64_t arrays, int64_t* out) {
-  for (int64_t i = 0; i < count; ++i) locate(layout, indices[i], arrays, out + i * arrays);
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t array = 0; array < arrays; ++array)
+      walk(layout, indices[i], 1, array, [&](int64_t, int64_t offset) { out[i * arrays + array] = offset; });
 }
 """
 )

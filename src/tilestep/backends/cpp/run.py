@@ -20,7 +20,6 @@ from . import source
 from .compile import load_library, wide_vectors
 from .support import Launch, SliceLaunch, ViewTables
 
-_MOST_COLUMNS = 2048
 _FEWEST_ROWS, _MOST_ROWS = 64, 256
 """Rows of a block: the sum of a column is taken in the type computed in inside a block, in float64 over blocks."""
 
@@ -34,7 +33,7 @@ def block_of(matrices: int, rows: int, columns: int) -> Block:
         >>> block_of(1, 4096, 4096), block_of(4096, 3, 3), block_of(1, 4099, 1)
         ((1, 64, 2048), (4096, 3, 3), (1, 256, 1))
     """
-    width = max(min(columns, _MOST_COLUMNS), 1)
+    width = max(min(columns, source.MOST_COLUMNS), 1)
     height = max(min(rows, max(_FEWEST_ROWS, _ELEMENTS // width), _MOST_ROWS), 1)
     whole = height >= rows and width >= columns
     return (max(min(matrices, _ELEMENTS // (height * width)), 1) if whole else 1), height, width

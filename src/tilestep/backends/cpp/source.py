@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from ...graph import ScalarPass, TilePass, Value, View, scalar_needs, size_from_end
-from ...storage import BLOCK, Array, codec_of, dtype_name
+from ...storage import BLOCK, dtype_name
 from ..emit import Writer
 from ..spec import KernelSpec, describe
-from ..taps import FAR, NEAR, SPLIT, PassTaps, taps_of
+from ..taps import taps_of
+from .runs import RunBody, TapText, touches_blocks
 from .support import BLOCKS_PRELUDE, PRELUDE, SLICES_PRELUDE
 from .text import (
     C_TYPES,
     COMBINERS,
     TILES_OF_TENSORS,
-    BlockBody,
     CppNames,
-    TileBody,
     accumulate,
     array_lines,
-    arrays_of,
     combine,
     format_functions,
     key_lines,
-    layout_width,
+    layout_line,
     neutral,
     random_functions,
     scalar_type,
     scalars_of,
-    touches_blocks,
-    unscale_loop,
     writer_of,
 )
 
@@ -143,164 +139,6 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
     return f"hyper[{spec.hypers.index(value.attribute)}]"
 
 
-class TapText:
-    """Writes the statements of a pass's taps, from the innermost loop to the tensor's totals."""
-
-    def __init__(self, taps: PassTaps) -> None:
-        self._taps, self.stats, self.grad, self.tile = taps, taps.stats, taps.grad, taps.tile
-        self._spec, self._columns = taps.spec, taps.columns
-        self._arrays: list[Array] = []
-        if taps.compared:
-            listed = self._spec.storages["param"].arrays("param")
-            self._arrays = [listed[place] for place in taps.compared]
-
-    @property
-    def _slots(self) -> list[int]:
-        return self._taps.slots if self.stats else []
-
-    def tile_lines(self) -> list[str]:
-        """What a tile begins with."""
-        lines = [f"    double tap_part_{slot} = 0;" for slot in self._slots]
-        if self._taps.changes:
-            lines.append("    uint32_t* tap_words = launch->tap_words + launch->first_word[t];")
-        return lines
-
-    def chunk_lines(self, scalar: str, *, skipped: bool = False) -> list[str]:
-        """What a chunk begins with."""
-        lines = [f"        {scalar} tap_{slot} = 0;" for slot in self._slots]
-        if self._taps.changes and not skipped:
-            lines.append(f"        uint8_t tap_flags[{_SUMMED if self.stats else _CHUNK}] = {{0}};")
-        return lines
-
-    @property
-    def clause(self) -> str:
-        """The reductions of a chunk's loop, for OpenMP."""
-        names: dict[str, list[str]] = {"maximum_of_all": [], "+": []}
-        for slot in self._slots:
-            names["maximum_of_all" if self._columns.is_extreme(slot) else "+"].append(f"tap_{slot}")
-        return "".join(f" reduction({how} : {', '.join(variables)})" for how, variables in names.items() if variables)
-
-    def loads(self, body: TileBody, already_read: Mapping[str, str]) -> list[str]:
-        """The numbers of buffers before the step, those that the pass has read already by their names."""
-        wanted = [*(["grad"] if self.grad else []), *self._taps.buffers] if self.stats else []
-        return [
-            f"{body.indent}const auto tap_old_{name} = {already_read.get(name) or body.load(name)};" for name in wanted
-        ]
-
-    def before(self, body: TileBody) -> list[str]:
-        """What is remembered of an element before it is written."""
-        compared = [
-            f"{body.indent}const auto tap_was_{place} = bits_of({body.element(array)});"
-            for place, array in enumerate(self._arrays)
-        ]
-        return [*self.loads(body, {}), *compared]
-
-    def after(self, body: TileBody, inner: Writer) -> list[str]:
-        """What becomes of an element that was written."""
-        lines = [
-            f"{body.indent}const bool tap_other_{place} = bits_of({body.element(array)}) != tap_was_{place};"
-            for place, array in enumerate(self._arrays)
-        ]
-        if self._taps.changes:
-            lines.append(f"{body.indent}tap_flags[i - chunk] = tap_other_0;")
-            if body.is_strided:
-                place = body.index[self._arrays[0].name]
-                bit = f"__atomic_fetch_or(&tap_words[{place} >> 5], 1u << ({place} & 31), __ATOMIC_RELAXED)"
-                lines[-1] = f"{body.indent}if (tap_other_0) {bit};"
-        if not self.stats:
-            return lines
-        start = len(inner.lines)
-        inner.write(self._taps.move_values)
-        moved = inner.lines[start:]
-        del inner.lines[start:]
-        lines += moved
-        for name in self._taps.buffers:
-            storage = self._spec.storages[name]
-            value = inner[self.tile.stores[name]]
-            kept = f"read({body.element(storage.arrays(name)[0])})" if codec_of(storage).is_element else value
-            lines.append(f"{body.indent}const auto tap_now_{name} = {kept};")
-        if "param" in self._taps.buffers:
-            lines.append(f"{body.indent}const auto tap_update = {inner[self.tile.stores['param']]} - tap_old_param;")
-            moves = "" if self._taps.moves is None else f" | {inner[self._taps.moves]}"
-            same = " & ".join(f"!tap_other_{place}" for place in range(len(self._arrays)))
-            lines.append(f"{body.indent}const bool tap_lost = ((tap_update != 0){moves}) & {same};")
-        return lines + self.sums("now", body.indent)
-
-    def sums(self, which: str | None, indent: str) -> list[str]:
-        """The accumulation of an element, after the step ("now") or of what a skipped one leaves (None)."""
-        lines: list[str] = []
-        if not self.stats:
-            return lines
-        kept = which or "old"
-
-        def add(column: str, term: str) -> None:
-            lines.append(f"tap_{self._columns.slot(column)} += {term};")
-
-        def extreme(column: str, term: str) -> None:
-            name = f"tap_{self._columns.slot(column)}"
-            lines.append(f"{name} = maximum({name}, std::fabs({term}));")
-
-        if self.grad:
-            add("grad_squares", "tap_old_grad * tap_old_grad")
-            extreme("grad_max", "tap_old_grad")
-            add("grad_zeros", "tap_old_grad == 0")
-        if "param" in self._taps.buffers:
-            add("param_squares", f"tap_{kept}_param * tap_{kept}_param")
-            extreme("param_max", f"tap_{kept}_param")
-            if which:
-                add("update_squares", "tap_update * tap_update")
-                extreme("update_max", "tap_update")
-                add("lost", "tap_lost")
-        for name in self._taps.states:
-            number = f"tap_{kept}_{name}"
-            lines.append(f"const bool tap_large_{name} = std::fabs({number}) >= {SPLIT!r}f;")
-            scale = f"(tap_large_{name} ? {FAR!r}f : {NEAR!r}f)"
-            lines.append(f"const auto tap_scaled_{name} = {number} * {scale};")
-            square = f"tap_scaled_{name} * tap_scaled_{name}"
-            add(f"{name}_near", f"tap_large_{name} ? 0 : {square}")
-            add(f"{name}_far", f"tap_large_{name} ? {square} : 0")
-            extreme(f"{name}_max", number)
-        return [indent + line for line in lines]
-
-    def after_chunk(self, *, strided: bool = False, skipped: bool = False) -> list[str]:
-        """What a chunk leaves."""
-        lines = []
-        for slot in self._slots:
-            part = f"tap_part_{slot}"
-            largest = f"{part} = maximum({part}, double(tap_{slot}));"
-            lines.append("        " + (largest if self._columns.is_extreme(slot) else f"{part} += tap_{slot};"))
-        if self._taps.changes and not strided and not skipped:
-            lines += [
-                "        for (int64_t word = 0; word * 32 < chunk_end - chunk; ++word) {",
-                "          const uint32_t bits = packed(tap_flags + word * 32);",
-                "          if (bits != 0) tap_words[chunk / 32 + word] |= bits;",
-                "        }",
-            ]
-        return lines
-
-    def partials(self) -> list[str]:
-        """What a tile leaves."""
-        width = len(self._columns)
-        return [f"    launch->tap_partials[tile * {width} + {slot}] = tap_part_{slot};" for slot in self._slots]
-
-    def finish(self) -> list[str]:
-        """The totals of each tensor, of its tiles in their order."""
-        if not self._slots:
-            return []
-        width = len(self._columns)
-        lines = [*TILES_OF_TENSORS]
-        for slot in self._slots:
-            part = f"launch->tap_partials[tile * {width} + {slot}]"
-            extreme = self._columns.is_extreme(slot)
-            combined = f"total = maximum(total, {part});" if extreme else f"total += {part};"
-            lines.append("    {")
-            lines.append("      double total = 0;")
-            lines.append(f"      for (int64_t tile = first; tile < stop; ++tile) {combined}")
-            lines.append(f"      launch->tap_totals[t * {width} + {slot}] = total;")
-            lines.append("    }")
-        return [*lines, "  }"]
-
-
 _OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
 
 
@@ -376,10 +214,7 @@ class _SlicePass:
             *self._slot_lines(),
             *(f"    double part_{slot} = {neutral(reduction)};" for slot, reduction in self.tile.reductions),
         ]
-        if self.tile.over is None:
-            lines.append("    const bool plain = launch->layout_index[t] < 0;")
-            place = f"launch->layout_index[t] * {layout_width(spec)}"
-            lines.append(f"    const int64_t* layout = plain ? nullptr : launch->layouts + {place};")
+        lines.append("    const int64_t* layout = nullptr;" if self.tile.over is not None else layout_line(spec))
         lines += self._matrix_loop()
         for slot, _ in self.tile.reductions:
             lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
@@ -419,20 +254,13 @@ class _SlicePass:
             "      for (int64_t r = cut.row_begin; r < cut.row_end; ++r) {",
             "        const int64_t line = matrix * cut.rows + r;",
             "        const int64_t base = line * cut.columns;",
-            "        const int64_t chunk = base + cut.column_begin, chunk_end = base + cut.column_end;",
             *self.hoisted["row"],
         ]
         for slot, reduction in self.tile.reductions:
             lines.append(f"        {self.scalar} chunk_{slot} = {neutral(reduction)};")
         for slot, reduction in self.row_parts:
             lines.append(f"        {self.scalar} row_{slot} = {neutral(reduction)};")
-        if touches_blocks(self.spec, self.tile):
-            lines += self._block_loop()
-        elif self.tile.over is None:
-            lines += ["        if (plain) {", *self._element_loop(False), "        } else {", *self._element_loop(True)]
-            lines.append("        }")
-        else:
-            lines += self._element_loop(False)
+        lines += for_layouts(self._run_loop, touches_blocks(self.spec, self.tile) or self.tile.over is not None)
         for slot, reduction in self.tile.reductions:
             lines.append("        " + combine(reduction, f"part_{slot}", f"chunk_{slot}"))
         for slot, _ in self.row_parts:
@@ -440,41 +268,39 @@ class _SlicePass:
             lines.append(f"        parts_{slot}[{place}] = row_{slot};")
         return [*lines, "      }", "    }"]
 
-    def _element_loop(self, strided: bool) -> list[str]:
-        inner = writer_of(self.scalar, "            ", self.scalars.names.within())
-        inner.expressions.update(self.scalars.expressions)
-        TileBody(self.spec, self.tile, inner, strided, "            ").emit()
-        self._accumulate(inner, "            ")
-        lines = [] if strided else [f"#pragma omp simd{self._clause}"]
-        lines.append("          for (int64_t i = chunk; i < chunk_end; ++i) {")
-        if strided:
-            arrays = 1 + len(self.spec.arrays)
-            lines += [f"            int64_t at[{arrays}];", f"            locate(layout, i, {arrays}, at);"]
-        lines += [*inner.lines, "          }"]
-        return lines + (unscale_loop(self.spec, strided) if self.unscales else [])
-
     @property
     def _clause(self) -> str:
         reduced = [(f"chunk_{slot}", value) for slot, value in self.tile.reductions]
         reduced += [(f"row_{slot}", value) for slot, value in self.row_parts]
         return "".join(f" reduction({COMBINERS[value.operation]} : {name})" for name, value in reduced)
 
-    def _block_loop(self) -> list[str]:
-        """The loop over the blocks of a tile's part of a row; only a row's last one may be short."""
+    def _run_loop(self, gaps: bool) -> list[str]:
+        """The loop over the runs of a tile's part of a row; in blocks only a row's last one may be short."""
         inner = writer_of(self.scalar, "  ", self.scalars.names.within())
         inner.expressions.update(self.scalars.expressions)
-        body = BlockBody(self.spec, self.tile, inner, self.unscales, self._clause, self._accumulate)
-        head = [
-            f"const int64_t block = line * ((cut.columns + {BLOCK - 1}) / {BLOCK}) + column / {BLOCK};",
-            "const int64_t first = base + column;",
-            f"const int64_t count = cut.column_end - column < {BLOCK} ? cut.column_end - column : {BLOCK};",
-            "const int64_t pair = line * ((cut.columns + 1) / 2) + column / 2, pairs = (count + 1) / 2;",
-        ]
-        return [
-            f"        for (int64_t column = cut.column_begin; column < cut.column_end; column += {BLOCK}) {{",
-            *(line if line[0] == "#" else f"          {line}" for line in (*head, *body.lines())),
-            "        }",
-        ]
+        body = RunBody(
+            self.spec,
+            self.tile,
+            inner,
+            MOST_COLUMNS,
+            gaps=gaps,
+            unscales=self.unscales,
+            clause=self._clause,
+            rest=self._accumulate,
+        )
+        if not body.in_blocks:
+            loop = "        {"
+            head = ["const int64_t first = base + cut.column_begin, count = cut.column_end - cut.column_begin;"]
+        else:
+            loop = f"        for (int64_t column = cut.column_begin; column < cut.column_end; column += {BLOCK}) {{"
+            head = [
+                "const int64_t first = base + column;",
+                f"const int64_t count = cut.column_end - column < {BLOCK} ? cut.column_end - column : {BLOCK};",
+                f"const int64_t block = line * ((cut.columns + {BLOCK - 1}) / {BLOCK}) + column / {BLOCK};",
+                "const int64_t pair = line * ((cut.columns + 1) / 2) + column / 2, pairs = (count + 1) / 2;",
+            ]
+        lines = (*head, *body.lines())
+        return [loop, *(line if line[0] == "#" else f"          {line}" for line in lines), "        }"]
 
     def _accumulate(self, inner: Writer, indent: str) -> None:
         for slot, value in self.tile.kept:
@@ -510,8 +336,11 @@ class _SlicePass:
         return [*lines, "  }"]
 
 
-_CHUNK, _SUMMED = 64, 1024
-"""Elements of a loop: one that sums goes on in the compute type that long, before it adds to a float64 sum."""
+MOST_COLUMNS = 2048
+"""Elements of a row that a tile of a pass over rows and columns has at most."""
+
+_RUN = 1024
+"""Elements of a run, which are summed in the type computed in before that is added to a float64 sum."""
 
 
 def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
@@ -542,20 +371,21 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     for slot, reduction in tile.reductions:
         lines.append(f"    double part_{slot} = {neutral(reduction)};")
     lines += taps.tile_lines() if taps is not None else []
-    if spec.has_blocks:
-        lines += _block_loop(spec, tile, scalars, unscales)
-    else:
-        branch = "if"
-        if taps is not None and taps.stats:
-            for strided in (False, True):
-                lines.append(f"    {branch} (skips && launch->layout_index[t] {'>= 0' if strided else '< 0'}) {{")
-                lines += _skipped_loop(spec, scalars, taps, strided)
-                branch = "} else if"
-        lines.append(f"    {branch} (launch->layout_index[t] < 0) {{")
-        lines += _element_loop(spec, tile, scalars, taps, strided=False, unscales=unscales)
-        lines += ["    } else {", _layout_line(spec)]
-        lines += _element_loop(spec, tile, scalars, taps, strided=True, unscales=unscales)
-        lines.append("    }")
+    lines.append(layout_line(spec))
+    clause = "".join(f" reduction({COMBINERS[value.operation]} : chunk_{slot})" for slot, value in tile.reductions)
+    parts = [f"{scalar} chunk_{slot} = {neutral(value)};" for slot, value in tile.reductions]
+    totals = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
+
+    def runs(gaps: bool) -> list[str]:
+        inner = writer_of(scalar, "  ", scalars.names.within())
+        inner.expressions.update(scalars.expressions)
+        body = RunBody(spec, tile, inner, _RUN, gaps=gaps, unscales=unscales, clause=clause, taps=taps)
+        loop = _run_loop(body, [*parts, *body.lines(), *totals])
+        if taps is None or not measures:
+            return loop
+        return ["    if (skips) {", *_run_loop(body, taps.skipped(body)), "    } else {", *loop, "    }"]
+
+    lines += for_layouts(runs, spec.has_blocks)
     lines += taps.partials() if taps is not None else []
     for slot, _ in tile.reductions:
         lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
@@ -563,111 +393,30 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     return "\n".join(lines)
 
 
-def _chunk_head(size: int) -> list[str]:
-    return [
-        f"      for (int64_t chunk = begin; chunk < end; chunk += {size}) {{",
-        f"        const int64_t chunk_end = chunk + {size} < end ? chunk + {size} : end;",
-    ]
+def for_layouts(write: Callable[[bool], list[str]], once: bool) -> list[str]:
+    """The loops for tensors without gaps and with gaps, or those that do for both."""
+    if once:
+        return write(False)
+    loops = [[line if line[0] == "#" else f"  {line}" for line in write(gaps)] for gaps in (False, True)]
+    return ["    if (layout == nullptr) {", *loops[0], "    } else {", *loops[1], "    }"]
 
 
-def _layout_line(spec: KernelSpec) -> str:
-    return f"      const int64_t* layout = {_layout_of(spec)};"
-
-
-def _layout_of(spec: KernelSpec) -> str:
-    return f"launch->layouts + launch->layout_index[t] * {layout_width(spec)}"
-
-
-def _located(spec: KernelSpec) -> list[str]:
-    arrays = 1 + len(spec.arrays)
-    return [f"          int64_t at[{arrays}];", f"          locate(layout, i, {arrays}, at);"]
-
-
-def _skipped_loop(spec: KernelSpec, scalars: Writer, taps: TapText, strided: bool) -> list[str]:
-    """What a skipped step measures: the gradient, and what is kept."""
-    inner = writer_of(scalar_type(spec), "          ", scalars.names.within())
-    body = TileBody(spec, taps.tile, inner, strided, "          ")
-    inner.lines += taps.loads(body, {})
-    lines = [_layout_line(spec)] if strided else []
-    lines += _chunk_head(_SUMMED)
-    lines += taps.chunk_lines(scalar_type(spec), skipped=True)
-    if not strided:
-        lines.append(f"#pragma omp simd{taps.clause}")
-    lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
-    lines += _located(spec) if strided else []
-    return [
-        *lines,
-        *inner.lines,
-        *taps.sums(None, "          "),
-        "        }",
-        *taps.after_chunk(skipped=True),
-        "      }",
-    ]
-
-
-def _element_loop(
-    spec: KernelSpec, tile: TilePass, scalars: Writer, taps: TapText | None, *, strided: bool, unscales: bool
-) -> list[str]:
-    scalar = scalar_type(spec)
-    inner = writer_of(scalar, "          ", scalars.names.within())
-    inner.expressions.update(scalars.expressions)
-    body = TileBody(spec, tile, inner, strided, "          ")
-    if taps is not None:
-        inner.lines += taps.before(body)
-    body.emit()
-    if taps is not None:
-        inner.lines += taps.after(body, inner)
-    clause = "".join(
-        f" reduction({COMBINERS[reduction.operation]} : chunk_{slot})" for slot, reduction in tile.reductions
-    )
-    sums = bool(tile.reductions) or (taps is not None and taps.stats)
-    lines = _chunk_head(_SUMMED if sums else _CHUNK)
-    if not sums and not strided:
-        lines += [
-            f"        ask_ahead<{_CHUNK}>({array.name}_array, chunk);" for array in arrays_of(spec, tile, unscales)
+def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
+    """The loop over the runs of a tile: of blocks, tiles count as if none were short."""
+    size = body.size
+    if body.in_blocks:
+        loop = f"    for (int64_t block = begin / {size}; block * {size} < end; ++block) {{"
+        head = [
+            "const int64_t line = block / per_row;",
+            f"const int64_t column = (block - line * per_row) * {size};",
+            "const int64_t first = line * columns + column;",
+            f"const int64_t count = columns - column < {size} ? columns - column : {size};",
+            "const int64_t pair = line * ((columns + 1) / 2) + column / 2, pairs = (count + 1) / 2;",
         ]
-    for slot, reduction in tile.reductions:
-        lines.append(f"        {scalar} chunk_{slot} = {neutral(reduction)};")
-    lines += taps.chunk_lines(scalar) if taps is not None else []
-    if not strided:
-        lines.append(f"#pragma omp simd{clause}{taps.clause if taps is not None else ''}")
-    lines.append("        for (int64_t i = chunk; i < chunk_end; ++i) {")
-    lines += _located(spec) if strided else []
-    lines += inner.lines
-    lines.append("        }")
-    for slot, reduction in tile.reductions:
-        lines.append("        " + combine(reduction, f"part_{slot}", f"chunk_{slot}"))
-    if taps is not None:
-        lines += taps.after_chunk(strided=strided)
-    if unscales:
-        lines += unscale_loop(spec, strided)
-    lines.append("      }")
-    return lines
-
-
-def _block_loop(spec: KernelSpec, tile: TilePass, scalars: Writer, unscales: bool) -> list[str]:
-    """The loop over the blocks of a tile: tiles count as if none were short."""
-    inner = writer_of(scalar_type(spec), "  ", scalars.names.within())
-    inner.expressions.update(scalars.expressions)
-    clause = "".join(f" reduction({COMBINERS[value.operation]} : chunk_{slot})" for slot, value in tile.reductions)
-    body = BlockBody(spec, tile, inner, unscales, clause)
-    head = [
-        "const int64_t line = block / per_row;",
-        f"const int64_t column = (block - line * per_row) * {BLOCK};",
-        "const int64_t first = line * columns + column;",
-        f"const int64_t count = columns - column < {BLOCK} ? columns - column : {BLOCK};",
-    ]
-    if any(array.elements == 2 for array in body.arrays):
-        head += ["const int64_t pair = line * ((columns + 1) / 2) + column / 2, pairs = (count + 1) / 2;"]
-    sums = [f"{scalar_type(spec)} chunk_{slot} = {neutral(value)};" for slot, value in tile.reductions]
-    totals = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
-    return [
-        "    const bool is_strided = launch->layout_index[t] >= 0;",
-        f"    const int64_t* layout = is_strided ? {_layout_of(spec)} : nullptr;",
-        f"    for (int64_t block = begin / {BLOCK}; block * {BLOCK} < end; ++block) {{",
-        *(line if line[0] == "#" else f"      {line}" for line in (*head, *sums, *body.lines(), *totals)),
-        "    }",
-    ]
+    else:
+        loop = f"    for (int64_t first = begin; first < end; first += {size}) {{"
+        head = [f"const int64_t count = end - first < {size} ? end - first : {size};"]
+    return [loop, *(line if line[0] == "#" else f"      {line}" for line in (*head, *statements)), "    }"]
 
 
 def _finish(spec: KernelSpec, tile: TilePass) -> list[str]:

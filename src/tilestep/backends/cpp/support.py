@@ -286,37 +286,6 @@ inline uint32_t packed(const uint8_t* flags) {{
   return bits;
 }}
 
-// Where element `index` (in the order of the array named by `own`) of a strided tensor lies in every array.
-inline void locate(const int64_t* layout, int64_t index, int64_t arrays, int64_t* offsets) {{
-  const int64_t dims = layout[0];
-  const int64_t* sizes = layout + 1;
-  for (int64_t array = 0; array < arrays; ++array) offsets[array] = 0;
-  for (int64_t dim = dims - 1; dim >= 0; --dim) {{
-    const int64_t coordinate = index % sizes[dim];
-    index /= sizes[dim];
-    for (int64_t array = 0; array < arrays; ++array)
-      offsets[array] += coordinate * sizes[MAX_DIMS * (1 + array) + dim];
-  }}
-}}
-
-// As `locate` for one array.
-inline int64_t offset_of(const int64_t* layout, int64_t index, int64_t array) {{
-  const int64_t* sizes = layout + 1;
-  int64_t offset = 0;
-  for (int64_t dim = layout[0] - 1; dim >= 0; --dim) {{
-    offset += index % sizes[dim] * sizes[MAX_DIMS * (1 + array) + dim];
-    index /= sizes[dim];
-  }}
-  return offset;
-}}
-
-}}  // namespace
-"""
-
-
-BLOCKS_PRELUDE = f"""
-namespace {{
-
 // Calls `each` with 0 to `count` and where these elements of a strided tensor, from `first` on, lie in an array.
 template <class Each>
 inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t array, const Each& each) {{
@@ -328,9 +297,14 @@ inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t ar
     first /= sizes[dim];
     offset += coordinates[dim] * strides[dim];
   }}
-  for (int64_t j = 0; j < count; ++j) {{
-    each(j, offset);
-    for (int64_t dim = dims - 1; dim >= 0; --dim) {{
+  for (int64_t j = 0; j < count;) {{
+    const int64_t last = dims - 1, left = dims ? sizes[last] - coordinates[last] : 1;
+    const int64_t stop = left < count - j ? j + left : count, step = dims ? strides[last] : 0;
+    for (int64_t begin = j; j < stop; ++j) each(j, offset + (j - begin) * step);
+    if (!dims) break;
+    offset -= coordinates[last] * step;
+    coordinates[last] = 0;
+    for (int64_t dim = last - 1; dim >= 0; --dim) {{
       offset += strides[dim];
       if (++coordinates[dim] < sizes[dim]) break;
       offset -= coordinates[dim] * strides[dim];
@@ -339,7 +313,7 @@ inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t ar
   }}
 }}
 
-// Elements of a block one after the other: where they are, or in `spare` if they are fewer than it has, or have gaps.
+// Elements that follow each other: where they are, or in `spare` where they are copied to, with zeros behind them.
 template <class T, class Spare, int64_t size>
 __attribute__((noinline)) T* copied(T* array, Spare (&spare)[size], const int64_t* layout, int64_t first,
                                     int64_t count, int64_t position) {{
@@ -351,9 +325,9 @@ __attribute__((noinline)) T* copied(T* array, Spare (&spare)[size], const int64_
   return spare;
 }}
 template <class T, class Spare, int64_t size>
-inline T* run_of(T* array, Spare (&spare)[size], const int64_t* layout, int64_t first, int64_t count,
+inline T* run_of(T* array, Spare (&spare)[size], bool copies, const int64_t* layout, int64_t first, int64_t count,
                  int64_t position) {{
-  return !layout && count == size ? array + first : copied(array, spare, layout, first, count, position);
+  return copies ? copied(array, spare, layout, first, count, position) : array + first;
 }}
 
 // Takes back to an array what was changed in `spare`.
@@ -365,6 +339,50 @@ __attribute__((noinline)) void put_back(T* array, const T* spare, const int64_t*
   else
     std::memcpy(array + first, spare, count * sizeof(T));
 }}
+
+// The indices in the whole tensor of elements that follow each other, in halves.
+template <int64_t size>
+inline void indices_of(int32_t (&low)[size], int32_t (&high)[size], int64_t origin, const int64_t* layout,
+                       int64_t first, int64_t count, int64_t array) {{
+  if (layout) {{
+    walk(layout, first, count, array, [&](int64_t j, int64_t offset) {{
+      low[j] = static_cast<int32_t>(origin + offset);
+      high[j] = static_cast<int32_t>((origin + offset) >> 32);
+    }});
+    for (int64_t j = count; j < size; ++j) low[j] = high[j] = 0;
+    return;
+  }}
+  const uint32_t start = static_cast<uint32_t>(origin + first);
+  const int32_t above = static_cast<int32_t>((origin + first) >> 32);
+#pragma omp simd
+  for (uint32_t j = 0; j < size; ++j) {{
+    low[j] = static_cast<int32_t>(start + j);
+    high[j] = above + (start + j < start);
+  }}
+}}
+
+// Sets the bits of the weights that have changed, of elements that follow each other.
+template <int64_t size>
+inline void mark(uint32_t* words, const uint8_t (&flags)[size], const int64_t* layout, int64_t first, int64_t count,
+                 int64_t array) {{
+  if (layout) {{
+    walk(layout, first, count, array, [&](int64_t j, int64_t offset) {{
+      if (flags[j]) __atomic_fetch_or(&words[offset >> 5], 1u << (offset & 31), __ATOMIC_RELAXED);
+    }});
+    return;
+  }}
+  for (int64_t j = 0; j < count; j += 32) {{
+    const uint32_t bits = packed(flags + j);
+    if (bits != 0) words[(first + j) / 32] |= bits;
+  }}
+}}
+
+}}  // namespace
+"""
+
+
+BLOCKS_PRELUDE = f"""
+namespace {{
 
 // The largest measure of a short block's numbers; what is behind them becomes 0.
 template <class Measure> inline uint32_t largest_of(float (&numbers)[{BLOCK}], int64_t count, Measure measure) {{
@@ -388,26 +406,6 @@ template <class T> inline void unpack(uint8_t (&codes)[{BLOCK}], const T* bytes)
 template <class T> inline void pack(T* bytes, const uint8_t (&codes)[{BLOCK}]) {{
 #pragma omp simd
   for (int64_t j = 0; j < {BLOCK // 2}; ++j) bytes[j] = static_cast<uint8_t>(codes[2 * j] | codes[2 * j + 1] << 4);
-}}
-
-// The indices in the whole tensor of a block's elements, in halves.
-inline void indices_of(int32_t (&low)[{BLOCK}], int32_t (&high)[{BLOCK}], int64_t origin, const int64_t* layout,
-                       int64_t first, int64_t count, int64_t array) {{
-  if (layout) {{
-    walk(layout, first, count, array, [&](int64_t j, int64_t offset) {{
-      low[j] = static_cast<int32_t>(origin + offset);
-      high[j] = static_cast<int32_t>((origin + offset) >> 32);
-    }});
-    for (int64_t j = count; j < {BLOCK}; ++j) low[j] = high[j] = 0;
-    return;
-  }}
-  const uint32_t start = static_cast<uint32_t>(origin + first);
-  const int32_t above = static_cast<int32_t>((origin + first) >> 32);
-#pragma omp simd
-  for (uint32_t j = 0; j < {BLOCK}; ++j) {{
-    low[j] = static_cast<int32_t>(start + j);
-    high[j] = above + (start + j < start);
-  }}
 }}
 
 }}  // namespace

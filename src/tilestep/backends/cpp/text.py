@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from ...graph import TilePass, Value, ancestors
-from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph, read_arrays
+from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
 from ..emit import Names, Writer
 from ..spec import KernelSpec, describe
 
@@ -23,13 +23,13 @@ linux typeof unix
 
 _AROUND = """
 Launch Control bfloat16 float16 int16_t int32_t int64_t uint16_t uint32_t uint64_t std
-read write to_bfloat16 to_float16 bits_of float_of select maximum minimum sign_of remainder_of locate gradient_scale_of
+read write to_bfloat16 to_float16 bits_of float_of select maximum minimum sign_of remainder_of gradient_scale_of
 math_errhandling fused
-launch tiles tile tile_pass scalar_pass t begin rest end row rows layout chunk chunk_end i at first stop
+launch tiles tile tile_pass scalar_pass t begin rest end row rows layout i first stop copies mark
 unscale inverse_scale skip same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
 block count pair pairs columns per_row j low high walk run_of copied put_back largest_of unpack pack indices_of
-offset_of ask_ahead random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
+ask_ahead random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
 """
 
 _RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
@@ -177,211 +177,6 @@ def writer_of(scalar: str, indent: str, names: Names) -> Writer:
     return Writer(spelling, declare, _constant(scalar), names)
 
 
-class TileBody:
-    """Writes the statements of one element of a tile, the loads and stores of its buffers among them."""
-
-    def __init__(self, spec: KernelSpec, tile: TilePass, writer: Writer, strided: bool, indent: str) -> None:
-        self.spec, self.tile, self.writer, self.indent, self.is_strided = spec, tile, writer, indent, strided
-        order = [spec.grad, *spec.arrays]
-        self.index = {array.name: f"at[{position}]" if strided else "i" for position, array in enumerate(order)}
-
-    def element(self, array: Array) -> str:
-        """The expression of an array's element."""
-        return f"{array.name}_array[{self.index[array.name]}]"
-
-    def load(self, name: str) -> str:
-        """The expression of a buffer's value."""
-        storage = self.spec.storages[name]
-        function = "read" if codec_of(storage).is_element else f"join_{storage.title}"
-        return f"{function}({', '.join(map(self.element, read_arrays(storage, name)))})"
-
-    def store(self, name: str, value: str) -> str:
-        """The statement that keeps a buffer's new value."""
-        storage = self.spec.storages[name]
-        function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
-        elements = ", ".join(map(self.element, storage.arrays(name)))
-        random = ""
-        if name in self.spec.draws:
-            place = f"offset_of(layout, i, {1 + len(self.spec.arrays)})" if self.is_strided else "i"
-            index = f"origin + {place}"
-            random = f", random_{self.spec.draws[name]}(key_0, key_1, int32_t({index}), int32_t(({index}) >> 32))"
-        return f"{function}({elements}, {value}{random});"
-
-    def emit(self) -> None:
-        write_math(self.tile, self.writer, self.load, self.indent)
-        for slot, reduction in self.tile.reductions:
-            self.writer.lines.append(
-                self.indent + accumulate(reduction, f"chunk_{slot}", self.writer[reduction.args[0]])
-            )
-        for name, value in self.tile.stores.items():
-            self.writer.lines.append(self.indent + self.store(name, self.writer[value]))
-
-
-def touches_blocks(spec: KernelSpec, tile: TilePass) -> bool:
-    """Whether a pass reads or stores something in blocks."""
-    return any(codec_of(spec.storages[name]).has_blocks for name in (*tile.reads(), *tile.stores))
-
-
-def write_math(tile: TilePass, writer: Writer, load: Callable[[str], str], indent: str) -> None:
-    """Write what a pass computes of one element, from the expressions of what it reads."""
-    for value in tile.values():
-        buffer = tile.loads.get(id(value))
-        if buffer is None and value.operation == "load" and not tile.leaves(value):
-            buffer = value.attribute
-        if buffer is not None:
-            writer.name(value, load(buffer), buffer)
-    writer.write(tile.values())
-
-
-class BlockBody:
-    """Writes what a pass does with one block, in loops of exactly 128 over numbers of one width.
-
-    A loop over codes of a byte and numbers of four computes as many numbers at once as a vector has bytes, and runs out
-    of registers: so each buffer is made numbers in a loop of its own, and made codes in another. Blocks that are short
-    or lie with gaps are copied, so that one loop does for all of them.
-
-    writer: has spelled what a pass takes from others. clause: its loop's reductions, for OpenMP. rest: writes what else
-    it does with an element `i`; then the loop ends with a short block.
-    """
-
-    def __init__(
-        self,
-        spec: KernelSpec,
-        tile: TilePass,
-        writer: Writer,
-        unscales: bool,
-        clause: str,
-        rest: Callable[[Writer, str], None] | None = None,
-    ) -> None:
-        self.spec, self.tile, self.writer, self.unscales, self.clause = spec, tile, writer, unscales, clause
-        self.rest = rest
-        self.storages = {name: spec.storages[name] for name in dict.fromkeys([*tile.reads(), *tile.stores])}
-        if unscales:
-            self.storages.setdefault("grad", spec.storages["grad"])
-        self.arrays = [array for name, storage in self.storages.items() for array in storage.arrays(name)]
-        self.kept = [name for name in tile.stores if codec_of(self.storages[name]).has_blocks]
-        self.written = [a for name in tile.stores for a in self.storages[name].arrays(name) if a.elements < BLOCK]
-
-    def lines(self) -> list[str]:
-        """All statements of a block."""
-        lines = [line for array in self.arrays for line in self._begin(array)]
-        lines += [f"float {name}_values[{BLOCK}];" for name in self.storages if not self._is_direct(name)]
-        lines += self._indices()
-        lines += [line for name in self.tile.reads() if not self._is_direct(name) for line in self._join(name)]
-        lines += self._math()
-        apart = [name for name in self.tile.stores if not self._is_direct(name) and name not in self.kept]
-        lines += [line for name in apart for line in self._split(name)]
-        if self.unscales:
-            unscaled = _each("write(grad_run[j], read(grad_run[j]) * inverse_scale);")
-            back = [f"  {self._back(self.spec.grad)}"]
-            lines += ["if (unscale) {", *(line if line[0] == "#" else f"  {line}" for line in unscaled), *back, "}"]
-        lines += [line for name in self.kept for line in self._keep(name)]
-        return [*lines, *map(self._back, self.written)]
-
-    def _is_direct(self, name: str) -> bool:
-        """Whether a buffer's elements are the numbers that are computed with."""
-        storage = self.spec.storages[name]
-        return codec_of(storage).is_plain and storage.arrays(name)[0].dtype is self.spec.compute
-
-    def _at(self, array: Array) -> str:
-        """Where an array's part of the block is: the arguments of `run_of` and `put_back` behind the arrays."""
-        position = [self.spec.grad, *self.spec.arrays].index(array)
-        return "nullptr, pair, pairs, 0" if array.elements == 2 else f"layout, first, count, {position}"
-
-    def _begin(self, array: Array) -> list[str]:
-        kind, name = C_TYPES[dtype_name(array.dtype)], array.name
-        if array.elements == BLOCK:
-            is_read = any(array in read_arrays(self.storages[read], read) for read in self.tile.reads())
-            return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
-        run = f"auto* {name}_run = run_of({name}_array, {name}_spare, {self._at(array)});"
-        size = BLOCK // array.elements
-        return [f"{kind} {name}_spare[{size}];", run, f"ask_ahead<{size}>({name}_run, 0);"]
-
-    def _back(self, array: Array) -> str:
-        name = array.name
-        return f"if ({name}_run == {name}_spare) put_back({name}_array, {name}_spare, {self._at(array)});"
-
-    def _indices(self) -> list[str]:
-        if not self.spec.draws_in(self.tile):
-            return []
-        indices = f"indices_of(low, high, origin, layout, first, count, {1 + len(self.spec.arrays)});"
-        return [f"int32_t low[{BLOCK}], high[{BLOCK}];", indices]
-
-    def _random(self, name: str) -> str:
-        return f", random_{self.spec.draws[name]}(key_0, key_1, low[j], high[j])" if name in self.spec.draws else ""
-
-    def _join(self, name: str) -> list[str]:
-        storage, elements, lines = self.storages[name], [], []
-        for array in read_arrays(storage, name):
-            if array.elements == 2:
-                lines += [f"uint8_t {array.name}_codes[{BLOCK}];", f"unpack({array.name}_codes, {array.name}_run);"]
-            element = {BLOCK: "entry", 2: "codes[j]"}.get(array.elements, "run[j]")
-            elements.append(f"{array.name}_{element}")
-        function = "read" if codec_of(storage).is_element else f"join_{storage.title}"
-        return [*lines, *_each(f"{name}_values[j] = {function}({', '.join(elements)});")]
-
-    def _math(self) -> list[str]:
-        scalar, inner = scalar_type(self.spec), self.writer
-
-        def load(name: str) -> str:
-            return f"read({name}_run[j])" if self._is_direct(name) else f"{name}_values[j]"
-
-        write_math(self.tile, inner, load, "  ")
-        for slot, reduction in self.tile.reductions:
-            term = inner[reduction.args[0]]
-            if self.rest is None:
-                term = f"select(j < count, {scalar}({term}), {scalar}({neutral(reduction)}))"
-            inner.lines.append("  " + accumulate(reduction, f"chunk_{slot}", term))
-        for name, value in self.tile.stores.items():
-            number = inner[value]
-            direct = self._is_direct(name)
-            inner.lines.append(f"  write({name}_run[j], {number});" if direct else f"  {name}_values[j] = {number};")
-            if name in self.kept:
-                inner.lines += [
-                    f"  const uint32_t {name}_size = measure_{self.storages[name].title}({name}_values[j]);",
-                    f"  {name}_largest = {name}_size > {name}_largest ? {name}_size : {name}_largest;",
-                ]
-        head = [f"{_EACH} {{"]
-        if self.rest is not None:
-            self.rest(inner, "  ")
-            head = ["for (int64_t j = 0; j < count; ++j) {", "  const int64_t i = first + j;"]
-        largest = "".join(f" reduction(max : {name}_largest)" for name in self.kept)
-        sizes = [f"uint32_t {name}_largest = 0;" for name in self.kept]
-        return [*sizes, f"#pragma omp simd{self.clause}{largest}", *head, *inner.lines, "}"]
-
-    def _split(self, name: str) -> list[str]:
-        storage = self.storages[name]
-        function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
-        elements = ", ".join(f"{array.name}_run[j]" for array in storage.arrays(name))
-        return _each(f"{function}({elements}, {name}_values[j]{self._random(name)});")
-
-    def _keep(self, name: str) -> list[str]:
-        """The scales of a block, and its elements over them."""
-        storage = self.storages[name]
-        arrays = storage.arrays(name)
-        scales = [array for array in arrays if array.elements == BLOCK]
-        of_block = ", ".join(f"{array.name}_kept" for array in scales)
-        (codes,) = [array for array in arrays if array.elements != BLOCK]
-        target = f"{codes.name}_{'kept' if codes.elements == 2 else 'run'}"
-        return [
-            *(f"{C_TYPES[dtype_name(scale.dtype)]} {scale.name}_kept;" for scale in scales),
-            f"if (count < {BLOCK}) {name}_largest = largest_of({name}_values, count, measure_{storage.title});",
-            f"keep_{storage.title}({of_block}, {name}_largest);",
-            *(f"{scale.name}_array[block] = {scale.name}_kept;" for scale in scales),
-            *([f"uint8_t {target}[{BLOCK}];"] if codes.elements == 2 else []),
-            *_each(f"{target}[j] = split_{storage.title}({of_block}, {name}_values[j]{self._random(name)});"),
-            *([f"pack({codes.name}_run, {target});"] if codes.elements == 2 else []),
-        ]
-
-
-_EACH = f"for (int64_t j = 0; j < {BLOCK}; ++j)"
-
-
-def _each(statement: str) -> list[str]:
-    """A statement for each element of a block."""
-    return ["#pragma omp simd", f"{_EACH} {statement}"]
-
-
 def accumulate(reduction: Value, total: str, expression: str) -> str:
     """The statement that takes an element into a reduction in the type computed in."""
     if reduction.operation == "reduce_sum":
@@ -407,32 +202,16 @@ def combine(reduction: Value, total: str, part: str) -> str:
     return f"{total} = {function}({total}, double({part}));"
 
 
-def layout_width(spec: KernelSpec) -> str:
-    """Entries of a row of the layout table."""
-    return f"(1 + MAX_DIMS * {2 + len(spec.arrays) + bool(spec.draws)})"
-
-
-def unscale_loop(spec: KernelSpec, strided: bool) -> list[str]:
-    """Writes the gradients of a chunk back without the loss scale; in a loop of its own, they are in the cache."""
-    at = f"{spec.grad.name}_array[{'at' if strided else 'i'}]"
-    return [
-        "        if (unscale) {",
-        *([] if strided else ["#pragma omp simd"]),
-        "          for (int64_t i = chunk; i < chunk_end; ++i) {",
-        *(["            int64_t at;", "            locate(layout, i, 1, &at);"] if strided else []),
-        f"            write({at}, read({at}) * inverse_scale);",
-        "          }",
-        "        }",
-    ]
+def layout_line(spec: KernelSpec) -> str:
+    """The layout of a tensor whose elements lie with gaps."""
+    width = f"(1 + MAX_DIMS * {2 + len(spec.arrays) + bool(spec.draws)})"
+    row = f"launch->layouts + launch->layout_index[t] * {width}"
+    return f"    const int64_t* layout = launch->layout_index[t] < 0 ? nullptr : {row};"
 
 
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     """A writer that has read what a tile pass takes from the scalar passes, each in a variable of its own."""
-    suffixes = (
-        ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
-        if spec.has_blocks
-        else ("array",)
-    )
+    suffixes = ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
     names = CppNames(f"{array.name}_{suffix}" for array in [spec.grad, *spec.arrays] for suffix in suffixes)
     scalars = writer_of(scalar_type(spec), "    ", names)
     for value in tile.values():
