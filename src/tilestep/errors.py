@@ -37,3 +37,16 @@ class HostMemoryError(TilestepError, MemoryError):
 
 class BuildError(TilestepError, RuntimeError):
     """Generated code could not be built or loaded."""
+
+
+class RankError(TilestepError, RuntimeError):
+    """Ranks cannot go on together: one of them is gone, or late.
+
+    Args:
+        message: what has happened.
+        ranks: those of the default process group that are gone.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks

@@ -554,6 +554,11 @@ def count_scaled_losses() -> int:
 # What tilestep needs of torch's distributed package beyond its public API: DTensors, ranks, checkpoints.
 
 
+def default_store() -> Any | None:
+    """The store in which the processes of the default group have found each other; None where torch does not say."""
+    return getattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)()
+
+
 def root_mesh(mesh: Any) -> Any | None:
     """The device mesh that a mesh is a slice of; None where torch does not say."""
     root = getattr(mesh, "_get_root_mesh", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +48,7 @@ class ReductionGroup:
     def __init__(
         self,
         groups: Sequence[Any] | None,
+        monitor: Any = None,
         *,
         ranks: Sequence[int] | None = None,
         meshes: Sequence[Any] = (),
@@ -54,7 +56,7 @@ class ReductionGroup:
         if groups is not None and ranks is None:
             ranks = dist.get_process_group_ranks(groups[0])
         self.ranks: Sequence[int] = ranks or ()
-        self._given, self._meshes = groups, meshes
+        self._given, self._meshes, self._monitor = groups, meshes, monitor
         self._shares: dict[Any, float] = {}
 
     @cached_property
@@ -138,12 +140,18 @@ class ReductionGroup:
         group, takes_host = self._groups[0]
         values = values if takes_host else _on_gpu(values)
         gathered = [torch.empty_like(values) for _ in self.ranks]
-        dist.all_gather(gathered, values, group)
+        with self._monitor or nullcontext():
+            dist.all_gather(gathered, values, group)
         return gathered
 
     def _all_reduce(self, group: Any, takes_host: bool, values: torch.Tensor, operation: Any) -> None:
         sent = values if takes_host else _on_gpu(values)
-        dist.all_reduce(sent, operation, group)
+        try:
+            dist.all_reduce(sent, operation, group)
+        except RuntimeError as error:
+            if self._monitor is not None:
+                self._monitor.explain(error)
+            raise
         if sent is not values:
             values.copy_(sent)
 
@@ -193,26 +201,33 @@ class Awaited(NamedTuple):
     """Communication that has begun."""
 
     works: Sequence[Any]
+    monitor: Any
 
     def wait(self) -> None:
         """Let the host, or the current stream of a GPU, wait for it."""
-        for work in self.works:
-            work.wait()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            if self.monitor is not None:
+                self.monitor.explain(error)
+            raise
 
 
-ARRIVED = Awaited(())  # what runs in the order of the current stream: there is nothing to wait for
+ARRIVED = Awaited((), None)  # what runs in the order of the current stream: there is nothing to wait for
 
 
 class Ranks:
     """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets."""
 
-    def __init__(self, shard: Any, replicate: Any) -> None:
+    def __init__(self, shard: Any, replicate: Any, monitor: Any) -> None:
         self.shard = shard
         self.replicate = replicate
         self.rank = dist.get_rank(shard)
         self.size = dist.get_world_size(shard)
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
         self.count = self.size * self.copies  # all ranks, those that hold copies too
+        self.monitor = monitor
         self.reductions = self.with_others(())  # over the ranks that split the state; copies have the same results
 
     def __deepcopy__(self, memo: Any) -> Ranks:
@@ -227,11 +242,11 @@ class Ranks:
             else dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
             for group in (self.shard, self.replicate)
         )
-        return Ranks(shard, replicate)
+        return Ranks(shard, replicate, self.monitor)
 
     def with_others(self, groups: Sequence[Any]) -> ReductionGroup:
         """Reductions over the ranks that split the state, and then over groups with other parts of the model."""
-        return ReductionGroup([self.shard, *groups])
+        return ReductionGroup([self.shard, *groups], self.monitor)
 
     @property
     def can_be_captured(self) -> bool:
@@ -252,40 +267,58 @@ class Ranks:
 
     def add_in(self, group: Any, values: torch.Tensor, *, mean: bool = False) -> None:
         """Replace numbers by their sums over a group of ranks; by their means where it `can_average` them."""
-        dist.all_reduce(values, _OPERATIONS[mean], group)
+        try:
+            dist.all_reduce(values, _OPERATIONS[mean], group)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
 
     def begin_to_add(self, values: torch.Tensor) -> Any:
         """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for."""
         # On a GPU it runs in the current stream.
-        work = dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda)
-        return ARRIVED if work is None else Awaited((work,))
+        try:
+            work = dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        return ARRIVED if work is None else Awaited((work,), self.monitor)
 
     def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Any:
         """Begin to sum flat memory up over the ranks that split the state, each receiving its section."""
         # On a GPU it runs in the current stream: the library's own would only be waited for by ours.
-        work = _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
-        return ARRIVED if work is None else Awaited((work,))
+        try:
+            work = _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
+        return ARRIVED if work is None else Awaited((work,), self.monitor)
 
     def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:
         """Begin to give all of these ranks every section; several tensors go in one message, where the backend can."""
-        began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
-        if began:
-            return ARRIVED if work is None else Awaited((work,))
-        works = [
-            _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
-            for flat, section in zip(flats, sections)
-        ]
+        try:
+            began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
+            if began:
+                return ARRIVED if work is None else Awaited((work,), self.monitor)
+            works = [
+                _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
+                for flat, section in zip(flats, sections)
+            ]
+        except RuntimeError as error:
+            self.monitor.explain(error)
+            raise
         works = [work for work in works if work is not None]
-        return Awaited(works) if works else ARRIVED
+        return Awaited(works, self.monitor) if works else ARRIVED
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has."""
-        for group in self.groups:
-            dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+        with self.monitor:
+            for group in self.groups:
+                dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
     def send(self, tensor: torch.Tensor, source: int) -> None:
         """Give the ranks that split the state what one of them has."""
-        dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
+        with self.monitor:
+            dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
 
     def everyone(self, value: Any) -> list[Any]:
         """One object of each rank, on every rank."""
@@ -300,7 +333,8 @@ class Ranks:
 
     def _each_of(self, group: Any, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group)
+        with self.monitor:
+            dist.all_gather_object(values, value, group)
         return values
 
 

@@ -1,4 +1,4 @@
-"""Ranks that die in backward, in the step, in a checkpoint: the others raise, and what was saved loads."""
+"""Ranks that die in backward, in the step, in a checkpoint: the others say who it was, and what was saved loads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tilestep
+from tilestep.schedules.zero import ranks as rank_monitor
 from tilestep.schedules.zero.parameters import ParameterSync
+from tilestep.schedules.zero.ranks import RankMonitor
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=15)
 """Of what the ranks do together; long enough for a machine that runs other tests."""
+
+PATIENCE = 3.0
 
 
 def die() -> None:
@@ -100,6 +104,7 @@ def before_a_checkpoint_is_finished(training: Training, folder: str) -> None:
 
 def work(rank: int, folder: str, scenario: Callable[[Training, str], None]) -> None:
     torch.set_num_threads(1)
+    rank_monitor.PATIENCE = PATIENCE
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     training = Training()
     training.step()
@@ -112,10 +117,10 @@ def work(rank: int, folder: str, scenario: Callable[[Training, str], None]) -> N
     training.step()
     try:
         scenario(training, f"{folder}/saved")
-        report = ""
-    except (RuntimeError, dcp.CheckpointException) as error:
-        report = str(error) or type(error).__name__
-    Path(f"{folder}/report{rank}").write_text(report)
+        report: Any = ("nothing", [])
+    except tilestep.RankError as error:
+        report = (str(error), error.ranks)
+    torch.save(report, f"{folder}/report{rank}")
     # Not by way of what torch does at the end of a process: its group is broken.
     os._exit(0)
 
@@ -154,9 +159,7 @@ class Loads:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_the_others_raise_and_the_last_checkpoint_loads(
-    scenario: Callable[[Training, str], None], tmp_path: Path
-) -> None:
+def test_the_others_say_who_is_gone(scenario: Callable[[Training, str], None], tmp_path: Path) -> None:
     context = mp.get_context(start_method())
     processes = [context.Process(target=work, args=(rank, str(tmp_path), scenario)) for rank in range(RANKS)]
     for process in processes:
@@ -165,8 +168,102 @@ def test_the_others_raise_and_the_last_checkpoint_loads(
         process.join(300)
     lost = SCENARIOS[scenario]
     assert [process.exitcode for process in processes] == [-signal.SIGKILL if r == lost else 0 for r in range(RANKS)]
-    assert all((tmp_path / f"report{rank}").read_text() for rank in range(RANKS) if rank != lost)
+    for rank in range(RANKS):
+        if rank != lost:
+            message, ranks = torch.load(tmp_path / f"report{rank}", weights_only=True)
+            assert ranks == [lost] and f"rank {lost} is gone" in message, message
     all_pass([Loads(tmp_path)], 2)
+
+
+def hold(monitors: Any, rank: int, store: Any) -> None:
+    """A process that is watched until it is told how to end."""
+    monitor = RankMonitor(store, rank, 3)
+    monitors.send(monitor.own)
+    if monitors.recv() == "end":
+        monitor.close()
+    os._exit(0)
+
+
+class Others:
+    """Two other ranks of this host, each a process of its own."""
+
+    def __init__(self) -> None:
+        context = mp.get_context(start_method())
+        self.ends, self.processes = [], []
+        for rank in (1, 2):
+            own, other = context.Pipe()
+            self.processes.append(context.Process(target=hold, args=(other, rank, None), daemon=True))
+            self.processes[-1].start()
+            self.ends.append(own)
+        self.told = [end.recv() for end in self.ends]
+
+    def let_go(self, rank: int, how: str) -> None:
+        self.ends[rank - 1].send(how)
+        self.processes[rank - 1].join(60)
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
+    monkeypatch.setattr(rank_monitor, "PATIENCE", 0.5)
+    monkeypatch.setattr(RankMonitor, "is_current", True)
+    made = Others()
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.join()
+
+
+def test_errors_are_explained(others: Others, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = RankMonitor(None, 0, 3)
+    monitor.watch([monitor.own, *others.told], logs=True)
+    with pytest.raises(tilestep.RankError, match=r"all ranks are there.*late"), monitor:
+        raise RuntimeError("timed out")
+    with pytest.raises(KeyError), monitor:
+        raise KeyError
+    others.let_go(1, "end")
+    # One that ends as it should is no error, until another waits for it.
+    assert not monitor._over.wait(0.5) and "gone" not in caplog.text
+    with pytest.raises(tilestep.RankError, match=r"rank 1 is gone.*\(timed out\)") as caught, monitor:
+        raise RuntimeError("timed out")
+    others.let_go(2, "die")
+    with pytest.raises(tilestep.RankError, match=r"ranks 1, 2 are gone.*\(timed out\)") as caught, monitor:
+        raise RuntimeError("timed out")
+    assert caught.value.ranks == [1, 2] and isinstance(caught.value.__cause__, RuntimeError)
+    monitor._thread.join(60)
+    assert "rank 2 is gone" in caplog.text
+    monitor.close()
+    assert not Path(others.told[0].path).exists() and monitor.own.path == ""
+
+
+def test_ranks_of_another_host_tell_what_they_have_found(others: Others) -> None:
+    store = dist.HashStore()
+    near, far = RankMonitor(store, 0, 4), RankMonitor(store, 3, 4)
+    far.own = far.own._replace(host="another")
+    near.watch([near.own, *others.told, far.own])
+    far.watch([near.own, *others.told, far.own])
+    with pytest.raises(tilestep.RankError, match="no host says that a process is gone"), far:
+        raise RuntimeError("timed out")
+    others.let_go(2, "die")
+    assert far.missing() == [] and near.missing() == [2] and far.missing() == [2]
+    others.let_go(1, "die")
+    assert near.missing() == [2]
+    near.close()
+    far.close()
+
+
+def test_without_other_processes_errors_stay_as_they_are() -> None:
+    monitor = RankMonitor(None, 0, 3)
+    with pytest.raises(RuntimeError, match=r"^timed out$"), monitor:
+        raise RuntimeError("timed out")
+    monitor.close()
+
+
+def test_a_process_ends_without_a_thread_that_waits_for_a_store(others: Others) -> None:
+    """One that does when the interpreter ends aborts it."""
+    monitor = RankMonitor(None, 0, 3)
+    monitor.watch([monitor.own, *others.told], logs=True)
+    monitor.close()
+    assert not monitor._thread.is_alive()
 
 
 def test_checkpoints_are_kept_in_number(tmp_path: Path) -> None:

@@ -108,6 +108,14 @@ def test_scalers_are_routed_once_and_for_some_optimizers(monkeypatch: pytest.Mon
     assert not compat.route_unscaling(lambda _: True, lambda *_: None)
 
 
+def test_the_store_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it nobody knows which rank is gone, only that one is."""
+    module = torch.distributed.distributed_c10d
+    assert hasattr(module, "_get_default_store"), f"torch {torch.__version__} keeps its store elsewhere (compat)"
+    monkeypatch.delattr(module, "_get_default_store")
+    assert compat.default_store() is None
+
+
 def test_the_number_of_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the private call, streams are asked for as objects."""
     if torch.version.cuda:
