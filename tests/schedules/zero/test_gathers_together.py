@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -355,6 +357,23 @@ def memory_of_a_cpu_is_refused_on_all_ranks_and_nothing_is_changed() -> None:
     optimizer.step()
 
 
+def an_optimizer_whose_updates_are_cut_is_let_go_at_once() -> None:
+    """Its state is most of what a GPU holds, and is not to wait until garbage is collected."""
+    with together(), cut_updates() as seen:
+        pair = Pair(Elementwise(30), test_training.adamw, bucket_cap_mb=TINY, overlap_param_sync=False)
+        train(pair, [lambda model: model(inputs(5, 7)).sum()])
+        assert "update" in seen
+        inner = pair.optimizer.schedule.sharding.inner
+        held = [weakref.ref(value) for state in inner.state.values() for value in state.values()]
+        gc.collect()
+        gc.disable()
+        try:
+            del inner, pair
+            assert held and not any(reference() is not None for reference in held)
+        finally:
+            gc.enable()
+
+
 def training_and_traffic_are_as_ever() -> None:
     checks = (
         test_training.dtypes_in_any_mixture,
@@ -391,6 +410,7 @@ CHECKS = [
     what_is_updated_is_gathered_while_the_rest_is_updated,
     a_rank_that_updates_in_one_piece_meets_the_others_all_the_same,
     an_update_that_fails_leaves_nothing_to_meet_for,
+    an_optimizer_whose_updates_are_cut_is_let_go_at_once,
     where_one_rank_cannot_all_of_them_send,
     ranks_of_two_hosts_send,
     others_are_chosen,

@@ -161,7 +161,8 @@ class UpdateInParts:
     """
 
     def __init__(self, sync: ParameterSync, bucket_of: Callable[[torch.Tensor], Bucket | None]) -> None:
-        self._sync, self._bucket_of = sync, bucket_of
+        # Whose method it is has the placement, which has this: a circle would keep state until garbage is collected.
+        self._sync, self._bucket_of = sync, weakref.WeakMethod(bucket_of)
         self._segments: list[weakref.ref[Segment]] = []
         self._cuts: _Cuts | None = None
         """For each segment how it is cut, once it was; none where one of them cannot be."""
@@ -178,12 +179,14 @@ class UpdateInParts:
             segment.parts = self
 
     def _cut_all(self) -> _Cuts:
-        groups, cuts = self._sync.order(), _Cuts()
+        groups, cuts, bucket_of = self._sync.order(), _Cuts(), self._bucket_of()
         for reference in self._segments:
             segment = reference()
-            buckets = [] if segment is None else [self._bucket_of(entry.param) for entry in segment.entries]
+            if segment is None or bucket_of is None:
+                return _Cuts()
+            buckets = [bucket_of(entry.param) for entry in segment.entries]
             placed = [groups[bucket] for bucket in buckets if bucket is not None]
-            if segment is None or len(placed) < len(buckets):
+            if len(placed) < len(buckets):
                 return _Cuts()
             group_of = dict(placed)
             runs = sorted(_runs([number for number, _ in placed]), key=lambda run: run[0])
