@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -251,9 +252,32 @@ def test_ranks_of_another_host_tell_what_they_have_found(others: Others) -> None
     far.close()
 
 
-def test_without_other_processes_errors_stay_as_they_are() -> None:
-    monitor = RankMonitor(None, 0, 3)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_without_other_processes_errors_stay_as_they_are(ranks: int) -> None:
+    monitor = RankMonitor(None, 0, ranks)
+    monitor.watch([monitor.own])
     with pytest.raises(RuntimeError, match=r"^timed out$"), monitor:
+        raise RuntimeError("timed out")
+    monitor.close()
+
+
+@pytest.mark.parametrize(
+    "module, name", [(tempfile, "gettempdir"), (tempfile, "mkstemp"), (rank_monitor.fcntl, "lockf")]
+)
+def test_ranks_without_a_place_for_files_are_not_held_up(
+    others: Others, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any, name: str
+) -> None:
+    """One of them raising alone would leave the others waiting for it."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, name, full)
+    monitor = RankMonitor(None, 0, 3)
+    assert monitor.own.path == "" and not list(tmp_path.iterdir())
+    monitor.watch([monitor.own, *others.told])
+    with pytest.raises(tilestep.RankError, match="no host says that a process is gone"), monitor:
         raise RuntimeError("timed out")
     monitor.close()
 

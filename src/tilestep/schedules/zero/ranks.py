@@ -90,15 +90,25 @@ class RankMonitor:
         self._hosts: set[str] = set()
         self._watches_all = False
         self._thread: threading.Thread | None = None
-        folder = os.stat(tempfile.gettempdir())
-        self.own = Process(rank, f"{platform.node()} {folder.st_dev} {folder.st_ino}", "")
+        self.own = Process(rank, platform.node(), "")
         if fcntl is not None and ranks > 1:
-            descriptor, path = tempfile.mkstemp(prefix=f"tilestep-rank-{rank}-")
+            # Where there is no place for such a file only its explanations are lost: ranks train as well.
+            with suppress(OSError):
+                self._lock(rank)
+
+    def _lock(self, rank: int) -> None:
+        folder = os.stat(tempfile.gettempdir())
+        descriptor, path = tempfile.mkstemp(prefix=f"tilestep-rank-{rank}-")
+        try:
             # Not inherited by processes that this one forks, as the locks of `flock` are.
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
-            self._descriptor, self._pid = descriptor, os.getpid()
-            self.own = Process(rank, self.own.host, path)
-            atexit.register(self.close)
+        except OSError:
+            os.close(descriptor)
+            os.unlink(path)
+            raise
+        self._descriptor, self._pid = descriptor, os.getpid()
+        self.own = Process(rank, f"{self.own.host} {folder.st_dev} {folder.st_ino}", path)
+        atexit.register(self.close)
 
     @property
     def is_current(self) -> bool:
@@ -118,9 +128,9 @@ class RankMonitor:
 
     def watch(self, processes: list[Process], *, logs: bool = False) -> None:
         """Know the processes of other ranks; log as soon as one is gone, where communication raises no error."""
-        for one in processes:
+        for one in [one for one in processes if one.rank != self.own.rank]:
             if one.host == self.own.host and one.path and os.path.exists(one.path):
-                self._beside |= {one.rank: one.path} if one.rank != self.own.rank else {}
+                self._beside[one.rank] = one.path
             else:
                 self._hosts.add(one.host)
         if logs and self._thread is None and self._beside:
