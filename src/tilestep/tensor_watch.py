@@ -149,9 +149,10 @@ def survey(params: list[torch.Tensor]) -> Survey:
     return Survey(sum(map(version_of, params)), any_gradient, bytes([param.requires_grad for param in params]))
 
 
-def taken_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
+def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients that parameters have; from now on they have none."""
-    module = native.module(len(params))
+    # A param group's are a list, unless somebody has given it others.
+    module = native.module(len(params)) if type(params) is list else None
     taken = None if module is None else module.take(params, (*_PLAIN, distributed_tensor_type()))
     if taken is not None:
         return taken  # type: ignore[no-any-return]

@@ -331,6 +331,8 @@ def test_gradients_are_taken(natively: bool, one_rank: None, monkeypatch: pytest
     taken = taken_gradients(params)
     assert len(taken) == len(gradients) and all(one is other for one, other in zip(taken, gradients))
     assert all(param.grad is None for param in params) and taken_gradients(params) == []
+    params[0].grad = held = torch.ones_like(params[0])
+    assert taken_gradients(tuple(params))[0] is held and params[0].grad is None
     gone = weakref.ref(gradients.pop())
     del taken
     assert gone() is None
