@@ -140,6 +140,9 @@ def test_an_exception_in_backward(during: str, make: Make) -> None:
 @both
 def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: str) -> None:
     """It is given to others once the updates have run, although none of the streams has waited for them."""
+    # The collection below must end while the stream sleeps; what is made from now on is collected.
+    gc.collect()
+    gc.freeze()
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
     optimizer: Any = tilestep.overlap(adamw(model.parameters()), model, during, bucket_cap_mb=0.2)
     data = torch.ones(4, 512, device="cuda")
@@ -153,9 +156,6 @@ def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: st
     states = [state["exp_avg"] for state in optimizer.state.values()]
     addresses, like = {state.data_ptr() for state in states}, torch.empty_like(states[0], device="meta")
     torch.cuda.synchronize()
-    # The collection below must end while the stream sleeps.
-    gc.collect()
-    gc.freeze()
     lane = optimizer.schedule.lane.stream
     with torch.cuda.stream(lane):
         torch.cuda._sleep(1_000_000_000)
