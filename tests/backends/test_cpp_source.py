@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tilestep.backends.cpp.support import PRELUDE
 from tilestep.backends.spec import KernelSpec
 from tilestep.rules import Rule, registry
 from tilestep.runtime import graph_for, kernel_spec
-from tilestep.storage import Master, Plain, Storage
+from tilestep.storage import STATE_FORMATS, Master, Plain, Stochastic, Storage
 
 NAMES = sorted(name for name, rule in registry.items() if rule.__module__.startswith("tilestep."))
 
@@ -97,8 +98,9 @@ def awkward_names() -> list[str]:
     return sorted(name for name in wanted if name.isidentifier() and not keyword.iskeyword(name))
 
 
+@pytest.mark.parametrize("stats", [None, tilestep.Stats()], ids=["", "measured"])
 @pytest.mark.parametrize("level", ["element", "group"])
-def test_no_variable_name_breaks_the_source(level: str, tmp_path: Path) -> None:
+def test_no_variable_name_breaks_the_source(level: str, stats: tilestep.Stats | None, tmp_path: Path) -> None:
     names = awkward_names()
     first = "grad" if level == "element" else "lr"
     lines = [f"    {name} = {first} * {index + 0.5} + {first}" for index, name in enumerate(names)]
@@ -112,8 +114,30 @@ def test_no_variable_name_breaks_the_source(level: str, tmp_path: Path) -> None:
     weight.grad = torch.tensor([0.5, 0.25, -1.0], dtype=torch.float64)
     zeros = torch.zeros(3, dtype=torch.float64)
     wanted = rule(weight.detach().clone(), weight.grad.clone(), zeros.clone(), zeros.clone(), step=1)
-    tilestep.Optimizer([weight], rule).step()
+    tilestep.Optimizer([weight], rule, stats=stats).step()
     torch.testing.assert_close(weight.detach(), wanted[0], rtol=1e-9, atol=0)
+
+
+def test_names_of_the_source_itself_are_reserved() -> None:
+    """Functions that it calls, and what its passes declare: a rule's variable of the same name would hide them."""
+    names = set(re.findall(r"(?<![\w:<])([a-z]\w*)\(", " ".join(text.SPELLING.values()))) - {"float"}
+
+    def sums(param: Any, grad: Any, mean: Any) -> tuple[Any, ...]:
+        mean = mean + grad - grad.mean(-1, keepdim=True)
+        return param - mean * mean.norm(), mean
+
+    spec = spec_of(tilestep.rule(sums)).measuring
+    for state in (Plain(torch.float32), Stochastic(Plain(torch.bfloat16)), Stochastic(STATE_FORMATS["int4"](True))):
+        source = cpp.source(replace(spec, storages={**spec.storages, "mean": state}))
+        for function in re.findall(r'^extern "C" void (?!scalar_pass).*?^}', source, re.MULTILINE | re.DOTALL):
+            # The rule's own are float.
+            kinds = r"(?:bool|double|u?int\d+_t|auto|View|Cut)[*&]?"
+            tiles = function.split(text.TILES_OF_TENSORS[1])[0]
+            names |= set(re.findall(rf"(?<!\w){kinds} (?:__restrict )?(\w+)(?:\[\d+\])?(?: =|[,;])", tiles))
+    taken = text.scalars_of(spec, next(tile for tile in spec.program.tiles if tile is not None)).names
+    assert {"skips", "log_gamma", "layout", "cut", "low"} <= names
+    # Only truth values of operations are the rule's, under names of these.
+    assert not [name for name in names if taken.fresh(name) == name and name.rstrip("_") not in text.SPELLING]
 
 
 def vectorized_loops(source: str) -> tuple[list[int], set[int]]:
@@ -153,6 +177,18 @@ def test_loops_ask_ahead_for_every_array_unless_they_sum() -> None:
 
     assert asked("AdamW") == ["grad", "param", "master_param", "exp_avg", "exp_avg_sq"]
     assert not asked("LAMB")
+
+
+def test_short_runs_take_the_time_of_their_elements() -> None:
+    """Room is for the longest run: only what loops over whole blocks read is filled behind a shorter one."""
+    spec = spec_of(registry["Adafactor"])
+    plain = cpp.source(replace(spec, storages={**spec.storages, "param": Stochastic(Plain(torch.bfloat16))}))
+    assert re.findall(r" indices_of\(.*, count, (\w+), ", plain) == ["count", "count"]
+    assert " copied<false>(" in plain and " = run_of(" not in plain
+    spec = spec_of(registry["AdamW"])
+    blocks = cpp.source(replace(spec, storages={**spec.storages, "exp_avg": Stochastic(STATE_FORMATS["int8"](True))}))
+    assert re.findall(r" indices_of\(.*, count, (\w+), ", blocks) == ["128"]
+    assert " = copied<false>(" not in blocks
 
 
 @pytest.mark.parametrize("scalar", ["float", "double"])

@@ -140,8 +140,9 @@ class RunBody:
             return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
         if self.in_place:
             return []
-        copies = "copies" if self.in_blocks else "true"
-        run = f"auto* __restrict {name}_run = run_of({name}_array, {name}_spare, {copies}, {self._at(array)});"
+        # Loops over blocks go beyond the elements of a short one, others do not.
+        function, flag = ("run_of", ", copies") if self.in_blocks else ("copied<false>", "")
+        run = f"auto* __restrict {name}_run = {function}({name}_array, {name}_spare{flag}, {self._at(array)});"
         size = self.size // array.elements
         ahead = (
             [f"ask_ahead<{size}>({name}_run, 0);"] if self.size == BLOCK and (self.in_blocks or not self.rest) else []
@@ -158,7 +159,8 @@ class RunBody:
     def _indices(self) -> list[str]:
         if not self.spec.draws_in(self.tile):
             return []
-        indices = f"indices_of(low, high, origin, layout, first, count, {1 + len(self.spec.arrays)});"
+        stop = BLOCK if self.in_blocks else "count"
+        indices = f"indices_of(low, high, origin, layout, first, count, {stop}, {1 + len(self.spec.arrays)});"
         return [f"int32_t low[{self.size}], high[{self.size}];", indices]
 
     def _random(self, name: str) -> str:

@@ -313,21 +313,22 @@ inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t ar
   }}
 }}
 
-// Elements that follow each other: where they are, or in `spare` where they are copied to, with zeros behind them.
-template <class T, class Spare, int64_t size>
+// Copies elements that follow each other to `spare`; if it is `filled`, with zeros behind them.
+template <bool filled, class T, class Spare, int64_t size>
 __attribute__((noinline)) T* copied(T* array, Spare (&spare)[size], const int64_t* layout, int64_t first,
                                     int64_t count, int64_t position) {{
   if (layout)
     walk(layout, first, count, position, [&](int64_t j, int64_t offset) {{ spare[j] = array[offset]; }});
   else
     std::memcpy(spare, array + first, count * sizeof(T));
-  std::memset(spare + count, 0, (size - count) * sizeof(T));
+  if (filled) std::memset(spare + count, 0, (size - count) * sizeof(T));
   return spare;
 }}
+// Elements that follow each other: where they are, or in `spare`.
 template <class T, class Spare, int64_t size>
 inline T* run_of(T* array, Spare (&spare)[size], bool copies, const int64_t* layout, int64_t first, int64_t count,
                  int64_t position) {{
-  return copies ? copied(array, spare, layout, first, count, position) : array + first;
+  return copies ? copied<true>(array, spare, layout, first, count, position) : array + first;
 }}
 
 // Takes back to an array what was changed in `spare`.
@@ -340,22 +341,21 @@ __attribute__((noinline)) void put_back(T* array, const T* spare, const int64_t*
     std::memcpy(array + first, spare, count * sizeof(T));
 }}
 
-// The indices in the whole tensor of elements that follow each other, in halves.
-template <int64_t size>
-inline void indices_of(int32_t (&low)[size], int32_t (&high)[size], int64_t origin, const int64_t* layout,
-                       int64_t first, int64_t count, int64_t array) {{
+// The indices in the whole tensor of elements that follow each other, in halves; there are some up to `stop`.
+inline void indices_of(int32_t* __restrict low, int32_t* __restrict high, int64_t origin, const int64_t* layout,
+                       int64_t first, int64_t count, int64_t stop, int64_t array) {{
   if (layout) {{
     walk(layout, first, count, array, [&](int64_t j, int64_t offset) {{
       low[j] = static_cast<int32_t>(origin + offset);
       high[j] = static_cast<int32_t>((origin + offset) >> 32);
     }});
-    for (int64_t j = count; j < size; ++j) low[j] = high[j] = 0;
+    for (int64_t j = count; j < stop; ++j) low[j] = high[j] = 0;
     return;
   }}
   const uint32_t start = static_cast<uint32_t>(origin + first);
   const int32_t above = static_cast<int32_t>((origin + first) >> 32);
 #pragma omp simd
-  for (uint32_t j = 0; j < size; ++j) {{
+  for (uint32_t j = 0; j < static_cast<uint32_t>(stop); ++j) {{
     low[j] = static_cast<int32_t>(start + j);
     high[j] = above + (start + j < start);
   }}
