@@ -147,7 +147,8 @@ def _together(ranks: Ranks, work: Any) -> str:
     reason = ""
     try:
         work()
-    except RuntimeError as error:
+    except Exception as error:
+        # Whatever it is: the other ranks wait for this one's answer.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return _first(ranks.everyone(reason))
 

@@ -277,7 +277,7 @@ class NoMemory(Files):
 class NotFound(Files):
     def find(self, rank: int, offers: Sequence[bytes]) -> None:
         if rank == 0:
-            raise RuntimeError("not mapped")
+            raise OSError("not mapped")
 
 
 class NotMet(Files):

@@ -221,6 +221,9 @@ def test_errors_are_explained(others: Others, caplog: pytest.LogCaptureFixture) 
         raise RuntimeError("timed out")
     with pytest.raises(KeyError), monitor:
         raise KeyError
+    Path(others.told[0].path).unlink()
+    with pytest.raises(tilestep.RankError, match=r"all ranks are there"), monitor:
+        raise RuntimeError("timed out")
     others.let_go(1, "end")
     # One that ends as it should is no error, until another waits for it.
     assert not monitor._over.wait(0.5) and "gone" not in caplog.text

@@ -70,6 +70,7 @@ class Process(NamedTuple):
     rank: int
     host: str
     path: str  # of a file that it has locked, and removes when it ends as it should; empty where it cannot
+    number: int = 0  # by which its host knows it
 
 
 class RankMonitor:
@@ -86,7 +87,7 @@ class RankMonitor:
         self._group = dist.group.WORLD
         self._over = threading.Event()
         self._store = dist.PrefixStore("tilestep/ranks", store) if store is not None else None
-        self._beside: dict[int, str] = {}
+        self._beside: dict[int, Process] = {}
         self._hosts: set[str] = set()
         self._watches_all = False
         self._thread: threading.Thread | None = None
@@ -107,7 +108,7 @@ class RankMonitor:
             os.unlink(path)
             raise
         self._descriptor, self._pid = descriptor, os.getpid()
-        self.own = Process(rank, f"{self.own.host} {folder.st_dev} {folder.st_ino}", path)
+        self.own = Process(rank, f"{self.own.host} {folder.st_dev} {folder.st_ino}", path, self._pid)
         atexit.register(self.close)
 
     @property
@@ -130,7 +131,7 @@ class RankMonitor:
         """Know the processes of other ranks; log as soon as one is gone, where communication raises no error."""
         for one in [one for one in processes if one.rank != self.own.rank]:
             if one.host == self.own.host and one.path and os.path.exists(one.path):
-                self._beside[one.rank] = one.path
+                self._beside[one.rank] = one
             else:
                 self._hosts.add(one.host)
         if logs and self._thread is None and self._beside:
@@ -147,12 +148,12 @@ class RankMonitor:
 
     def _look(self) -> None:
         while not self._over.wait(min(1.0, PATIENCE / 5)) and self.is_current:
-            if absent := [rank for rank, path in list(self._beside.items()) if _is_free(path)]:
+            if absent := [rank for rank, one in list(self._beside.items()) if _is_free(one.path)]:
                 _LOG.error("%s. Other ranks will wait for it until their time is over", _gone(absent))
                 return
 
     def _ended_beside(self) -> list[int]:
-        return sorted(rank for rank, path in self._beside.items() if _is_free(path) or not os.path.exists(path))
+        return sorted(rank for rank, one in self._beside.items() if _is_free(one.path) or _has_ended(one))
 
     def missing(self) -> list[int]:
         """The ranks whose process has ended, as the first rank that looked has found: the others may end by now too."""
@@ -212,6 +213,17 @@ def _is_free(path: str) -> bool:
             return os.path.exists(path)
     except OSError:
         return False
+
+
+def _has_ended(process: Process) -> bool:
+    """Whether a process removed its file and ended; what tidies up a folder for temporary files removes some too."""
+    if os.path.exists(process.path):
+        return False
+    try:
+        os.kill(process.number, 0)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False
 
 
 def _gone(absent: list[int]) -> str:
