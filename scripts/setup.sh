@@ -44,3 +44,5 @@ fi
 echo "installing tilestep and what it needs into $venv; the first time this takes minutes"
 # shellcheck disable=SC2086
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pip_options -e ".[$extras]"
+# What looks at an optimizer's tensors in one call is built now, in seconds; otherwise the first training begins it.
+"$venv/bin/python" -c 'from tilestep import native; native.wait()'

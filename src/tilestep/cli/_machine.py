@@ -45,7 +45,7 @@ def facts() -> dict[str, str]:
     elif compiler() is None:
         extension = "not built (no compiler)"
     else:
-        extension = "built" if module(0) is not None else "not built yet (the first step of 200 tensors begins it)"
+        extension = "built" if module(0) is not None else "not built yet (steps of 16 tensors and more begin it)"
     return {"compiler": said[0] if said else "none", "cache": folder, "extension": extension}
 
 

@@ -5,16 +5,14 @@
 
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
+
+#include "tensors.h"
 
 namespace {
 
@@ -76,8 +74,8 @@ PyObject* know_stream(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OO", &capsule, &object)) return nullptr;
   Pass* pass = held_by<Pass>(capsule, PASS);
   if (pass == nullptr) return nullptr;
-  if (!THPVariable_Check(object)) return PyErr_Format(PyExc_TypeError, "know_stream() takes a tensor");
-  const auto stream = stream_of(THPVariable_Unpack(object).device());
+  if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "know_stream() takes a tensor");
+  const auto stream = stream_of(tensor_in(object).device());
   if (std::find(pass->streams.begin(), pass->streams.end(), stream) == pass->streams.end()) pass->streams.push_back(stream);
   Py_RETURN_NONE;
 }
@@ -129,7 +127,7 @@ PyObject* left(PyObject*, PyObject* capsule) {
   return awaited == nullptr ? nullptr : PyLong_FromSize_t(awaited->left);
 }
 
-bool is_counted(const Awaited& awaited, size_t place, const at::Tensor& tensor) {
+bool is_counted(const Awaited& awaited, size_t place, const Tensor& tensor) {
   const Pass& pass = *awaited.pass;
   if (pass.number == -1 || pass.number != torch::autograd::get_current_graph_task_id()) return false;
   if (awaited.left < 2 || !waits_for(awaited, place)) return false;
@@ -141,7 +139,7 @@ bool is_counted(const Awaited& awaited, size_t place, const at::Tensor& tensor) 
 PyObject* announced(PyObject* capsule, PyObject* object) {
   auto* hook = held_by<Hook>(capsule, HOOK);
   if (hook == nullptr) return nullptr;
-  if (THPVariable_Check(object) && is_counted(*hook->awaited, hook->place, THPVariable_Unpack(object))) {
+  if (is_tensor(object) && is_counted(*hook->awaited, hook->place, tensor_in(object))) {
     hook->awaited->places[hook->place] = 0;
     --hook->awaited->left;
     Py_RETURN_NONE;

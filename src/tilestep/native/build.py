@@ -7,6 +7,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sysconfig
 import threading
 import time
@@ -20,7 +21,7 @@ from ..backends.cpp.compile import compile_source, compiler, compiler_version
 from ..cache import cached, content_key, find_cached, open_cached
 from ..errors import BuildError
 
-LEAST_TENSORS = 200
+LEAST_TENSORS = 16
 """Fewer tensors than this are looked at in Python faster than anyone notices."""
 
 _FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]
@@ -32,7 +33,7 @@ _first_asked: float | None = None
 _SECONDS = 600.0
 """How long its compiler may take; only `wait` waits for it."""
 
-_START_SECONDS = 5.0
+_START_SECONDS = 2.0
 """A process that has not lived as long after its first step does not start a build that its end would cut short."""
 
 
@@ -45,7 +46,26 @@ def _source() -> str:
 
 def _sources() -> str:
     """All that the module is made of."""
-    return "".join((_FOLDER / name).read_text() for name in ("arrivals.h", "scan.cpp"))
+    return "".join((_FOLDER / name).read_text() for name in ("tensors.h", "arrivals.h", "scan.cpp"))
+
+
+@functools.lru_cache(maxsize=1)
+def layout_flags() -> list[str]:
+    """What a tensor's Python object holds, as torch's headers declare it; nothing where they say it in other words."""
+    folder = Path(torch.__file__).parent / "include/torch/csrc/autograd"
+    try:
+        variable, graph_task = (folder / name for name in ("python_variable.h", "graph_task.h"))
+        declared, pass_declared = variable.read_text(), graph_task.read_text()
+    except OSError:
+        return []
+    held = re.search(
+        r"struct THPVariable \{\s*PyObject_HEAD;?\s*(?://.*\s*)*(at::Tensor|c10::MaybeOwned<at::Tensor>) cdata;",
+        declared,
+    )
+    wraps = re.search(r"TORCH_PYTHON_API PyObject\* THPVariable_Wrap\(const at::TensorBase& var\);", declared)
+    if held is None or wraps is None or "TORCH_API int get_current_graph_task_id();" not in pass_declared:
+        return []
+    return ["-DTILESTEP_HELD=" + held[1].replace("at::Tensor", "at::TensorBase")]
 
 
 @functools.lru_cache(maxsize=1)
@@ -55,7 +75,7 @@ def _file_name() -> str | None:
     interpreter = sysconfig.get_config_var("EXT_SUFFIX") or ""
     version = f"{torch.__version__} {torch.version.git_version}"
     try:
-        key = content_key(_sources(), " ".join(_FLAGS), compiler_version(), version, interpreter)
+        key = content_key(_sources(), " ".join([*_FLAGS, *layout_flags()]), compiler_version(), version, interpreter)
     except BuildError:
         return None
     return f"scan-{key}.so"
@@ -81,7 +101,7 @@ def module(tensors: int) -> Any:
 
 
 def wait() -> bool:
-    """Wait until the scanner is built, half a minute on a slow machine; whether it can be used.
+    """Wait until the scanner is built; whether it can be used.
 
     Benchmarks call this; a training does not need to.
     """
@@ -113,7 +133,16 @@ def _compile(target: Path) -> None:
     include = [_FOLDER, root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     libraries = ["-x", "none", "-L" + str(root / "lib"), "-ltorch_python", "-ltorch_cpu", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    command = [*(compiler() or ("c++",)), *_FLAGS, abi, *(f"-I{path}" for path in include), "-x", "c++", "-"]
+    command = [
+        *(compiler() or ("c++",)),
+        *_FLAGS,
+        *layout_flags(),
+        abi,
+        *(f"-I{path}" for path in include),
+        "-x",
+        "c++",
+        "-",
+    ]
     compile_source(command, _source(), target, [*libraries, f"-Wl,-rpath,{root / 'lib'}"], _SECONDS)
 
 

@@ -4,11 +4,10 @@
 // addresses has changed, and writes those. Of a DTensor it looks at the part that lies on this rank. Everything it does
 // not know is left to the Python path.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "tensors.h"
+
 #include <c10/core/InferenceMode.h>
 #include <structmember.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -65,14 +64,14 @@ Scanner* unpack(PyObject* capsule) {
 
 void destroy_capsule(PyObject* capsule) { destroy(unpack(capsule)); }
 
-bool is_plain(const at::Tensor& tensor) {
+bool is_plain(const Tensor& tensor) {
   // What a subclass holds its own way is not in the storage; a nested tensor has no sizes to ask for.
   const bool subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
   return !subclass && !tensor.is_nested() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_complex() &&
          !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
-void* address_of(const at::Tensor& tensor) {
+void* address_of(const Tensor& tensor) {
   // The storage's pointer, without materializing a copy-on-write tensor.
   const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   auto* base = static_cast<const char*>(storage.data());
@@ -98,7 +97,7 @@ constexpr size_t MOST_DIMS = (sizeof(ODD) / sizeof(ODD[0]) - 2) / 2;
 // and conjugation, zero tensors, subclasses), sizes, strides. `tensor_watch.py` says the same in Python. One number, since
 // what is known of a tensor then fits into a line of the cache, and a look at thousands of them costs what it reads. Its
 // products wait for no other. Two tensors that differ give the same number about once in 2^63.
-uint64_t description_of(const at::Tensor& tensor) {
+uint64_t description_of(const Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const c10::Device device = tensor.device();
   const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
@@ -146,8 +145,6 @@ PyObject* in_slot(const Slots& slots, PyObject* object, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
 }
 
-bool is_exact(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass; }
-
 bool equal_attributes(PyObject* left, PyObject* right, const char* name) {
   PyObject* first = PyObject_GetAttrString(left, name);
   PyObject* second = first == nullptr ? nullptr : PyObject_GetAttrString(right, name);
@@ -159,11 +156,11 @@ bool equal_attributes(PyObject* left, PyObject* right, const char* name) {
 }
 
 // A tensor's object, borrowed from it; null where it has none.
-PyObject* object_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj(); }
+PyObject* object_of(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj(); }
 
 // The local part of a DTensor's gradient: SAME, CHANGED where it does not lie as its parameter, UNSURE where its layout
 // is another object and `may_ask` does not let Python compare them.
-int local_gradient(const Slots& slots, Known& known, const at::Tensor& grad, bool may_ask, PyObject*& found) {
+int local_gradient(const Slots& slots, Known& known, const Tensor& grad, bool may_ask, PyObject*& found) {
   PyObject* object = object_of(grad);
   found = in_slot(slots, object, slots.local);
   PyObject* layout = in_slot(slots, object, slots.layout);
@@ -179,7 +176,7 @@ int local_gradient(const Slots& slots, Known& known, const at::Tensor& grad, boo
 
 // What is known of a parameter from now on; false where it is none that this can look at.
 bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) {
-  if (!THPVariable_Check(object)) return false;
+  if (!is_tensor(object)) return false;
   PyTypeObject* type = Py_TYPE(object);
   const Py_ssize_t local_slot = slot_of(type, PyTuple_GET_ITEM(names, 0));
   const Py_ssize_t layout_slot = slot_of(type, PyTuple_GET_ITEM(names, 1));
@@ -196,17 +193,17 @@ bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) 
     known.local = local;
     known.layout = layout;
   }
-  const at::Tensor& param = THPVariable_Unpack(known.local == nullptr ? object : known.local);
-  const at::Tensor& whole_grad = THPVariable_Unpack(object).grad();
+  const Tensor& param = tensor_in(known.local == nullptr ? object : known.local);
+  const Tensor& whole_grad = grad_of(tensor_in(object));
   // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
-  if (!is_plain(param) || param.is_inference() || THPVariable_Unpack(object).is_inference()) return false;
+  if (!is_plain(param) || param.is_inference() || tensor_in(object).is_inference()) return false;
   known.param_address = address_of(param);
   known.description = description_of(param);
   known.has_grad = whole_grad.defined();
   if (!known.has_grad) return true;
   PyObject* part = nullptr;
   if (known.local != nullptr && local_gradient(slots, known, whole_grad, true, part) != SAME) return false;
-  const at::Tensor& grad = part == nullptr ? whole_grad : THPVariable_Unpack(part);
+  const Tensor& grad = part == nullptr ? whole_grad : tensor_in(part);
   if (!is_plain(grad)) return false;
   known.grad_address = address_of(grad);
   known.grad_description = description_of(grad);
@@ -235,14 +232,14 @@ PyObject* create(PyObject*, PyObject* args) {
   return PyCapsule_New(scanner, "tilestep.Scanner", destroy_capsule);
 }
 
-bool same_tensor(const Known& known, const at::Tensor& param, const at::Tensor& grad) {
+bool same_tensor(const Known& known, const Tensor& param, const Tensor& grad) {
   if (grad.defined() != known.has_grad || address_of(param) != known.param_address) return false;
   if (description_of(param) != known.description) return false;
   return !known.has_grad || (grad.has_storage() && description_of(grad) == known.grad_description);
 }
 
 // What a tensor and its gradient are by now; the gradient's address goes into the table, its memory into `seen`.
-int look_at(Known& known, const at::Tensor& param, const at::Tensor& grad, int64_t& entry, c10::StorageImpl*& seen) {
+int look_at(Known& known, const Tensor& param, const Tensor& grad, int64_t& entry, c10::StorageImpl*& seen) {
   seen = nullptr;
   if (!same_tensor(known, param, grad)) return CHANGED;
   if (!known.has_grad) return SAME;
@@ -260,15 +257,15 @@ int look_at_part(Scanner& scanner, int64_t index, int64_t& entry, bool may_ask) 
   const Slots& slots = scanner.slots;
   Known& known = scanner.tensors[index];
   c10::StorageImpl*& seen = scanner.seen[index];
-  const at::Tensor& whole = THPVariable_Unpack(known.param);
-  const at::Tensor& grad = whole.grad();
+  const Tensor& whole = tensor_in(known.param);
+  const Tensor& grad = grad_of(whole);
   if (known.local == nullptr) return look_at(known, whole, grad, entry, seen);
   if (in_slot(slots, known.param, slots.local) != known.local) return CHANGED;
-  const at::Tensor& param = THPVariable_Unpack(known.local);
+  const Tensor& param = tensor_in(known.local);
   if (!grad.defined()) return look_at(known, param, grad, entry, seen);
   PyObject* part = nullptr;
   const int answer = local_gradient(slots, known, grad, may_ask, part);
-  return answer == SAME ? look_at(known, param, THPVariable_Unpack(part), entry, seen) : answer;
+  return answer == SAME ? look_at(known, param, tensor_in(part), entry, seen) : answer;
 }
 
 // What a look reads of a tensor is asked for in five stages, each of which needs what the one before has asked for.
@@ -279,8 +276,8 @@ inline void prefetch_stage(const Known& known) {
     prefetch_object(known.local);
     return;
   }
-  const c10::TensorImpl* whole = THPVariable_Unpack(known.param).unsafeGetTensorImpl();
-  const c10::TensorImpl* own = known.local == nullptr ? whole : THPVariable_Unpack(known.local).unsafeGetTensorImpl();
+  const c10::TensorImpl* whole = tensor_in(known.param).unsafeGetTensorImpl();
+  const c10::TensorImpl* own = known.local == nullptr ? whole : tensor_in(known.local).unsafeGetTensorImpl();
   const auto* meta = reinterpret_cast<const char*>(whole->autograd_meta());
   if constexpr (STAGE == 1) {
     prefetch_tensor(own);
@@ -289,8 +286,8 @@ inline void prefetch_stage(const Known& known) {
     prefetch_storage(own);
     __builtin_prefetch(meta);
     __builtin_prefetch(meta + 64);
-  } else if (meta != nullptr && whole->grad().defined()) {
-    const c10::TensorImpl* grad = whole->grad().unsafeGetTensorImpl();
+  } else if (meta != nullptr && grad_of(whole).defined()) {
+    const c10::TensorImpl* grad = grad_of(whole).unsafeGetTensorImpl();
     if constexpr (STAGE == 3) prefetch_tensor(grad);
     if constexpr (STAGE == 4)
       if (known.local == nullptr && grad->has_storage()) prefetch_storage(grad);
@@ -376,11 +373,11 @@ PyObject* watch(PyObject*, PyObject* list) {
   known->reserve(PyList_GET_SIZE(list));
   for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
-    if (!THPVariable_Check(object) || !is_plain(THPVariable_Unpack(object))) {
+    if (!is_tensor(object) || !is_plain(tensor_in(object))) {
       delete known;
       Py_RETURN_NONE;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const Tensor& tensor = tensor_in(object);
     known->push_back({Py_TYPE(object), address_of(tensor), description_of(tensor)});
   }
   return PyCapsule_New(known, "tilestep.Watch", forget);
@@ -420,7 +417,7 @@ PyObject* fix(PyObject*, PyObject* args) {
   for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     PyObject* part = nullptr;
-    if (THPVariable_Check(object) && !is_exact(object)) {
+    if (is_tensor(object) && !is_exact(object)) {
       PyTypeObject* type = Py_TYPE(object);
       const Py_ssize_t slot = type == fixed->slots.type ? fixed->slots.local : slot_of(type, PyTuple_GET_ITEM(names, 0));
       if (slot != 0 && fixed->slots.type == nullptr) {
@@ -430,11 +427,11 @@ PyObject* fix(PyObject*, PyObject* args) {
       if (slot != 0) part = in_slot(fixed->slots, object, slot);
     }
     PyObject* own = part == nullptr ? object : part;
-    if (!THPVariable_Check(own) || !is_plain(THPVariable_Unpack(own))) {
+    if (!is_tensor(own) || !is_plain(tensor_in(own))) {
       Py_DECREF(capsule);
       Py_RETURN_NONE;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(own);
+    const Tensor& tensor = tensor_in(own);
     Py_INCREF(object);
     Py_XINCREF(part);
     fixed->tensors.push_back({object, part, address_of(tensor), description_of(tensor)});
@@ -446,7 +443,7 @@ PyObject* own_object(const Fixed& known) { return known.part == nullptr ? known.
 
 bool is_unmoved(const FixedTensors& fixed, const Fixed& known) {
   if (known.part != nullptr && in_slot(fixed.slots, known.object, fixed.slots.local) != known.part) return false;
-  const at::Tensor& tensor = THPVariable_Unpack(own_object(known));
+  const Tensor& tensor = tensor_in(own_object(known));
   return tensor.has_storage() && address_of(tensor) == known.address && description_of(tensor) == known.description;
 }
 
@@ -460,9 +457,9 @@ bool are_unmoved(const FixedTensors& fixed, size_t begin, size_t end) {
       prefetch_object(tensors[index].part);
     }
     if (index >= begin + AHEAD && index - AHEAD < end)
-      prefetch_tensor(THPVariable_Unpack(own_object(tensors[index - AHEAD])).unsafeGetTensorImpl());
+      prefetch_tensor(tensor_in(own_object(tensors[index - AHEAD])).unsafeGetTensorImpl());
     if (index >= begin + 2 * AHEAD && index - 2 * AHEAD < end)
-      prefetch_storage(THPVariable_Unpack(own_object(tensors[index - 2 * AHEAD])).unsafeGetTensorImpl());
+      prefetch_storage(tensor_in(own_object(tensors[index - 2 * AHEAD])).unsafeGetTensorImpl());
     if (index >= begin + 3 * AHEAD && !is_unmoved(fixed, tensors[index - 3 * AHEAD])) return false;
   }
   return true;
@@ -496,7 +493,7 @@ PyObject* compare(PyObject*, PyObject* args) {
     PyObject* object = PyList_GET_ITEM(list, index);
     const Watched& one = (*known)[index];
     if (Py_TYPE(object) != one.type) return PyLong_FromLong(CHANGED);
-    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const Tensor& tensor = tensor_in(object);
     if (!tensor.has_storage() || description_of(tensor) != one.description) return PyLong_FromLong(CHANGED);
     if (address_of(tensor) != one.address) answer = MOVED;
   }
@@ -510,7 +507,7 @@ PyObject* remember(PyObject*, PyObject* args) {
   auto* known = static_cast<Watch*>(PyCapsule_GetPointer(capsule, "tilestep.Watch"));
   if (known == nullptr) return nullptr;
   for (size_t index = 0; index < known->size() && static_cast<Py_ssize_t>(index) < PyList_GET_SIZE(list); ++index)
-    (*known)[index].address = address_of(THPVariable_Unpack(PyList_GET_ITEM(list, index)));
+    (*known)[index].address = address_of(tensor_in(PyList_GET_ITEM(list, index)));
   Py_RETURN_NONE;
 }
 
@@ -524,8 +521,8 @@ PyObject* same_list(PyObject*, PyObject* args) {
 
 void bump_one(const Known& known) {
   if (!known.has_grad) return;
-  THPVariable_Unpack(known.param).unsafeGetTensorImpl()->bump_version();
-  if (known.local != nullptr) THPVariable_Unpack(known.local).unsafeGetTensorImpl()->bump_version();
+  tensor_in(known.param).unsafeGetTensorImpl()->bump_version();
+  if (known.local != nullptr) tensor_in(known.local).unsafeGetTensorImpl()->bump_version();
 }
 
 // bump(scanner, threads): every parameter with a gradient was written to
@@ -550,8 +547,8 @@ PyObject* bump_list(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "bump_list() takes a list");
   for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
-    if (!THPVariable_Check(object)) return PyErr_Format(PyExc_TypeError, "bump_list() takes tensors");
-    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "bump_list() takes tensors");
+    const Tensor& tensor = tensor_in(object);
     if (!tensor.is_inference())
       tensor.unsafeGetTensorImpl()->bump_version();
     else if (!c10::InferenceMode::is_enabled())
@@ -577,8 +574,8 @@ PyObject* survey(PyObject*, PyObject* list) {
   for (size_t index = 0; index < trains.size(); ++index) __builtin_prefetch(PyList_GET_ITEM(list, index));
   for (size_t index = 0; index < trains.size(); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
-    if (!THPVariable_Check(object)) return PyErr_Format(PyExc_TypeError, "survey() takes tensors");
-    found[index] = THPVariable_Unpack(object).unsafeGetTensorImpl();
+    if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "survey() takes tensors");
+    found[index] = tensor_in(object).unsafeGetTensorImpl();
     __builtin_prefetch(found[index]);
     __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 64);
     __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 128);
@@ -589,11 +586,11 @@ PyObject* survey(PyObject*, PyObject* list) {
     __builtin_prefetch(*reinterpret_cast<void* const*>(&tensor->version_counter()));
   }
   for (size_t index = 0; index < trains.size(); ++index) {
-    const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list, index));
+    const Tensor& tensor = tensor_in(PyList_GET_ITEM(list, index));
     if (tensor.is_inference())
       return PyErr_Format(PyExc_TypeError, "survey() takes tensors that count their versions");
     versions += tensor.unsafeGetTensorImpl()->version_counter().current_version();
-    has_gradient |= tensor.grad().defined();
+    has_gradient |= grad_of(tensor).defined();
     trains[index] = tensor.requires_grad();
   }
   const auto count = static_cast<Py_ssize_t>(trains.size());
@@ -614,7 +611,7 @@ PyObject* take(PyObject*, PyObject* args) {
     if (std::find(first, last, reinterpret_cast<PyObject*>(Py_TYPE(PyList_GET_ITEM(list, index)))) == last) Py_RETURN_NONE;
   PyObject* taken = PyList_New(0);
   for (Py_ssize_t index = 0; taken != nullptr && index < PyList_GET_SIZE(list); ++index) {
-    at::Tensor& grad = THPVariable_Unpack(PyList_GET_ITEM(list, index)).mutable_grad();
+    Tensor& grad = mutable_grad_of(tensor_in(PyList_GET_ITEM(list, index)));
     if (!grad.defined()) continue;
     PyObject* object = THPVariable_Wrap(grad);
     if (object == nullptr || PyList_Append(taken, object) != 0) Py_CLEAR(taken);
@@ -639,8 +636,8 @@ PyObject* memory_of(PyObject*, PyObject* args) {
       slots = {Py_TYPE(object), slot_of(Py_TYPE(object), PyTuple_GET_ITEM(names, 0)), 0};
     PyObject* part = slots.local == 0 ? nullptr : in_slot(slots, object, slots.local);
     if (part == nullptr) part = object;
-    if (is_exact(part) && THPVariable_Unpack(part).has_storage()) {
-      const auto& storage = THPVariable_Unpack(part).unsafeGetTensorImpl()->unsafe_storage();
+    if (is_exact(part) && tensor_in(part).has_storage()) {
+      const auto& storage = tensor_in(part).unsafeGetTensorImpl()->unsafe_storage();
       if (!seen.insert(storage.unsafeGetStorageImpl()).second) continue;
     }
     if (PyList_Append(found, part) != 0) Py_CLEAR(found);

@@ -1,0 +1,62 @@
+// Python's tensors in C++, by torch's smallest headers: the one of THPVariable brings every operator with it, which takes
+// a compiler five times as long as all else.
+//
+// TILESTEP_HELD is what that header says a tensor's object holds; build.py reads it there. Where it is not defined, torch
+// has another layout, and its header is included after all.
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <ATen/core/TensorBase.h>
+#include <torch/csrc/Export.h>
+
+#ifdef TILESTEP_HELD
+#include <c10/util/MaybeOwned.h>
+
+struct THPVariable {
+  PyObject_HEAD
+  TILESTEP_HELD cdata;
+};
+
+TORCH_PYTHON_API extern PyObject* THPVariableClass;
+TORCH_PYTHON_API extern PyObject* ParameterClass;
+TORCH_PYTHON_API PyObject* THPVariable_Wrap(const at::TensorBase& var);
+
+namespace torch::autograd {
+TORCH_API int get_current_graph_task_id();
+}
+#else
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#endif
+
+namespace {
+
+using Tensor = at::TensorBase;
+
+#ifdef TILESTEP_HELD
+inline const Tensor& held(const Tensor& cdata) { return cdata; }
+inline const Tensor& held(const c10::MaybeOwned<Tensor>& cdata) { return *cdata; }
+inline const Tensor& tensor_in(PyObject* object) { return held(reinterpret_cast<THPVariable*>(object)->cdata); }
+#else
+inline const Tensor& tensor_in(PyObject* object) { return THPVariable_Unpack(object); }
+#endif
+
+inline bool is_exact(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass; }
+
+inline bool is_tensor(PyObject* object) {
+  if (is_exact(object) || reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) return true;
+  const int answer = PyObject_IsInstance(object, THPVariableClass);
+  if (answer < 0) PyErr_Clear();
+  return answer == 1;
+}
+
+// A Tensor is a TensorBase with more functions; here it need not be complete.
+inline const Tensor& grad_of(const c10::TensorImpl* impl) { return reinterpret_cast<const Tensor&>(impl->grad()); }
+inline const Tensor& grad_of(const Tensor& tensor) { return grad_of(tensor.unsafeGetTensorImpl()); }
+inline Tensor& mutable_grad_of(const Tensor& tensor) {
+  return reinterpret_cast<Tensor&>(tensor.unsafeGetTensorImpl()->mutable_grad());
+}
+
+}  // namespace
