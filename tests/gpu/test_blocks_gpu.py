@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import test_resharding as resharding
 import torch
-from block_rows import FORMATS, RULES, SHAPES, as_bits, check_float8, check_infinite_roots, check_largest_roots, numbers
+from block_rows import FORMATS, RULES, SHAPES, as_bits, check_float8, check_infinite_blocks, check_largest_roots, numbers
 from rank_processes import each_passes
 from torch import nn
 
@@ -62,7 +62,7 @@ def test_float8_is_torch_s(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_roots_of_infinite_blocks_and_of_the_largest(dtype: torch.dtype) -> None:
-    check_infinite_roots(dtype, device="cuda")
+    check_infinite_blocks(dtype, device="cuda")
     check_largest_roots(dtype, device="cuda")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import measured_blocks
 import pytest
 import test_taps_placements as placements
 import torch
@@ -50,6 +51,12 @@ def test_numbers_and_equal_steps(rule: str, dtype: torch.dtype) -> None:
         assert all(map(torch.equal, params, plain)), step
         if step % 2 == 0:
             check(optimizer, params, before, 1e-5 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("which", measured_blocks.OPTIONS)
+def test_states_in_blocks(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_blocks, "SHAPES", (*measured_blocks.SHAPES, (300, 257), (1000, 1024)))
+    measured_blocks.compare(which, "AdamW", "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -174,22 +175,30 @@ def check_float8(dtype: torch.dtype = torch.float32, device: str = "cpu", few: b
         assert torch.equal(as_bits(param.detach().cpu()), as_bits(codes.to(dtype)))
 
 
-def check_infinite_roots(dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-    """In a block with an infinity the roots of all numbers but zero are infinite, those of zero NaN; with NaN all."""
-    for format in ("int8", "int4"):
+def check_infinite_blocks(dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    """Blocks with an infinity: signed ones of whole numbers are NaN, of float8 infinite with each number's own sign.
+
+    Where roots are kept all but zeros, which are NaN, are infinite; so are all of float8. With NaN all are NaN.
+    """
+    for format, signed in itertools.product(("int8", "int4", "float8_e4m3"), (True, False)):
         param = torch.nn.Parameter(torch.zeros(2, 300, dtype=dtype, device=device))
-        optimizer = tilestep.Optimizer([("p", param)], RULES[False], state_dtype=lambda _, choice=format: choice)
+        optimizer = tilestep.Optimizer([("p", param)], RULES[signed], state_dtype=lambda _, choice=format: choice)
         given = torch.linspace(-3, 3, 600).reshape(2, 300)
         given[:, 7] = 0
-        given[0, 3], given[1, 140], given[1, 299] = torch.inf, -torch.inf, torch.nan
+        given[0, 3], given[0, 5], given[1, 140], given[1, 299] = torch.inf, -torch.inf, -torch.inf, torch.nan
         param.grad = given.to(dtype).to(device)
         for _ in range(2):
             optimizer.step()
         kept = param.detach().float().cpu()
         infinite, missing = torch.zeros(2, 300, dtype=torch.bool), torch.zeros(2, 300, dtype=torch.bool)
         infinite[0, :128] = infinite[1, 128:256] = missing[1, 256:] = True
-        missing[0, 7], infinite[0, 7] = True, False
-        assert torch.equal(kept.isnan(), missing) and torch.equal(kept == torch.inf, infinite), (format, dtype)
+        if format != "float8_e4m3":
+            missing |= infinite if signed else infinite & (given == 0)
+        infinite &= ~missing
+        wanted = torch.full_like(given, torch.inf).copysign(given if signed else given.abs())
+        assert torch.equal(kept.isnan(), missing), (format, signed, dtype)
+        compared = infinite & (given != 0)  # of zeros either sign
+        assert torch.equal(kept.isinf(), infinite) and torch.equal(kept[compared], wanted[compared]), (format, dtype)
 
 
 def check_largest_roots(dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
@@ -213,7 +222,7 @@ __all__ = [
     "backend",
     "check_blocks",
     "check_float8",
-    "check_infinite_roots",
+    "check_infinite_blocks",
     "check_infinities",
     "check_largest_roots",
 ]

@@ -10,7 +10,7 @@ from block_rows import (
     SHAPES,
     check_blocks,
     check_float8,
-    check_infinite_roots,
+    check_infinite_blocks,
     check_infinities,
     check_largest_roots,
 )
@@ -32,7 +32,7 @@ if __name__ == "__main__":
         check_infinities()
         check_infinities(over_rows=True)
         for dtype in (torch.float32, torch.bfloat16):
-            check_infinite_roots(dtype)
+            check_infinite_blocks(dtype)
             check_largest_roots(dtype)
             check_float8(dtype, few=True)
         check_elements(torch.bfloat16, few=True)

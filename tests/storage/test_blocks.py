@@ -11,7 +11,7 @@ from block_rows import (
     backend,
     check_blocks,
     check_float8,
-    check_infinite_roots,
+    check_infinite_blocks,
     check_infinities,
     check_largest_roots,
 )
@@ -49,9 +49,9 @@ def test_float8_is_torch_s(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_roots_of_infinite_blocks_and_of_the_largest(name: str, dtype: torch.dtype) -> None:
+def test_infinite_blocks_and_the_largest_roots(name: str, dtype: torch.dtype) -> None:
     with backend(name):
-        check_infinite_roots(dtype)
+        check_infinite_blocks(dtype)
         check_largest_roots(dtype)
 
 

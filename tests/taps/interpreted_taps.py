@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import measured_blocks
 import torch
 
 import tilestep
@@ -86,6 +87,10 @@ if __name__ == "__main__":
         # Programs that measure walk several spans.
         run._ENOUGH_PROGRAMS = 1
         check(torch.float32, False)
+    with forced_shape(TileShape(512, 1, 2)):
+        measured_blocks.SHAPES = ((2, 150), (2, 15, 3, 3), (1024,))
+        for which in ("int8", "float8_e4m3", "int4"):  # of the others, bfloat16 states are truncated by the interpreter
+            measured_blocks.compare(which, "AdamW")
     with forced_shape(TileShape(8192, 4, 2)):
         check_lists_of_several_blocks()
     print("all equal")

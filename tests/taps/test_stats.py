@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_blocks import OPTIONS, compare
 from scripts import all_equal_in_the_interpreter
 
 import tilestep
@@ -73,6 +74,17 @@ def test_numbers_are_those_of_float64_and_steps_are_the_same(rule: str, dtype: t
         assert (optimizer.stats.step if step > 1 else 2) == step // 2 * 2 or step == 1
         if step % 2 == 0:
             check(optimizer, params, before, 3e-6 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "LAMB"])
+@pytest.mark.parametrize("which", OPTIONS)
+def test_states_in_blocks(which: str, rule: str) -> None:
+    compare(which, rule)
+
+
+def test_eager_steps_measure_states_in_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
+    compare("int8", "AdamW")
 
 
 def test_matrices_and_momenta_of_muon() -> None:

@@ -159,7 +159,7 @@ def _is_something(build: Builder, value: Value, tile: TilePass) -> Value:
 
 def taps_of(spec: KernelSpec, tile: TilePass) -> PassTaps | None:
     """What a pass puts out; None where that is nothing."""
-    if not (spec.taps.stats or spec.taps.changes) or spec.has_blocks:
+    if not (spec.taps.stats or spec.taps.changes):
         return None
     columns = tap_columns(spec)
     grad = spec.taps.stats and spec.program.unscales(tile)
@@ -175,9 +175,7 @@ def kept_states(spec: KernelSpec) -> list[str]:
 
 
 def taps_fit(spec: KernelSpec) -> bool:
-    """Whether kernels can do it: no pass that has something to put out walks rows and columns, or blocks of them."""
-    if spec.has_blocks:
-        return False
+    """Whether kernels can do it: no pass that has something to put out walks rows and columns."""
     passes = spec.program.tile_passes()
     columns = tap_columns(spec)
     put_out = {"param", *columns.states}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .format import (
@@ -19,11 +21,11 @@ from .format import (
 from .stochastic import whole_at_random
 
 _ROUND = 1.5 * 2.0**23
-LARGEST_SCALE = 2.0**123  # a block with something larger is kept as infinite: a sum of nine of its elements could be
+LARGEST_SCALE = 2.0**123  # what is larger counts as infinite: a sum of nine of its elements could be
 
 
-def scale_of(number: Term, rounds_up: bool = False) -> Term:
-    """The largest magnitude in a number's block as a bfloat16; infinity or NaN where one of them is.
+def scale_of(number: Term, rounds_up: bool = False, keeps_infinity: bool = True) -> Term:
+    """The largest magnitude in a number's block as a bfloat16; NaN where one is, and infinity where it can be kept.
 
     Rounded up no number of the block is beyond it, where the largest would be cut off and be too small on average; but
     for some units of float32's last place, which a number that comes out of blocks may be off. Denormals, of which a
@@ -32,7 +34,8 @@ def scale_of(number: Term, rounds_up: bool = False) -> Term:
     bits = magnitude(number).block_max()
     bits = _raised(bits) if rounds_up else where(bits < 0x00800000, (bits + 0xFFFF) & -0x10000, bits)
     most = bits.of_bits().named("most")
-    return where(most > LARGEST_SCALE, most * 32.0, most).element(torch.bfloat16).named("scale")
+    infinite = most * 32.0 if keeps_infinity else math.nan
+    return where(most > LARGEST_SCALE, infinite, most).element(torch.bfloat16).named("scale")
 
 
 def _raised(bits: Term) -> Term:

@@ -33,7 +33,7 @@ class Int4Blocks(Blocks):
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
-            scale = scale_of(value, random is not None)
+            scale = scale_of(value, random is not None, keeps_infinity=False)
             return compressed(value, scale, 7, random, plus=8).packed(torch.int8), scale
         scale = root_scale(value, random is not None)
         return counted(value, scale, 15, random).packed(torch.uint8), scale

@@ -16,6 +16,8 @@ from .states import Blocks, blocks_format
 class Int8Blocks(Blocks):
     """Companded blocks: of signed numbers themselves, of numbers that are never negative the root.
 
+    A block of signed numbers with an infinity is NaN: codes cannot tell the signs of what is infinite.
+
     Source: FlashOptim (arXiv 2602.23349), with blocks of 128 that follow rows, and scales in bfloat16.
     """
 
@@ -32,7 +34,7 @@ class Int8Blocks(Blocks):
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         if self.signed:
-            scale = scale_of(value, random is not None)
+            scale = scale_of(value, random is not None, keeps_infinity=False)
             return compressed(value, scale, 127, random).of_bits(torch.int8), scale
         scale = root_scale(value, random is not None)
         return counted(value, scale, 255, random).of_bits(torch.uint8), scale

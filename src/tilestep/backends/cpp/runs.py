@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ...graph import TilePass
 from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
@@ -68,16 +68,14 @@ class RunBody:
         if unscales:
             self.storages.setdefault("grad", spec.storages["grad"])
         self.kept = [name for name in tile.stores if codec_of(self.storages[name]).has_blocks]
+        self.reads = list(dict.fromkeys([*tile.reads(), *(taps.reads if taps is not None else ())]))
         self.written = [a for name in tile.stores for a in self.storages[name].arrays(name) if a.elements < BLOCK]
 
     def lines(self) -> list[str]:
         """All statements of a run."""
         lines = self.begin([array for name, storage in self.storages.items() for array in storage.arrays(name)])
         apart = [name for name in self.storages if not self._is_computed_with(name)]
-        lines += [f"float {name}_values[{BLOCK}];" for name in apart]
-        lines += self._indices()
-        lines += [line for name in self.tile.reads() if name in apart for line in self._join(name)]
-        lines += self._math()
+        lines += [*self._indices(), *self.numbers(apart), *self._math()]
         for name in self.tile.stores:
             if name in apart and name not in self.kept:
                 lines += self._each(self._store(name, f"{name}_values[j]"))
@@ -87,7 +85,14 @@ class RunBody:
             unscaled += self._back([self.spec.grad])
             lines += ["if (unscale) {", *(line if line[0] == "#" else f"  {line}" for line in unscaled), "}"]
         lines += [line for name in self.kept for line in self._keep(name)]
+        lines += self.taps.apart(self) if self.taps is not None and self.in_blocks else []
         return [*lines, *self._back(self.written)]
+
+    def numbers(self, names: Iterable[str]) -> list[str]:
+        """In blocks: room for the numbers of buffers that are not computed with as they lie, and those that are read."""
+        apart = [name for name in names if not self._is_computed_with(name)]
+        room = [f"float {name}_values[{BLOCK}];" for name in apart]
+        return room + [line for name in self.reads if name in apart for line in self._join(name)]
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
         """Where the elements of arrays are."""
@@ -97,19 +102,22 @@ class RunBody:
         copies = [f"const bool copies = layout != nullptr || count < {BLOCK};"] if self.in_blocks else []
         return [*copies, *(line for array in arrays for line in self._begin(array))]
 
-    def loop(self, clause: str, statements: Iterable[str]) -> list[str]:
-        """A loop over all elements."""
+    def loop(self, clause: str, statements: Iterable[str], *, exact: bool = False) -> list[str]:
+        """A loop over all elements; an exact one of blocks goes beyond the end of a short one."""
         if self.in_place:
             head = ["for (int64_t i = first; i < first + count; ++i) {"]
         else:
-            exact = self.in_blocks and self.rest is None
             head = [f"for (int64_t j = 0; j < {BLOCK if exact else 'count'}; ++j) {{"]
             head += ["  const int64_t i = first + j;"] if self.rest is not None else []
         return [f"#pragma omp simd{clause}", *head, *statements, "}"]
 
+    def array(self, array: Array) -> str:
+        """Where an array's elements are."""
+        return f"{array.name}_array" if self.in_place else f"{array.name}_run"
+
     def element(self, array: Array) -> str:
         """The expression of an array's element."""
-        return f"{array.name}_array[i]" if self.in_place else f"{array.name}_run[j]"
+        return f"{self.array(array)}[{'i' if self.in_place else 'j'}]"
 
     def load(self, name: str) -> str:
         """The expression of a buffer's value."""
@@ -136,7 +144,7 @@ class RunBody:
     def _begin(self, array: Array) -> list[str]:
         kind, name = C_TYPES[dtype_name(array.dtype)], array.name
         if array.elements == BLOCK:
-            is_read = any(array in read_arrays(self.storages[read], read) for read in self.tile.reads())
+            is_read = any(array in read_arrays(self.spec.storages[read], read) for read in self.reads)
             return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
         if self.in_place:
             return []
@@ -177,12 +185,17 @@ class RunBody:
             return ["#pragma omp simd", f"for (int64_t i = first; i < first + count; ++i) {statement}"]
         return ["#pragma omp simd", f"for (int64_t j = 0; j < {BLOCK if self.in_blocks else 'count'}; ++j) {statement}"]
 
-    def _join(self, name: str) -> list[str]:
-        storage, elements, lines = self.storages[name], [], []
+    def kept_numbers(self, name: str) -> list[str]:
+        """What makes numbers of the codes that a block has been kept as."""
+        return self._join(name, "kept")
+
+    def _join(self, name: str, entry: str = "entry") -> list[str]:
+        storage, elements, lines = self.spec.storages[name], [], []
         for array in read_arrays(storage, name):
             if array.elements == 2:
-                lines += [f"uint8_t {array.name}_codes[{BLOCK}];", f"unpack({array.name}_codes, {array.name}_run);"]
-            element = {BLOCK: "entry", 2: "codes[j]"}.get(array.elements, "run[j]")
+                lines += [f"uint8_t {array.name}_codes[{BLOCK}];"] if entry == "entry" else []
+                lines += [f"unpack({array.name}_codes, {array.name}_run);"]
+            element = {BLOCK: entry, 2: "codes[j]"}.get(array.elements, "run[j]")
             elements.append(f"{array.name}_{element}")
         function = "read" if codec_of(storage).is_element else f"join_{storage.title}"
         return [*lines, *self._each(f"{name}_values[j] = {function}({', '.join(elements)});")]
@@ -209,12 +222,13 @@ class RunBody:
             self.rest(inner, "  ")
         inner.lines += taps.after(self, inner) if taps is not None else []
         largest = "".join(f" reduction(max : {name}_largest)" for name in self.kept)
-        clauses = f"{self.clause}{taps.clause if taps is not None else ''}{largest}"
+        measures = taps is not None and not self.in_blocks
+        clauses = f"{self.clause}{taps.clause if taps is not None and measures else ''}{largest}"
         return [
             *(f"uint32_t {name}_largest = 0;" for name in self.kept),
-            *(taps.run_lines(scalar, self.size) if taps is not None else ()),
-            *self.loop(clauses, inner.lines),
-            *(taps.after_run(self) if taps is not None else ()),
+            *(taps.run_lines(self, scalar) if taps is not None else ()),
+            *self.loop(clauses, inner.lines, exact=self.in_blocks and self.rest is None),
+            *(taps.after_run(self) if taps is not None and measures else ()),
         ]
 
     def _store(self, name: str, value: str) -> str:
@@ -265,10 +279,19 @@ class TapText:
             lines.append("    uint32_t* tap_words = launch->tap_words + launch->first_word[t];")
         return lines
 
-    def run_lines(self, scalar: str, size: int, *, skipped: bool = False) -> list[str]:
+    def run_lines(self, body: RunBody, scalar: str, *, skipped: bool = False) -> list[str]:
         """What a run begins with."""
         lines = [f"{scalar} tap_{slot} = 0;" for slot in self._slots]
-        return lines + ([f"uint8_t tap_flags[{size}] = {{0}};"] if self._taps.changes and not skipped else [])
+        if skipped:
+            return lines
+        if body.in_blocks:  # what is remembered of elements until all are stored
+            lines += [f"{scalar} tap_{name}s[{BLOCK}];" for name in self._remembered]
+            lines += [
+                f"decltype(bits_of({body.array(array)}[0])) tap_bits_{place}[{BLOCK}];"
+                for place, array in enumerate(self._arrays)
+            ]
+            lines += [f"uint8_t tap_moved[{BLOCK}];"] if self._taps.moves is not None else []
+        return lines + ([f"uint8_t tap_flags[{body.size}] = {{0}};"] if self._taps.changes else [])
 
     @property
     def clause(self) -> str:
@@ -279,23 +302,59 @@ class TapText:
         return "".join(f" reduction({how} : {', '.join(variables)})" for how, variables in names.items() if variables)
 
     @property
-    def _read(self) -> list[str]:
+    def reads(self) -> list[str]:
         """The buffers whose numbers before the step are measured."""
         return [*(["grad"] if self.grad else []), *self._taps.buffers] if self.stats else []
 
+    @property
+    def _remembered(self) -> list[str]:
+        names = [f"old_{name}" for name in self.reads if name in ("grad", "param")]
+        return [*names, "new_param"] if self.stats and "param" in self._taps.buffers else names
+
     def _loads(self, body: RunBody) -> list[str]:
-        return [f"  const auto tap_old_{name} = {body.load(name)};" for name in self._read]
+        return [f"  const auto tap_old_{name} = {body.load(name)};" for name in self.reads]
 
     def before(self, body: RunBody) -> list[str]:
         """What is remembered of an element before it is written."""
-        compared = [
-            f"  const auto tap_was_{place} = bits_of({body.element(array)});"
-            for place, array in enumerate(self._arrays)
-        ]
-        return [*self._loads(body), *compared]
+        bits = [f"bits_of({body.element(array)})" for array in self._arrays]
+        if body.in_blocks:
+            old = [name for name in self.reads if name in ("grad", "param")]
+            kept = [f"  tap_bits_{place}[j] = {was};" for place, was in enumerate(bits)]
+            return [*(f"  tap_old_{name}s[j] = {body.load(name)};" for name in old), *kept]
+        return [*self._loads(body), *(f"  const auto tap_was_{place} = {was};" for place, was in enumerate(bits))]
 
     def after(self, body: RunBody, inner: Writer) -> list[str]:
-        """What becomes of an element that was written."""
+        """What becomes of an element: measured once it is written, or in blocks remembered until all are."""
+        lines: list[str] = []
+        moves = None
+        if self.stats:
+            start = len(inner.lines)
+            inner.write(self._taps.move_values)
+            lines = inner.lines[start:]
+            del inner.lines[start:]
+            moves = None if self._taps.moves is None else inner[self._taps.moves]
+        new = inner[self.tile.stores["param"]] if "param" in self._taps.buffers else ""
+        if not body.in_blocks:
+            values = {name: inner[self.tile.stores[name]] for name in self._taps.buffers}
+            return [*lines, *self._measured(body, values, moves)]
+        lines += [f"  tap_new_params[j] = {new};"] if self.stats and new else []
+        return [*lines, *([f"  tap_moved[j] = {moves};"] if moves is not None else [])]
+
+    def apart(self, body: RunBody) -> list[str]:
+        """What a block's elements have become: a loop of its own when all are stored."""
+        in_blocks = [name for name in self._taps.states if name in body.kept] if self.stats else []
+        remembered = [f"  const auto tap_{name} = tap_{name}s[j];" for name in self._remembered if name != "new_param"]
+        remembered += [f"  const auto tap_was_{place} = tap_bits_{place}[j];" for place in range(len(self._arrays))]
+        values = {"param": "tap_new_params[j]", **{name: f"{name}_values[j]" for name in self._taps.states}}
+        moves = "bool(tap_moved[j])" if self._taps.moves is not None else None
+        return [
+            *(line for name in in_blocks for line in body.kept_numbers(name)),
+            *body.loop(self.clause, [*remembered, *self._measured(body, values, moves)]),
+            *self.after_run(body),
+        ]
+
+    def _measured(self, body: RunBody, values: Mapping[str, str], moves: str | None) -> list[str]:
+        """What is measured of an element that was written."""
         lines = [
             f"  const bool tap_other_{place} = bits_of({body.element(array)}) != tap_was_{place};"
             for place, array in enumerate(self._arrays)
@@ -304,21 +363,16 @@ class TapText:
             lines.append(f"  tap_flags[{body.place}] = tap_other_0;")
         if not self.stats:
             return lines
-        start = len(inner.lines)
-        inner.write(self._taps.move_values)
-        moved = inner.lines[start:]
-        del inner.lines[start:]
-        lines += moved
         for name in self._taps.buffers:
             storage = self._spec.storages[name]
-            value = inner[self.tile.stores[name]]
-            kept = f"read({body.element(storage.arrays(name)[0])})" if codec_of(storage).is_element else value
+            is_element = codec_of(storage).is_element
+            kept = f"read({body.element(storage.arrays(name)[0])})" if is_element else values[name]
             lines.append(f"  const auto tap_now_{name} = {kept};")
         if "param" in self._taps.buffers:
-            lines.append(f"  const auto tap_update = {inner[self.tile.stores['param']]} - tap_old_param;")
-            moves = "" if self._taps.moves is None else f" | {inner[self._taps.moves]}"
+            lines.append(f"  const auto tap_update = {values['param']} - tap_old_param;")
+            moved = "" if moves is None else f" | {moves}"
             same = " & ".join(f"!tap_other_{place}" for place in range(len(self._arrays)))
-            lines.append(f"  const bool tap_lost = ((tap_update != 0){moves}) & {same};")
+            lines.append(f"  const bool tap_lost = ((tap_update != 0){moved}) & {same};")
         return lines + self._sums("now")
 
     def _sums(self, which: str | None) -> list[str]:
@@ -370,10 +424,11 @@ class TapText:
 
     def skipped(self, body: RunBody) -> list[str]:
         """What a run of a skipped step measures: the gradient, and what is kept."""
-        storages = {name: self._spec.storages[name] for name in self._read}
+        storages = {name: self._spec.storages[name] for name in self.reads}
         return [
             *body.begin([array for name, storage in storages.items() for array in read_arrays(storage, name)]),
-            *self.run_lines(scalar_type(self._spec), body.size, skipped=True),
+            *body.numbers(storages),
+            *self.run_lines(body, scalar_type(self._spec), skipped=True),
             *body.loop(self.clause, [*self._loads(body), *self._sums(None)]),
             *self.after_run(body, skipped=True),
         ]

@@ -365,15 +365,24 @@ inline void indices_of(int32_t* __restrict low, int32_t* __restrict high, int64_
 template <int64_t size>
 inline void mark(uint32_t* words, const uint8_t (&flags)[size], const int64_t* layout, int64_t first, int64_t count,
                  int64_t array) {{
+  const auto set = [&](int64_t j, int64_t offset) {{
+    if (flags[j]) __atomic_fetch_or(&words[offset >> 5], 1u << (offset & 31), __ATOMIC_RELAXED);
+  }};
   if (layout) {{
-    walk(layout, first, count, array, [&](int64_t j, int64_t offset) {{
-      if (flags[j]) __atomic_fetch_or(&words[offset >> 5], 1u << (offset & 31), __ATOMIC_RELAXED);
-    }});
-    return;
-  }}
-  for (int64_t j = 0; j < count; j += 32) {{
-    const uint32_t bits = packed(flags + j);
-    if (bits != 0) words[(first + j) / 32] |= bits;
+    walk(layout, first, count, array, set);
+  }} else if (first % 32 != 0) {{
+    for (int64_t j = 0; j < count; ++j) set(j, first + j);
+  }} else {{
+    for (int64_t j = 0; j < count; j += 32) {{
+      const uint32_t bits = packed(flags + j);
+      if (bits == 0) continue;
+      uint32_t* word = words + (first + j) / 32;
+      // A row of blocks may end inside of a word that another thread has the rest of.
+      if (count - j < 32)
+        __atomic_fetch_or(word, bits, __ATOMIC_RELAXED);
+      else
+        *word |= bits;
+    }}
   }}
 }}
 

@@ -109,7 +109,7 @@ class TapText:
 
     def __init__(self, math: TileMath, taps: PassTaps) -> None:
         self._math, self._taps, self.stats, self.changes = math, taps, taps.stats, taps.changes
-        self._spec = taps.spec
+        self._spec, self._in_blocks = taps.spec, taps.spec.has_blocks
         if taps.moves is not None:
             math.writer.write(taps.move_values)
             math.results["tap_moves"] = math.writer[taps.moves]
@@ -125,34 +125,50 @@ class TapText:
             return []
         counts = {self._taps.columns.slot(name) for name in ("grad_zeros", "lost") if name in self._taps.columns.names}
         kinds = {slot: "int32" if slot in counts else self._math.type for slot in self._taps.slots}
-        made = [f"{indent}tap_{slot} = tl.zeros((TILE // {_TOGETHER},), tl.{kind})" for slot, kind in kinds.items()]
-        return [*made, f"{indent}tap_keep = (tl.zeros((TILE,), tl.float64) + skip) == 0.0"]
+        sizes = {"tap": "TILE", "tap_rest": str(BLOCK)} if self._in_blocks else {"tap": "TILE"}
+        made = [
+            f"{indent}{name}_{slot} = tl.zeros(({size} // {_TOGETHER},), tl.{kind})"
+            for name, size in sizes.items()
+            for slot, kind in kinds.items()
+        ]
+        shape = "(1, 1)" if self._in_blocks else "(TILE,)"
+        return [*made, f"{indent}tap_keep = (tl.zeros({shape}, tl.float64) + skip) == 0.0"]
 
     def before(self, body: TileBody, *, strided: bool) -> None:
         """Load what the pass itself does not, and remember what the parameter's arrays had."""
         taps, lines, indent = self._taps, body.lines, body.indent
         body.in_pairs = True
         if self.stats:
-            body.store_mask = "tap_keep & mask" if body.mask else ""
+            body.keeps = "tap_keep" if body.mask else ""
             wanted = [*(["grad"] if taps.grad else []), *taps.buffers]
+            if not body.mask:
+                wanted = [name for name in wanted if name not in taps.states]
             known = {own: name for name, own in reversed(self._math.inputs)}
             lines += [f"{indent}tap_old_{name} = {known.get(name) or body.load(name)}" for name in wanted]
         arrays = self._spec.storages["param"].arrays("param")
         lines += [f"{indent}tap_was_{place} = {body.loaded(arrays[place])}" for place in taps.compared]
-        if taps.changes and not strided:
+        if taps.changes and not self._scatters(body, strided):
             # With an address and a byte for each element, of which the first of eight counts: the layout of a tensor of
             # bytes is another, and its numbers would be moved between threads with two barriers.
             bytes_ = "tap_words.to(tl.pointer_type(tl.uint8), bitcast=True) + tap_first * 4 + start // 8"
+            byte, eight = "lane // 8", "8"
+            masked = " & mask" if body.mask else ""
+            if self._in_blocks:
+                byte, eight, masked = f"(block_lane * {BLOCK // 8} + lane // 8)", "[1, 8]", " & (block_lane >= 0)"
             lines += [
-                f"{indent}tap_place = tl.multiple_of(tl.max_contiguous({bytes_} + lane // 8, 8), 8)",
-                f"{indent}tap_there = (lane % 8 == 0)" + (" & mask" if body.mask else ""),
+                f"{indent}tap_place = tl.multiple_of(tl.max_contiguous({bytes_} + {byte}, {eight}), {eight})",
+                f"{indent}tap_there = (lane % 8 == 0){masked}",
                 f"{indent}tap_had = tl.load(tap_place, mask=tap_there, other=0).to(tl.int32)",
             ]
+
+    def _scatters(self, body: TileBody, strided: bool) -> bool:
+        """Whether bits are set one by one: of elements that do not begin at a byte."""
+        return strided or (self._in_blocks and bool(body.mask))
 
     def after(self, body: TileBody, *, strided: bool) -> None:
         """Accumulate, and mark changed weights."""
         taps, lines, indent = self._taps, body.lines, body.indent
-        inside = body.store_mask
+        inside = f"{body.keeps} & {body.mask}" if body.keeps else body.mask
         storage = self._spec.storages["param"]
         for place in taps.compared:
             now = (
@@ -167,15 +183,18 @@ class TapText:
             flag = f"tap_other_0 & {inside}" if inside else "tap_other_0"
             # 8 neighbours, which one or two threads have, are a byte; one whose bits are set is not written. Neighbours
             # that lie apart: bits count along the parameter's memory, as in the other kernel.
+            shape = f"(TILE // {BLOCK}, {BLOCK})" if self._in_blocks else "(TILE,)"
             packed = [
                 "tap_set = tl.reshape(tl.where(tap_flag, 1 << lane % 8, 0), (TILE // 8, 8))",
                 "tap_set = tl.broadcast_to(tl.sum(tap_set, 1, keep_dims=True), (TILE // 8, 8))",
-                "tap_bits = tl.reshape(tap_set, (TILE,)) | tap_had",
+                f"tap_bits = tl.reshape(tap_set, {shape}) | tap_had",
                 "tl.store(tap_place, tap_bits.to(tl.uint8), mask=tap_there & (tap_bits != tap_had))",
             ]
-            bit = "tap_words + tap_first + (at_1 >> 5), 1 << (at_1 & 31).to(tl.int32)"
+            at = "at_1" if strided else "index"
+            bit = f"tap_words + tap_first + ({at} >> 5), 1 << ({at} & 31).to(tl.int32)"
             scattered = [f'tl.atomic_or({bit}, mask=tap_flag, sem="relaxed")']
-            lines += [indent + line for line in (f"tap_flag = {flag}", *(scattered if strided else packed))]
+            chosen = scattered if self._scatters(body, strided) else packed
+            lines += [indent + line for line in (f"tap_flag = {flag}", *chosen)]
 
     def _kept(self, name: str) -> str:
         """The expression of what is stored of a buffer that is one array."""
@@ -188,16 +207,23 @@ class TapText:
         lines: list[str] = []
 
         def accumulate(how: str, column: str, term: str) -> None:
-            slot = taps.columns.slot(column)
-            lines.append(f"tap_{slot} = {how}(tap_{slot}, {term})")
+            total = f"{'tap_rest' if mask and self._in_blocks else 'tap'}_{taps.columns.slot(column)}"
+            lines.append(f"{total} = {how}({total}, {term})")
 
         def where_kept(value: str, otherwise: str) -> str:
             return f"tl.where({inside}, {value}, {otherwise})" if inside else value
 
         def after(name: str) -> None:
-            is_element = codec_of(self._spec.storages[name]).is_element
-            kept = f"{self._kept(name)}.to({kind})" if is_element else f"new_{name}"
-            lines.append(f"tap_now_{name} = {where_kept(kept, f'tap_old_{name}')}")
+            storage = self._spec.storages[name]
+            codec = codec_of(storage)
+            kept = f"{self._kept(name)}.to({kind})" if codec.is_element else f"new_{name}"
+            if codec.has_blocks:
+                elements = ", ".join(f"{array.name}_element" for array in read_arrays(storage, name))
+                kept = f"join_{storage.title}({elements}).to({kind})"
+            kept = where_kept(kept, f"tap_old_{name}")
+            # Codes behind a short block are not those of 0.
+            kept = f"tl.where({mask}, {kept}, 0.0)" if codec.has_blocks and mask else kept
+            lines.append(f"tap_now_{name} = {kept}")
 
         if taps.grad:
             accumulate("add_squares", "grad_squares", "tap_old_grad")
@@ -228,7 +254,10 @@ class TapText:
         columns, totals = self._taps.columns, {}
         for slot in self._taps.slots:
             combine = "maximum" if columns.is_extreme(slot) else "add"
-            totals[slot] = f"tl.reduce(tap_{slot}, 0, {combine}).to(tl.{self._math.type})"
+            total = f"tl.reduce(tap_{slot}, 0, {combine})"
+            if self._in_blocks:
+                total = f"{combine}({total}, tl.reduce(tap_rest_{slot}, 0, {combine}))"
+            totals[slot] = f"{total}.to(tl.{self._math.type})"
         lines = [f"tap_row = tap_partials + tile.to(tl.int64) * {len(columns)}"]
         for name in self._taps.states:
             # Squares of large magnitudes stand for all where those of small ones are too large for the type.

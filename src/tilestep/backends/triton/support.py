@@ -378,7 +378,7 @@ def differs(left, right):
 @triton.jit
 def neighbours(values):
     """Every first, second, third and fourth of four."""
-    pairs = tl.reshape(values, (values.shape[0] // 4, 2, 2))
+    pairs = tl.reshape(values, (values.numel // 4, 2, 2))
     even, odd = tl.split(pairs)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -403,7 +403,7 @@ def add_largest(totals, values):
 @triton.jit
 def add_count(totals, flags):
     """totals[n // 4] with how many flags of four neighbours are set added."""
-    return totals + tl.sum(tl.reshape(flags.to(tl.int32), (flags.shape[0] // 4, 4)), 1)
+    return totals + tl.sum(tl.reshape(flags.to(tl.int32), (flags.numel // 4, 4)), 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tap_partials", "starts", "stops", "extremes", "results"])

@@ -296,7 +296,9 @@ class TileBody:
         self, spec: KernelSpec, lines: list[str], indent: str, pointer: Callable[[str], str], mask: str
     ) -> None:
         self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
-        self.store_mask = mask
+        self.keeps = ""
+        """What is true where a step is not skipped, if it measures even so."""
+
         self.in_pairs = False
         self.compute = dtype_name(spec.compute)
         self.shapes: tuple[str, str] | None = None
@@ -318,7 +320,7 @@ class TileBody:
         return f"tl.load({self.pointer(array.name)}{masked})"
 
     def _store(self, array: Array, element: str) -> None:
-        mask = self._mask(array) if self.store_mask == self.mask else self.store_mask
+        mask = " & ".join(filter(None, (self.keeps, self._mask(array))))
         pointer = self.pointer(array.name)
         if array.elements == BLOCK and not self.mask and self.shapes is None:
             # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
