@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import test_resharding as resharding
 import torch
-from block_rows import FORMATS, RULES, SHAPES, as_bits, check_float8, check_infinite_blocks, check_largest_roots, numbers
+from block_rows import (
+    FORMATS,
+    RULES,
+    SHAPES,
+    as_bits,
+    check_float8,
+    check_infinite_blocks,
+    check_largest_roots,
+    numbers,
+)
 from rank_processes import each_passes
 from torch import nn
 

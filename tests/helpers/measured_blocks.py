@@ -64,9 +64,7 @@ def compare(which: str, rule: str, device: str = "cpu") -> None:
             assert torch.equal(same, theirs[name].view(same.dtype)), name
 
 
-def compare_row(
-    row: dict[str, float], param: Any, before: torch.Tensor, state: dict[str, Any], rounded: float
-) -> None:
+def compare_row(row: dict[str, float], param: Any, before: torch.Tensor, state: dict[str, Any], rounded: float) -> None:
     """Beside sums over a parameter, its gradient and its states' values; `rounded` is how far it is off its master."""
     tensors = {"grad": param.grad, "param": param.detach()}
     tensors |= {name: state[name] for name in state if f"{name}_norm" in row}

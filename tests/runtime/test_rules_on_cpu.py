@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from float64_reference import Run, check_steps
+from format_rows import backend
 
 import tilestep
 from tilestep.optimizer.masters import MasterWeights
@@ -46,6 +47,27 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "dtype", "master"), CASES)
 def test_a_rule_steps_as_it_does_in_float64(name: str, dtype: torch.dtype, master: MasterWeights) -> None:
     check_steps(registry[name], dtype, master)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("name", [*NAMES, "SOAP", "Muon"])
+def test_states_of_empty_tensors_stay_finite_on_every_backend(name: str, shape: tuple[int, ...]) -> None:
+    if name in ("SOAP", "Muon") and len(shape) != 2:
+        pytest.skip("not a matrix")
+    states = []
+    for which in ("cpp", "eager"):
+        with backend(which):
+            params = [torch.nn.Parameter(torch.ones(size)) for size in (shape, (4, 6))]
+            optimizer = tilestep.Optimizer(params, name)
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+            assert params[1].isfinite().all()
+            states.append({key: torch.as_tensor(value) for key, value in optimizer.state[params[0]].items()})
+    for key, value in states[0].items():
+        assert value.isfinite().all(), key
+        torch.testing.assert_close(value, states[1][key])
 
 
 @pytest.mark.parametrize(

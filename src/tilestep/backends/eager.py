@@ -71,8 +71,6 @@ class EagerSegment(Segment):
     def _update(self, position: int, gradient: torch.Tensor) -> None:
         entry, graph, compute = self.entries[position], self.spec.program.graph, self.spec.compute
         self.step[position] += 1
-        if not gradient.numel():
-            return
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
         for name, storage in self.spec.storages.items():
             if name != "grad" and name not in self.spec.program.matrices.scratch:
@@ -80,8 +78,10 @@ class EagerSegment(Segment):
                 loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape, entry.columns or None)
         loads.update(entry.matrices)
         loads.update({name: self.scalar_states[name][position].double() for name in graph.scalar_states})
-        results = self._evaluated(graph.outputs.values(), loads, position)
-        for name, output in graph.outputs.items():
+        # Of an empty tensor only its numbers go on.
+        outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
+        results = self._evaluated(outputs.values(), loads, position)
+        for name, output in outputs.items():
             value = results[id(output)]
             if name in graph.scalar_states:
                 self.scalar_states[name][position] = value
@@ -122,6 +122,8 @@ class EagerSegment(Segment):
             return torch.tensor(self._number(value.attribute, position), dtype=torch.float64, device="cpu")
         if name in REDUCTIONS:
             reduce: Any = {"reduce_sum": torch.sum, "reduce_amax": torch.amax, "reduce_amin": torch.amin}[name]
+            if not args[0].numel() and name != "reduce_sum":
+                return torch.tensor(-torch.inf if name == "reduce_amax" else torch.inf, dtype=torch.float64)
             return reduce(args[0]) if value.over is None else reduce(args[0], dim=[*range(*value.over)], keepdim=True)
         if name in MATRIX_OPERATIONS:
             return self._matrix(value, args)

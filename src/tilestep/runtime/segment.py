@@ -115,12 +115,14 @@ class ViewTiles:
     ranges: list[tuple[Block, int, int]]  # each block, its first tile and how many tiles have it
 
 
-def cut_view(extents: Sequence[Block], choose: Callable[[int, int, int], Block]) -> ViewTiles:
-    """Cut tensors seen as matrices into tiles; an empty tensor has none."""
+def cut_view(
+    extents: Sequence[Block], choose: Callable[[int, int, int], Block], empty: Sequence[bool] = ()
+) -> ViewTiles:
+    """Cut tensors seen as matrices into tiles; an empty tensor has none, for its rows either: their means are none."""
     sizes = np.asarray(extents, dtype=np.int64).reshape(-1, 3)
     blocks = np.asarray([choose(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
     grid = -(-sizes // blocks)
-    counts = grid.prod(axis=1)
+    counts = np.where(empty, 0, grid.prod(axis=1)) if any(empty) else grid.prod(axis=1)
     order = np.lexsort(blocks.T[::-1])
     ends = np.cumsum(counts[order])
     first = np.zeros(len(sizes), dtype=np.int64)
@@ -155,7 +157,8 @@ class SliceTables:
     def __init__(
         self, slices: Slices, shapes: Sequence[Sequence[int]], choose: Callable[[int, int, int], Block]
     ) -> None:
-        self.views = [cut_view([view.extents(shape) for shape in shapes], choose) for view in slices.views]
+        empty = [not math.prod(shape) for shape in shapes]
+        self.views = [cut_view([view.extents(shape) for shape in shapes], choose, empty) for view in slices.views]
         counts = [
             [math.prod(shape[: over[0]]) * math.prod(shape[over[1] :]) for shape in shapes] for over in slices.kinds
         ]

@@ -89,7 +89,7 @@ class RunBody:
         return [*lines, *self._back(self.written)]
 
     def numbers(self, names: Iterable[str]) -> list[str]:
-        """In blocks: room for the numbers of buffers that are not computed with as they lie, and those that are read."""
+        """In blocks: room for numbers of buffers that are not computed with as they lie; those read are filled in."""
         apart = [name for name in names if not self._is_computed_with(name)]
         room = [f"float {name}_values[{BLOCK}];" for name in apart]
         return room + [line for name in self.reads if name in apart for line in self._join(name)]
