@@ -118,7 +118,7 @@ class ViewTiles:
 def cut_view(
     extents: Sequence[Block], choose: Callable[[int, int, int], Block], empty: Sequence[bool] = ()
 ) -> ViewTiles:
-    """Cut tensors seen as matrices into tiles; an empty tensor has none, for its rows either: their means are none."""
+    """Cut tensors seen as matrices into tiles; one that is empty on all ranks has none: its rows have no mean."""
     sizes = np.asarray(extents, dtype=np.int64).reshape(-1, 3)
     blocks = np.asarray([choose(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
     grid = -(-sizes // blocks)
@@ -154,10 +154,8 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 class SliceTables:
     """What passes over slices need to know of their tensors."""
 
-    def __init__(
-        self, slices: Slices, shapes: Sequence[Sequence[int]], choose: Callable[[int, int, int], Block]
-    ) -> None:
-        empty = [not math.prod(shape) for shape in shapes]
+    def __init__(self, slices: Slices, entries: Sequence[Entry], choose: Callable[[int, int, int], Block]) -> None:
+        shapes, empty = [entry.param.shape for entry in entries], [not entry.handle.numel() for entry in entries]
         self.views = [cut_view([view.extents(shape) for shape in shapes], choose, empty) for view in slices.views]
         counts = [
             [math.prod(shape[: over[0]]) * math.prod(shape[over[1] :]) for shape in shapes] for over in slices.kinds

@@ -42,9 +42,9 @@ def block_of(matrices: int, rows: int, columns: int) -> Block:
 class CpuSlices:
     """The tables of a segment's slices, kept alive beside the record that points at them."""
 
-    def __init__(self, spec: KernelSpec, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry]) -> None:
         slices, compute = spec.program.slices, np.dtype(np.float64 if spec.compute.itemsize == 8 else np.float32)
-        self.tables = SliceTables(slices, shapes, block_of)
+        self.tables = SliceTables(slices, entries, block_of)
         self._views = (ViewTables * len(self.tables.views))()
         for record, tiles in zip(self._views, self.tables.views):
             record.tiles = len(tiles.tile_tensor)
@@ -114,7 +114,7 @@ class CpuSegment(Segment):
         self.sums = torch.zeros(count, max(spec.reduction_count, 1), dtype=torch.float64, device="cpu")
         self.global_parts = torch.zeros(count, max(spec.global_count, 1), dtype=torch.float64, device="cpu")
         self.totals = torch.zeros(max(spec.global_count, 1), dtype=torch.float64, device="cpu")
-        self.slices = CpuSlices(spec, [entry.param.shape for entry in self.entries]) if program.slices.views else None
+        self.slices = CpuSlices(spec, self.entries) if program.slices.views else None
         tiles = max(self.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
         self.partials = np.zeros((tiles, max(spec.reduction_count, 1)))
         self.hyper = np.zeros((len(self.group_indices), len(spec.hypers)))

@@ -120,8 +120,7 @@ class CudaSegment(Segment):
         self.sums = numbers(count, max(spec.reduction_count, 1))
         self.global_parts = numbers(count, max(spec.global_count, 1))
         self.totals = numbers(max(spec.global_count, 1))
-        shapes = [entry.param.shape for entry in self.entries]
-        self.slices = CudaSlices(spec, shapes, device) if program.slices.views else None
+        self.slices = CudaSlices(spec, self.entries, device) if program.slices.views else None
         most_tiles = self.slices.most_tiles if self.slices else 0
         self._tables = {
             "grads": grads,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from ...graph import TilePass
-from ...runtime.segment import Block, SliceTables, ViewTiles
+from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
 from ..spec import KernelSpec, tile_traffic
 from .launch import EXACT, Launcher, prepare
 from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
@@ -113,15 +112,15 @@ def build_options(
 class CudaSlices:
     """Tables of a segment's slices on its device, and what the passes leave for each other."""
 
-    def __init__(self, spec: KernelSpec, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry], device: torch.device) -> None:
         self.spec, self.device = spec, device
         slices = spec.program.slices
-        total = sum(math.prod(shape) for shape in shapes)
-        self.tables = tables = SliceTables(slices, shapes, block_of(elements_of(total), spec.has_blocks))
+        total = sum(entry.param.numel() for entry in entries)
+        self.tables = tables = SliceTables(slices, entries, block_of(elements_of(total), spec.has_blocks))
         self.most_tiles = tables.most_tiles
         self._arrays = {
             "starts": self._table(tables.starts[:, :-1].T),
-            "spans": self._table(tables.spans.reshape(len(slices.spans), len(shapes), 2).swapaxes(0, 1)),
+            "spans": self._table(tables.spans.reshape(len(slices.spans), len(entries), 2).swapaxes(0, 1)),
         }
         for slot, (count, parts) in enumerate(zip(tables.slot_counts, tables.part_counts(spec.program))):
             self._arrays[f"slot_{slot}"] = torch.zeros(max(count, 1), dtype=spec.compute, device=device)
