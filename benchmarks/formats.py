@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import importlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -153,7 +154,9 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
     half = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     other = torch.empty_like(half)
     steps, copies, plain, kernels, apart = [], [], [], [], 0.0
-    has_plain = device == "cpu" and name in CHOICES and not name.startswith("stochastic")
+    # Smaller tensors keep float32 states.
+    has_plain = device == "cpu" and name in CHOICES and min(map(math.prod, sizes)) >= 4096
+    has_plain &= not name.startswith("stochastic")
     by_hand, kept = plain_step(name, params, optimizer, 1.0) if has_plain else (None, [])
     for _ in range(rounds):
         steps.append(timed(run, device))
@@ -283,6 +286,8 @@ def main() -> None:
     parser.add_argument("--peer", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help="peaks of memory in place of times")
     given = parser.parse_args()
+    if given.rounds < 4:
+        parser.error(f"--rounds is {given.rounds}; the figures are medians and quartiles of at least 4")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(given.threads or torch.get_num_threads())
     elements = given.elements or (1_190_000_000 if device == "cuda" else 11_900_000)

@@ -141,10 +141,10 @@ template <bool has_sign> struct Float8 {
   }
   template <class N> static uint16_t store(N count, uint8_t* codes, const float* x) {
     const uint16_t scale = scale_of(largest(count, x));
-    const float unit = unit_of(divisor(scale), 0), one = divisor(scale) * unit;
+    const float unit = unit_of(divisor(scale), 0), one = divisor(scale) * unit * (1 / 448.0f);
 #pragma omp simd
     for (int64_t j = 0; j < count.value; ++j) {
-      const float number = x[j] * unit / one * 448;
+      const float number = x[j] * unit / one;
       const uint32_t size = bits_of(smaller(std::fabs(number), 448.0f) * 0x1p-120f) & 0x7FFFFFFF;
       const uint32_t code = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20;
       const uint32_t sign = has_sign ? bits_of(number) >> 31 << 7 : 0;
