@@ -115,7 +115,15 @@ def _put_around(call: Any) -> tuple[CompiledRegion | None, Callable[..., Any] | 
     return getattr(call, _REGION, (None, None))
 
 
+_guarded: weakref.WeakKeyDictionary[Waits, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+"""The modules that wait for something."""
+
+
 def _guard(module: nn.Module, waits: Waits) -> list[Any]:
+    guarded = _guarded.setdefault(waits, weakref.WeakSet())
+    if module in guarded:
+        return []
+    guarded.add(module)
     is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, waits))
     lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
     # Recurrent ones keep their parameters in a list of their own too, for their kernels.
@@ -136,17 +144,14 @@ class Knows(Waits, Protocol):
     def knows(self, param: Any) -> bool: ...
 
 
-_sharers: weakref.WeakKeyDictionary[Knows, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-"""Those whose parameters other models may have, with the modules that are guarded for them."""
-
+_sharers: weakref.WeakSet[Knows] = weakref.WeakSet()  # those whose parameters modules of other models may have
 _watching: list[Any] = []
 
 
-def guard_sharers(model: nn.Module, waits: Knows) -> None:
-    """Make look-ups of a model's parameter in other models' modules wait too: those there are, and those made later."""
-    _sharers[waits] = weakref.WeakSet(
-        module for module in model.modules() if any(map(waits.knows, dict.values(kept_parameters(module))))
-    )
+def guard_sharers(waits: Knows) -> None:
+    """Make look-ups of known parameters in any module wait: in those there are, and in those made later."""
+    # Again when it knows more parameters.
+    _sharers.add(waits)
     # By their own class: some objects import what they stand for when they are asked for another one.
     for module in [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]:
         for param in list(dict.values(kept_parameters(module))):
@@ -162,9 +167,7 @@ def _look_at(module: nn.Module, param: Any) -> None:
 
 
 def _guard_sharer(waits: Knows, module: nn.Module, param: Any) -> None:
-    guarded = _sharers.get(waits)
-    if guarded is not None and waits.knows(param) and module not in guarded:
-        guarded.add(module)
+    if waits.knows(param):
         _guard(module, waits)
 
 
@@ -202,7 +205,7 @@ def _before_any_forward(module: nn.Module, _: Any) -> None:
     if not len(_late):
         _unwatch_forwards()
     for waits in list(_late):
-        if waits.is_pending and module not in _sharers[waits]:
+        if waits.is_pending and module not in _guarded.get(waits, ()):
             for param in list(dict.values(kept_parameters(module))):
                 waits.wait(param)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -39,6 +40,25 @@ def test_a_loaded_state_stays_on_the_host(home: Homes) -> None:
     del handed_out
     assert owner.memory.taken == taken
     assert pair.optimizer.memory is owner
+    pair.step()
+    pair.compare()
+
+
+@pytest.mark.parametrize(
+    "options", [{"master_weights": "remainder"}, {"state_dtype": {"exp_avg": torch.float16}}], ids=str
+)
+def test_states_of_several_types_are_saved(home: Homes, options: dict[str, Any]) -> None:
+    pair = Pair(lambda params: tilestep.AdamW(params, **options), home, dtype=torch.bfloat16)
+    pair.step()
+    file = io.BytesIO()
+    torch.save(pair.optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file)
+    pair.step()
+    pair.reference.load_state_dict(saved)
+    for left, right in zip(pair.plain, pair.moved):
+        right.data.copy_(left)
+    pair.optimizer.load_state_dict(saved)
     pair.step()
     pair.compare()
 

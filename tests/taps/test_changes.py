@@ -216,6 +216,13 @@ def test_bits_outlive_new_tables() -> None:
     assert found == {"0.0": [11, 12], "1.0": list(range(50))}
 
 
+def test_before_any_gradient_nothing_has_changed() -> None:
+    optimizer = tilestep.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, track_changes=True)
+    assert not list(optimizer.changes())
+    optimizer.step()
+    assert not list(optimizer.changes())
+
+
 def test_optimizers_without_tracking() -> None:
     param = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError, match="track_changes=True"):

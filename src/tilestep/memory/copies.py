@@ -78,27 +78,34 @@ class HostMemory:
         self._pieces: list[tuple[int, int, weakref.ref[np.ndarray]]] = []
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """One piece of memory for several buffers."""
+        """One piece of memory for several buffers, each a storage."""
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if not sum(padded):
             return [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in sizes]
         memory = self._piece(sum(padded))
         starts = np.concatenate([[0], np.cumsum(padded)]).tolist()
-        return [memory[start : start + size] for start, size in zip(starts, sizes)]
+        # The slice is made first: the storage then begins with what is locked, and torch calls it pinned.
+        return [torch.from_numpy(memory[start : start + size]) for start, size in zip(starts, sizes)]
 
     def like(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Uninitialized tensors in one piece of memory, with the shapes and memory formats of others."""
-        sizes = [tensor.numel() * dtype.itemsize for tensor, dtype in zip(tensors, dtypes)]
+        sizes = [-(-tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for tensor, dtype in zip(tensors, dtypes)]
+        ends = dict.fromkeys(dtypes, 0)
+        begins = []
+        for dtype, size in zip(dtypes, sizes):
+            begins.append(ends[dtype] // dtype.itemsize)
+            ends[dtype] += size
+        # A storage for each dtype: torch.save takes none that tensors of several share.
+        storages = {dtype: flat.untyped_storage() for dtype, flat in zip(ends, self.take(list(ends.values())))}
         made = []
-        for tensor, dtype, flat in zip(tensors, dtypes, self.take(sizes)):
+        for tensor, dtype, begin in zip(tensors, dtypes, begins):
             like = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
-            begin = flat.storage_offset() // dtype.itemsize
             # Not a view: it has a version of its own, and no check follows it to its neighbours.
             empty = torch.empty(0, dtype=dtype, device="cpu")
-            made.append(empty.set_(flat.untyped_storage(), begin, like.shape, like.stride()))
+            made.append(empty.set_(storages[dtype], begin, like.shape, like.stride()))
         return made
 
-    def _piece(self, size: int) -> torch.Tensor:
+    def _piece(self, size: int) -> np.ndarray:
         there, limit = available()
         if size > there:
             raise self._missing(size, there, limit)
@@ -110,8 +117,7 @@ class HostMemory:
         if has_streams(self.device):
             self._lock(array, array.ctypes.data + first, size)
         self._pieces.append((array.ctypes.data, array.nbytes, weakref.ref(array)))
-        # The slice is made first: the tensor's memory then begins with what is locked, and torch calls it pinned.
-        return torch.from_numpy(array[first : first + size])
+        return array[first : first + size]
 
     def _missing(self, size: int, there: int, limit: str, why: str = "") -> HostMemoryError:
         kind = "page-locked host memory" if has_streams(self.device) else "host memory"

@@ -197,7 +197,8 @@ class Changes:
         if clear:
             for one in tracked:
                 one.wholly = False
-            torch._foreach_zero_(self._words)
+            if self._words:
+                torch._foreach_zero_(self._words)
         return iter([(self._names[place], *made[place]) for place in sorted(made) if made[place][0].numel()])
 
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

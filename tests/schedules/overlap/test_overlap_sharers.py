@@ -64,6 +64,25 @@ def test_another_model_is_saved_and_copied_with_the_updates(made_before: bool) -
         assert torch.equal(read(mine)["layer.weight"], read(wanted)["layer.weight"])
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["in another model", "in the model"])
+def test_weights_of_a_group_that_is_added_wait_too(shared: bool) -> None:
+    """In a module that has come into the model after overlap()."""
+    seen = []
+    for is_overlapped in (True, False):
+        model = small()
+        optimizer = clipped(model.parameters())
+        if is_overlapped:
+            tilestep.overlap(optimizer, model, "forward", bucket_cap_mb=TINY)
+        torch.manual_seed(2)
+        model.adapter = nn.Linear(6, 11, bias=False).to(model.scale.device)
+        module = Borrowing(model.adapter.weight).layer if shared else model.adapter
+        optimizer.add_param_group({"params": model.adapter.parameters()})
+        (loss_of(model, 0) + model.adapter(model.scale).square().sum()).backward()
+        optimizer.step()
+        seen.append(module.weight.detach().clone())
+    assert torch.equal(*seen)
+
+
 def test_whoever_looks_at_the_state_comes_after_the_updates() -> None:
     model, serial = small(), small()
     optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)

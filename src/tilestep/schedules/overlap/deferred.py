@@ -64,7 +64,7 @@ class DeferredUpdates:
         self.compiled = False
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         guard_model(model, self, lambda param: True)
-        guard_sharers(model, self)
+        guard_sharers(self)
         guard_forwards(self)
         kind = fsdp_module_type()
         # All of them: parameters of others may be added to the optimizer later.

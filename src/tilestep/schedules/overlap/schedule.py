@@ -18,6 +18,7 @@ from ...combinations import refuse_replaced
 from ...compat import is_capturing
 from ...devices import has_streams
 from ...errors import CaptureError
+from ...guards import guard_sharers
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.optimizer import AttachedType
@@ -229,6 +230,7 @@ class OverlapSchedule(Schedule):
             if not self.grouping.knows(self._optimizer()):
                 self.grouping.divide(self._optimizer(), self.model)
                 self.tracker.watch()
+                guard_sharers(self.deferred)
             yield
 
     @property

@@ -275,8 +275,6 @@ class ParameterSync:
         self.compiled = False
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         self.take_in(model, buckets)
-        if self._overlaps:
-            guard_sharers(model, self)
 
     def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Gather further buckets too."""
@@ -297,6 +295,7 @@ class ParameterSync:
         self._note_writes()
         if self._overlaps:
             self._handles += guard_model(model, self, lambda param: id(param) in own)
+            guard_sharers(self)
 
     def knows(self, param: Any) -> bool:
         """Whether something is a parameter of a bucket."""
