@@ -230,6 +230,27 @@ def test_adagc_follows_the_paper() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("resting", [{1}, {3, 19}, set(range(1, 31)), {40}])
+def test_adagc_lets_a_tensor_move_whose_gradient_has_been_zero(resting: set[int]) -> None:
+    """The smallest norm of the first steps was 0, and the limit with it, for weights before a layer of zeros."""
+    (ours,), (theirs,) = parameters()[:1], parameters()[:1]
+    optimizer = tilestep.SGD([ours], lr=0.05, max_grad_norm=tilestep.AdaGC(limit=2.0, warmup=20))
+    mean = 0.0
+    for step in range(1, 61):
+        (given,) = gradients(step, SHAPES[:1])
+        given = given * (step not in resting)
+        stepped(optimizer, [given])
+        if (norm := norm_of([given])) == 0:
+            continue
+        scale = min(1.0, (2.0 if step < 20 or mean == 0 else 1.05 * mean) / norm)
+        smallest = min(mean or math.inf, scale * norm)
+        mean = smallest if step < 20 or mean == 0 else 0.98 * mean + 0.02 * scale * norm
+        theirs.data -= 0.05 * scale * given
+    # The state of one number is float64 beside float64 parameters.
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert optimizer.state[ours]["clip_norm"].item() == pytest.approx(mean, rel=1e-12)
+
+
 def test_adagc_of_one_group() -> None:
     first, second = parameters()
     groups = [{"params": [first], "max_grad_norm": tilestep.AdaGC(limit=1e-3)}, {"params": [second]}]

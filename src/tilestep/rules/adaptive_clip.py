@@ -67,10 +67,12 @@ def _clipped(rule: Rule, clip: AdaGC) -> Rule:
 def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: float = 0.98, warmup: int = 100) -> Rule:
     """Limit each tensor's gradient to a multiple of the mean of its own norms before the rule sees it.
 
-    Equations (t is the step count from 1, n = ||g|| of the tensor, N the norm over all tensors, c begins as n):
+    Equations (t is the step count from 1, n = ||g|| of the tensor, N the norm over all tensors):
+        c = 0:            s <- min(1, clip_limit / N),        c <- s * n
         t < clip_warmup:  s <- min(1, clip_limit / N),        c <- min(c, s * n)
         after that:       s <- min(1, clip_rel * c / n),      c <- clip_decay * c + (1 - clip_decay) * s * n
         g <- s * g, then the rule
+    Where n is 0, c stays: the paper's would be 0 from then on, and weights before a layer of zeros would never move.
 
     Args:
         rule: the rule whose gradients to clip.
@@ -102,13 +104,15 @@ def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: floa
         *inner, mean = states
         step, squares = hyper["step"], (grad * grad).sum()
         norm, total = squares.sqrt(), sum_over_tensors(squares).sqrt()
-        warms = torch.as_tensor(step < clip_warmup)
+        begins = mean == 0
+        warms = torch.as_tensor(step < clip_warmup) | begins
         first = torch.where(total > clip_limit, clip_limit / total, 1.0)
         own = torch.where(norm > clip_rel * mean, clip_rel * mean / norm, 1.0)
         scale = torch.where(warms, first, own)
         taken = scale * norm
-        smallest = torch.where(torch.as_tensor(step == 1) | (taken < mean), taken, mean)
-        mean = torch.where(warms, smallest, clip_decay * mean + (1 - clip_decay) * taken)
+        smallest = torch.where(begins | (taken < mean), taken, mean)
+        followed = torch.where(warms, smallest, clip_decay * mean + (1 - clip_decay) * taken)
+        mean = torch.where(norm == 0, mean, followed)
         param, *inner = rule(param, grad * scale, *inner, **hyper)
         return param, *inner, mean
 
