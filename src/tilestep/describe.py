@@ -79,9 +79,9 @@ def spec_for(
     given = {**rule.hyperparameters, **(hyperparameters or {})}
     rule.check(given)
     check_group(rule, given)
-    graph = graph_for(rule, given, dims)
     # So large that its states are kept as `state_dtype` says.
     param = torch.empty((4096,) * dims if state_dtype else (2,) * dims, dtype=dtype, device="meta")
+    graph = graph_for(rule, given, dims, dtype=compute_dtype(param))
     group = {**given, "master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
     check_flags(rule, group)
     check_master("a parameter", dtype, group)

@@ -108,6 +108,50 @@ def test_masks_are_numbers_where_numbers_are_wanted() -> None:
     assert [value.tolist() for value in got] == [value.tolist() for value in wanted]
 
 
+def test_results_have_the_type_that_they_are_given() -> None:
+    def typed(param: Any, grad: Any, copied: Any, filled: Any, full: Any, made: Any, mask: Any) -> tuple[Any, ...]:
+        number = torch.tensor(1.75, dtype=torch.int64)
+        return (
+            param - grad.int() / 4,
+            torch.zeros_like(grad, dtype=torch.int32).copy_(grad) + grad,
+            torch.zeros_like(grad, dtype=torch.int32).fill_(-1.75) + grad,
+            torch.full_like(grad, 1.75, dtype=torch.int32) + grad,
+            number * grad,
+            torch.zeros_like(grad > 0).copy_(grad) + (grad > 0).fill_(2).to(grad.dtype),
+        )
+
+    rule = tilestep.rule(typed)
+    grad = torch.tensor([2.5, 0.0, -0.5, -2.75])
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    wanted = rule(weight.detach().clone(), grad.clone(), *(torch.zeros(4) for _ in rule.state_names))
+    optimizer = tilestep.Optimizer([weight], rule)
+    weight.grad = grad
+    optimizer.step()
+    got = [weight.detach(), *(optimizer.state[weight][name] for name in rule.state_names)]
+    assert [value.tolist() for value in got] == [value.tolist() for value in wanted]
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.float64])
+def test_a_rule_that_asks_for_the_type_of_its_values_gets_that_of_each_parameter(first: torch.dtype) -> None:
+    def asking(param: Any, grad: Any, tiny: Any, finite: Any) -> tuple[Any, ...]:
+        tiny = grad * torch.finfo(grad.dtype).eps
+        finite = torch.nan_to_num(grad * float("inf"))
+        return param - (2.0 if param.dtype == torch.float64 else 1.0) * grad, tiny, finite
+
+    rule = tilestep.rule(asking)
+    second = torch.float64 if first is torch.float32 else torch.float32
+    weights = [torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=dtype)) for dtype in (first, second, torch.bfloat16)]
+    wanted = [rule(w.detach().clone(), w.detach().clone() / 2, *(torch.zeros_like(w),) * 2) for w in weights[:2]]
+    optimizer = tilestep.Optimizer(weights, rule)
+    for weight in weights:
+        weight.grad = weight.detach() / 2
+    optimizer.step()
+    for weight, expected in zip(weights, wanted):
+        got = [weight.detach(), optimizer.state[weight]["tiny"], optimizer.state[weight]["finite"]]
+        assert [value.tolist() for value in got] == [value.tolist() for value in expected]
+    assert weights[2].tolist() == [0.5, -1.0]  # computed in float32
+
+
 def names_of(graph: Graph, level: Level) -> list[str]:
     return [value.name for value in graph.values() if value.level is level and value.name and value.args]
 

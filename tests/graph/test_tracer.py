@@ -65,6 +65,26 @@ def rounds(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
     return param - lr * grad.to(torch.bfloat16)
 
 
+def rounds_in_place(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - torch.empty_like(grad, dtype=torch.float16).copy_(grad)
+
+
+def masks_bits(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * (grad.int() & 3)
+
+
+def inverts_bits(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * ~grad.int()
+
+
+def asks_for_parity(param: Any, grad: Any, *, lr: Any = 0.1, step: Any) -> Any:
+    return param - lr * (step & 1) * grad
+
+
+def sums_integers(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad.sum(dtype=torch.int32)
+
+
 def makes(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
     return param - torch.tensor([1.0, 2.0, 3.0]) * grad
 
@@ -79,6 +99,11 @@ NO_TRANSLATION = [
     (transposes, "sub_", 2, "writes through a view"),
     (into, "out=param", 1, "out= argument"),
     (rounds, "bfloat16", 1, "rounding to the storage"),
+    (rounds_in_place, "float16", 1, "rounding to the storage"),
+    (masks_bits, "& 3", 1, "bits of integers"),
+    (inverts_bits, "~grad", 1, "bits of integers"),
+    (asks_for_parity, "& 1", 1, "bits of integers"),
+    (sums_integers, "dtype", 1, "a reduction in torch.int32"),
     (makes, "torch.tensor", 1, "must be a single number"),
 ]
 

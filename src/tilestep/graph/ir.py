@@ -230,6 +230,8 @@ class Graph:
     dims: int = 1  # dimensions of the parameter it was traced for
     reads_shape: bool = False  # whether the rule asked for them, so that the graph holds for these dimensions only
     branches_on_sizes: bool = False  # whether a guard asks for the parameter's sizes
+    dtype: torch.dtype = torch.float32  # the type of the rule's values in the trace
+    reads_dtype: bool = False  # whether the rule asked for it, so that the graph holds for this type only
     equations: str = ""  # the rule's docstring, for people
     aten: Any = None  # the ATen calls of the rule as torch.fx recorded them, for people
     specs: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -319,11 +321,13 @@ def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[s
 class Builder:
     """Builds values once each: equal operations on equal values are one value, and constants fold at once."""
 
-    def __init__(self, dims: int = 1) -> None:
+    def __init__(self, dims: int = 1, dtype: torch.dtype = torch.float32) -> None:
         self.dims = dims
+        self.dtype = dtype
         self.shape: tuple[int, ...] = ()
         """Shape that the first operand of the operation being lowered has in the trace: 1 where it was reduced."""
         self.reads_shape = False  # whether something was built that holds for this number of dimensions only
+        self.reads_dtype = False  # whether something was built that holds for this type only
         self._values: dict[tuple[Any, ...], Value] = {}
 
     def constant(self, number: float | bool) -> Value:

@@ -444,7 +444,7 @@ def _digamma(build: Builder, value: Any) -> Value:
 
 
 def _nan_to_num(build: Builder, value: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Value:
-    largest = torch.finfo(torch.float32).max
+    largest, build.reads_dtype = torch.finfo(build.dtype).max, True
     number = _number(build, value)
     bounded = _lower_clamp(build, number, -largest if neginf is None else None, largest if posinf is None else None)
     for limit, sign in ((posinf, "gt"), (neginf, "lt")):
@@ -465,15 +465,28 @@ def _filled(number: float | None) -> Lowering:
     return lower
 
 
-def _cast(build: Builder, value: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Value:
-    if dtype in (torch.float16, torch.bfloat16):
-        raise Unsupported("a cast to a 16-bit type inside a rule; leave rounding to the storage of the buffer")
+CONVERTING = frozenset({"_to_copy", "copy", "fill", "full_like", "masked_fill"})
+"""Operations whose result has a type of its own, whatever that of the numbers that it is made of."""
+
+
+def converted(build: Builder, value: Value, dtype: torch.dtype) -> Value:
+    """A value as a tensor of this type holds it."""
     if dtype is torch.bool:
         return _truth(build, value)
-    if dtype is None:
-        return _as_value(build, value)
     number = _number(build, value)
     return number if dtype.is_floating_point else build.apply("trunc", number)
+
+
+def check_dtype(operation: str, dtype: torch.dtype, given: torch.dtype | None) -> None:
+    """Raise for a result of a type that values in kernels do not have; `given` is that of the first operand."""
+    converts = operation in CONVERTING or (given is not dtype and not operation.endswith("_like"))
+    if dtype in (torch.float16, torch.bfloat16) and converts:
+        raise Unsupported("a 16-bit type inside a rule; leave rounding to the storage of the buffer")
+    if operation.startswith("bitwise") and dtype is not torch.bool:
+        raise Unsupported("bits of integers; of truth values &, | and ~ are translated")
+    had_fractions = given is not None and given.is_floating_point
+    if operation == "sum" and had_fractions and not dtype.is_floating_point:
+        raise Unsupported(f"a reduction in {dtype}; cast its result")
 
 
 LOWERINGS: dict[str, Lowering] = {
@@ -539,8 +552,8 @@ LOWERINGS: dict[str, Lowering] = {
     ),
     "nan_to_num": _nan_to_num,
     **{name: _same for name in ("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous")},
-    "_to_copy": _cast,
-    "copy": lambda build, value, source, *_, **__: _number(build, source),
+    "_to_copy": _same,
+    "copy": lambda build, value, source, *_, **__: _as_value(build, source),
     "empty_like": _filled(math.nan),  # whatever is read before it is written
     "zeros_like": _filled(0.0),
     "ones_like": _filled(1.0),

@@ -264,15 +264,17 @@ class Memory:
 
 
 class Recorder(TensorDispatch):
-    """Records the ATen calls of one run of a rule for a parameter of this shape."""
+    """Records the ATen calls of one run of a rule for a parameter of this shape, with values of this type."""
 
-    def __init__(self, rule: Rule, hyperparameters: Mapping[str, Any], shape: Sequence[int]) -> None:
+    def __init__(
+        self, rule: Rule, hyperparameters: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.rule = rule
         self.given = hyperparameters
         self.numbers, self.unread = known_numbers(hyperparameters)
         self.sizes = lowering.sizes_of(shape)
-        self.build = Builder(len(shape))
+        self.build = Builder(len(shape), dtype)
         self.fx_graph = fx.Graph()
         self.buffers: list[torch.Tensor] = []  # what the rule is called with: parameter, gradient and states
         self.node_of: dict[int, fx.Node] = {}
@@ -306,6 +308,15 @@ class Recorder(TensorDispatch):
     def constant(self, number: float) -> torch.Tensor:
         """A 0-dim fake tensor that stands for a number."""
         return self.scalar(self.build.constant(number))
+
+    def made(self, number: float, dtype: torch.dtype) -> torch.Tensor:
+        """A 0-dim fake tensor that stands for a number of this type, which the rule makes."""
+        try:
+            lowering.check_dtype("tensor", dtype, None)
+        except Unsupported as error:
+            raise self.unsupported(str(error)) from error
+        value = lowering.converted(self.build, self.build.constant(number), dtype)
+        return self.scalar(value, torch.float64 if dtype.is_floating_point else dtype)
 
     def global_reduce(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         """A 0-dim fake tensor that stands for a value combined over all tensors; `kind` is "sum" or "max"."""
@@ -397,7 +408,10 @@ class Recorder(TensorDispatch):
         result = torch.empty_like(args[0]) if is_called else func(*args, **kwargs)
         self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
         try:
+            lowering.check_dtype(base, result.dtype, getattr(args[0], "dtype", None) if args else None)
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
+            if base in lowering.CONVERTING:
+                value = lowering.converted(self.build, value, result.dtype)
         except MatrixError as error:
             self.refused = error
             raise
@@ -489,8 +503,8 @@ class Reads(ScalarCalls):
         if name == "__setitem__":
             raise self.recorder.unsupported("assigning to elements of a tensor has no translation to a kernel")
         if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
-            dtype = torch.bool if isinstance(args[0], bool) else torch.float64
-            return self.recorder.scalar(self.recorder.build.constant(args[0]), dtype)
+            given = args[1] if len(args) > 1 else (kwargs or {}).get("dtype")
+            return self.recorder.made(args[0], given or (torch.bool if isinstance(args[0], bool) else torch.float64))
         if name in RANDOM:
             raise self.recorder.unsupported(f"{name} draws random numbers", nearest(name))
         if name == "log_sigmoid":  # torch makes a second tensor for its gradient
@@ -499,6 +513,8 @@ class Reads(ScalarCalls):
             return torch.empty_like(args[0], **(kwargs or {})).copy_(args[1])
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
             raise self.recorder.read_error(args[0])
+        if name in _OF_DTYPE or func in _DTYPES:
+            self.recorder.build.reads_dtype = True
         dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
         if name in ("numel", "nelement"):
             return self._count(args[0], range(args[0].dim()))
@@ -552,6 +568,8 @@ _ALIKE = frozenset(
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _OF_MEMORY = {"__len__": "len()", "stride": "stride()"}
+_OF_DTYPE = ("type", "element_size")
+_DTYPES = (torch.Tensor.dtype.__get__, torch.Tensor.itemsize.__get__)  # type: ignore[attr-defined]
 _BYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _DIMENSIONS = torch.Tensor.ndim.__get__  # type: ignore[attr-defined]
@@ -563,9 +581,15 @@ def _sizes(dims: int) -> tuple[int, ...]:
     return primes[3 : 3 + dims] if dims <= 8 else (*primes[:dims], *(1,) * (dims - len(primes)))
 
 
-def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: Sequence[int] | None = None) -> Graph:
+def trace(
+    rule: Rule,
+    hyperparameters: Mapping[str, Any],
+    dims: int = 1,
+    sizes: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Graph:
     """Run a rule once on fake tensors and return its graph."""
-    recorder = Recorder(rule, hyperparameters, (1,) * dims if sizes is None else sizes)
+    recorder = Recorder(rule, hyperparameters, (1,) * dims if sizes is None else sizes, dtype)
     shape = _sizes(dims)
     with torch.device("cpu"), fake_tensors():
         results = _run(recorder, rule, hyperparameters, shape)
@@ -582,7 +606,7 @@ def trace(rule: Rule, hyperparameters: Mapping[str, Any], dims: int = 1, sizes: 
         raise recorder.idle[0]
     graph = Graph(rule.name, outputs, list(recorder.guards.values()), equations=rule.__doc__ or "")
     graph.aten = recorder.fx_graph
-    graph.dims = dims
+    graph.dims, graph.dtype, graph.reads_dtype = dims, dtype, recorder.build.reads_dtype
     graph.branches_on_sizes = any(guard.condition.level is Level.TENSOR for guard in graph.guards)
     touched = set(graph.loads()) | set(outputs)
     graph.states = tuple(name for name in rule.state_names if name in touched)
@@ -658,7 +682,7 @@ def _over(kind: str, dims: int) -> Over | None:
 def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> list[torch.Tensor]:
     build = recorder.build
 
-    def fake(value: Value, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = shape) -> torch.Tensor:
+    def fake(value: Value, dtype: torch.dtype = build.dtype, dims: tuple[int, ...] = shape) -> torch.Tensor:
         return recorder.placeholder(torch.empty(dims, dtype=dtype), value)
 
     param = fake(build.load("param"))
@@ -676,7 +700,7 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
             level = Level.SLICE
         value = build.load(name, level, over)
         value.space = lowering.SQUARES.get(kind)
-        buffers.append(fake(value, torch.float64 if kind == "scalar" else torch.float32, _state_shape(kind, shape)))
+        buffers.append(fake(value, torch.float64 if kind == "scalar" else build.dtype, _state_shape(kind, shape)))
     return buffers
 
 

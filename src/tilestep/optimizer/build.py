@@ -60,16 +60,16 @@ from .states import (
 )
 
 
-def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size) -> Graph:
-    """The graph of a rule under a param group's hyperparameters."""
-    return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape)
+def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32) -> Graph:
+    """The graph of a rule under a param group's hyperparameters; `dtype` is what is computed in."""
+    return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape, dtype)
 
 
 def spec_of(
     rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
 ) -> KernelSpec:
     """What the kernels of a parameter are built from."""
-    graph = graph_of(rule, group, part.shape if shape is None else shape)
+    graph = graph_of(rule, group, part.shape if shape is None else shape, compute_dtype(part))
     formats = storages(part, group, graph, rule, None, label, shape)
     return kernel_spec(graph, formats, compute_dtype(part), part.device.type)
 
@@ -174,7 +174,7 @@ def _kind_of(
     if alike not in known:
         rule = optimizer.rule_of(group)
         try:
-            graph = graph_of(rule, group, shape)
+            graph = graph_of(rule, group, shape, compute_dtype(part))
         except MatrixError as error:
             if param.is_complex():
                 check_pairs(label, rule, None, is_sharded=is_distributed(param))

@@ -99,7 +99,7 @@ def max_over_tensors(value: Any) -> Any:
 def machine_epsilon(param: Any) -> Any:
     """The machine epsilon of the type that a parameter is kept in: its master's where it has one.
 
-    Inside a rule every value is float32, so `torch.finfo(param.dtype)` would not say.
+    Inside a rule every value is float32 or float64, so `torch.finfo(param.dtype)` would not say.
 
     Args:
         param: the rule's parameter.

@@ -47,8 +47,17 @@ def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...
     return tuple(sorted(kinds))
 
 
-def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: Sequence[int] | None = None) -> Graph:
-    """The rule's graph under these hyperparameters, traced if no known graph's guards hold."""
+def graph_for(
+    rule: Rule,
+    hyperparameters: Mapping[str, Any],
+    dims: int,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Graph:
+    """The rule's graph under these hyperparameters, traced if no known graph's guards hold.
+
+    `dtype` is what is computed in, float32 or float64.
+    """
     shape = (1,) * dims if shape is None else shape
     hyperparameters = {
         name: value if type(value) in PYTHON_TYPES else _on_host(value) for name, value in hyperparameters.items()
@@ -61,9 +70,12 @@ def graph_for(rule: Rule, hyperparameters: Mapping[str, Any], dims: int, shape: 
         if not plain or any([any(map(callable, v)) or tuple in map(type, v) for _, v in key if type(v) is tuple]):
             key = _weakly(key, graphs)
         for graph in graphs.get(key, ()):
-            if (not graph.reads_shape or graph.dims == dims) and guards_hold(graph, hyperparameters, shape):
+            fits = (not graph.reads_shape or graph.dims == dims) and (not graph.reads_dtype or graph.dtype is dtype)
+            if fits and guards_hold(graph, hyperparameters, shape):
                 return graph
         graph = trace(rule, hyperparameters, dims, shape)
+        if graph.reads_dtype and dtype is not graph.dtype:
+            graph = trace(rule, hyperparameters, dims, shape, dtype)
         graphs.setdefault(key, []).append(graph)
         return graph
 
