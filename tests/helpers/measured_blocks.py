@@ -32,7 +32,7 @@ def compare(which: str, rule: str, device: str = "cpu") -> None:
     params, plain = parameters(dtype, device), parameters(dtype, device)
     # A function's choice is for small tensors too.
     choice = options["state_dtype"]
-    options = {**options, "state_dtype": lambda _: choice, "lr": 1e-3, "skip_nonfinite": True}
+    options = {**options, "state_dtype": lambda _: choice, "lr": 0.03, "skip_nonfinite": True}
     optimizer: Any = tilestep.Optimizer(params, rule, **options, stats=tilestep.Stats(every=2), track_changes=True)
     twin: Any = tilestep.Optimizer(plain, rule, **options)
     for step in range(1, 7):

@@ -82,6 +82,20 @@ def test_states_in_blocks(which: str, rule: str) -> None:
     compare(which, rule)
 
 
+def test_narrow_states_of_float64_parameters() -> None:
+    params = parameters(torch.float64)
+    kept = {"exp_avg": "int8", "exp_avg_sq": "bfloat16"}
+    optimizer = tilestep.AdamW(params, lr=0.05, state_dtype=lambda _: kept, stats=tilestep.Stats())
+    give_gradients(params, 1)
+    optimizer.step()
+    values = tilestep.full_precision(optimizer.state_dict())["state"]
+    for place, param in enumerate(params):
+        row = optimizer.stats.read()[f"0.{place}"]
+        assert row["param_norm"] == pytest.approx(param.detach().norm().item(), rel=1e-12)
+        for name in kept:
+            assert row[f"{name}_norm"] == pytest.approx(values[place][name].double().norm().item(), rel=1e-6)
+
+
 def test_eager_steps_measure_states_in_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
     compare("int8", "AdamW")

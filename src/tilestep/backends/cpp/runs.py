@@ -92,7 +92,12 @@ class RunBody:
         """In blocks: room for numbers of buffers that are not computed with as they lie; those read are filled in."""
         apart = [name for name in names if not self._is_computed_with(name)]
         room = [f"float {name}_values[{BLOCK}];" for name in apart]
-        return room + [line for name in self.reads if name in apart for line in self._join(name)]
+        read = [name for name in self.reads if name in apart]
+        # Codes become products. A compiler that unrolls these loops wholly fuses them with what follows, in one kernel
+        # of a rule and not in another, unless they may be read in memory here.
+        codes = [name for name in read if codec_of(self.spec.storages[name]).has_blocks]
+        joined = [line for name in read for line in self._join(name)]
+        return [*room, *joined, *(f'asm("" : "+m"({name}_values));' for name in codes)]
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
         """Where the elements of arrays are."""
@@ -312,7 +317,8 @@ class TapText:
         return [*names, "new_param"] if self.stats and "param" in self._taps.buffers else names
 
     def _loads(self, body: RunBody) -> list[str]:
-        return [f"  const auto tap_old_{name} = {body.load(name)};" for name in self.reads]
+        scalar = scalar_type(self._spec)
+        return [f"  const {scalar} tap_old_{name} = {body.load(name)};" for name in self.reads]
 
     def before(self, body: RunBody) -> list[str]:
         """What is remembered of an element before it is written."""
@@ -367,7 +373,7 @@ class TapText:
             storage = self._spec.storages[name]
             is_element = codec_of(storage).is_element
             kept = f"read({body.element(storage.arrays(name)[0])})" if is_element else values[name]
-            lines.append(f"  const auto tap_now_{name} = {kept};")
+            lines.append(f"  const {scalar_type(self._spec)} tap_now_{name} = {kept};")
         if "param" in self._taps.buffers:
             lines.append(f"  const auto tap_update = {values['param']} - tap_old_param;")
             moved = "" if moves is None else f" | {moves}"
