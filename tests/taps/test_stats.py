@@ -14,6 +14,7 @@ from scripts import all_equal_in_the_interpreter
 
 import tilestep
 from tilestep.backends import registry
+from tilestep.backends.cpp import run
 from tilestep.backends.eager import EagerSegment
 
 SHAPES = ((40, 67), (3, 4, 5, 5), (7,), (1,))
@@ -118,6 +119,38 @@ def test_eager_steps_measure_too(monkeypatch: pytest.MonkeyPatch) -> None:
     give_gradients(params, 1)
     optimizer.step()
     check(optimizer, params, before, 1e-6)
+
+
+def test_steps_are_measured_from_a_copy_where_only_plain_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a compiler, with a cache from before statistics were asked for."""
+    load = run.load
+
+    def plain(spec: Any) -> Any:
+        if spec.taps.stats:
+            raise tilestep.BuildError("no compiler")
+        return load(spec)
+
+    monkeypatch.setattr(run, "load", plain)
+    monkeypatch.setattr(run, "warn_of_failure", lambda error: None)
+    params = parameters(torch.float32)
+    optimizer = tilestep.AdamW(params, lr=0.05, stats=tilestep.Stats(), track_changes=True)
+    before = [param.detach().clone() for param in params]
+    give_gradients(params, 1)
+    optimizer.step()
+    check(optimizer, params, before, 1e-6)
+    assert sum(len(indices) for _, indices, _ in optimizer.changes()) == sum(param.numel() for param in params)
+
+
+def test_a_state_called_update_is_refused() -> None:
+    @tilestep.rule
+    def heavy_ball(param: Any, grad: Any, update: Any, *, lr: float = 0.1) -> tuple[Any, Any]:
+        update = 0.9 * update + grad
+        return param - lr * update, update
+
+    param = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(tilestep.RuleError, match="of its state 'update'"):
+        tilestep.Optimizer([param], heavy_ball, stats=tilestep.Stats())
+    tilestep.Optimizer([param], heavy_ball, track_changes=True)
 
 
 def test_gradients_and_parameters_that_lie_otherwise() -> None:

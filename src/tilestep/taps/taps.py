@@ -11,6 +11,7 @@ from ..backends.spec import KernelSpec
 from ..backends.spec import Taps as KernelTaps
 from ..backends.taps import taps_fit
 from ..devices import is_host
+from ..errors import RuleError
 from ..placement import Origin
 from ..runtime import DeviceEngine, segment_class
 from ..runtime.taps import SegmentTaps
@@ -64,7 +65,13 @@ class Taps:
         return (*(("stats",) if self.asked is not None else ()), *(("track_changes",) if self.tracks else ()))
 
     def spec(self, spec: KernelSpec, make: Callable[[KernelTaps], KernelSpec], device: torch.device) -> KernelSpec:
-        """What kernels are built from that mark changed weights, where they can."""
+        """What kernels are built from that mark changed weights, where they can; refuses what has no statistics."""
+        graph = spec.program.graph
+        if self.asked is not None and "update" in graph.states:
+            raise RuleError(
+                f"rule {graph.title}: stats have update_norm and update_max of what a step adds, and could not tell "
+                "those of its state 'update' from them; call the state by another name"
+            )
         if self.tracks and segment_class(device).has_taps and taps_fit(spec):
             return make(KernelTaps(changes=True))
         return spec

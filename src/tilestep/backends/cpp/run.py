@@ -13,11 +13,12 @@ import torch
 
 from ... import devices
 from ...devices import thread_count
+from ...errors import BuildError
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ...tuning import tile_shape
 from ..spec import KernelSpec
 from . import source
-from .compile import load_library, wide_vectors
+from .compile import load_library, warn_of_failure, wide_vectors
 from .support import Launch, SliceLaunch, ViewTables
 
 _FEWEST_ROWS, _MOST_ROWS = 64, 256
@@ -131,9 +132,15 @@ class CpuSegment(Segment):
         super().tap(stats=stats, changes=changes)
         assert self.taps is not None
         if self.taps.by_kernels and stats:
-            library = load(self.spec.measuring)
-            self._measuring = [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
-            self.tap_partials = np.zeros((self.tiles.count, len(self.taps.columns)))
+            try:
+                library = load(self.spec.measuring)
+            except BuildError as error:
+                # The plain kernels may be from the cache, of a machine with a compiler.
+                warn_of_failure(error)
+                self.taps.by_kernels, self.reads_gradients = False, True
+            else:
+                self._measuring = [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
+                self.tap_partials = np.zeros((self.tiles.count, len(self.taps.columns)))
         self.upload()
 
     def finish_taps(self) -> None:
