@@ -27,6 +27,7 @@ import torch
 import typer
 
 import tilestep
+from tilestep import native
 from tilestep.bench.results import environment
 from tilestep.bench.sections import Workload, gpu_workloads
 
@@ -170,6 +171,7 @@ def main(
     master_weights: Annotated[str, typer.Option(help="The masters' format; without peers.")] = "",
 ) -> None:
     """Measure, print, and write the figures."""
+    native.wait()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     large, many = gpu_workloads(quick)[1], gpu_workloads(quick)[0]
     formats = {"state_dtype": state_dtype, "master_weights": {"float32": True}.get(master_weights, master_weights)}
