@@ -20,6 +20,7 @@ from tilestep.graph import partition, trace
 from tilestep.rules import Rule, State, registry, rule
 from tilestep.rules.compose import centralize
 from tilestep.runtime import graph_for, kernel_spec
+from tilestep.runtime.segment import Entry
 from tilestep.storage import Plain
 
 MATRICES: list[Shape] = [(5, 9), (130, 70), (33, 71), (1, 6), (4, 1), (70, 5000), (300, 3)]
@@ -229,7 +230,7 @@ def test_passes_of_adafactor_read_no_more_than_they_must() -> None:
 
 def test_what_passes_leave_for_each_other_is_small() -> None:
     spec = storages(registry["Adafactor"], 2, torch.float32)
-    made = CpuSlices(spec, [(4096, 4096)])
+    made = CpuSlices(spec, [Entry("a matrix", torch.empty(4096, 4096, device="meta"), {})])
     assert sum(array.size for array in (*made._slots, *made._parts)) < 4096 * 4096 / 50
 
 
