@@ -224,6 +224,14 @@ def models_are_evaluated_and_checkpoints_loaded(way: str) -> None:
     twins.compare()
 
 
+@event
+def inference_comes_after_the_first_step(way: str) -> None:
+    twins = trained(Twins(clipped, way), 1)
+    with torch.inference_mode():
+        assert torch.equal(*(model(tokens(99)) for model, _ in twins.pairs))
+    trained(twins, 2, first=1).compare()
+
+
 def written(optimizer: torch.optim.Optimizer) -> Any:
     """A checkpoint, as a file has it."""
     file = io.BytesIO()

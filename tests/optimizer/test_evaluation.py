@@ -68,6 +68,16 @@ def test_a_block_of_evaluation() -> None:
     assert_unchanged(optimizer, before)
 
 
+def test_what_is_loaded_is_evaluated_in_inference_mode_and_trains_on() -> None:
+    (saved, params), (control, twin) = trained(RULES["ema"]), trained(RULES["ema"])
+    optimizer = tilestep.Optimizer(params, RULES["ema"], lr=0.1)
+    optimizer.load_state_dict(saved.state_dict())
+    with torch.inference_mode(), optimizer.averaged():
+        assert torch.equal(params[1], optimizer.state[params[1]]["ema"])
+    train([(optimizer, params), (control, twin)], range(5, 8))
+    assert all(map(torch.equal, params, twin))
+
+
 def test_rules_without_averages_have_nothing_to_do() -> None:
     optimizer, params = trained("AdamW")
     before = everything(optimizer)

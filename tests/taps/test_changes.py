@@ -202,6 +202,27 @@ def test_parameters_without_gradients_in_some_steps() -> None:
     assert [(name, indices.tolist()) for name, indices, _ in optimizer.changes()] == [("0.2", [1])]
 
 
+def test_writes_to_parameters_that_have_had_no_gradient() -> None:
+    params = [torch.nn.Parameter(torch.zeros(4, 6).t()) for _ in range(3)]
+    params[2].requires_grad_(False)
+    with torch.inference_mode():
+        params.append(torch.nn.Parameter(torch.zeros(3), requires_grad=False))  # counts no versions
+    optimizer = tilestep.SGD(params, lr=1.0, track_changes=True)
+    params[0].grad = torch.ones(6, 4)
+    optimizer.step()
+    assert [name for name, *_ in optimizer.changes()] == ["0.0"]
+    with torch.no_grad():
+        params[1].add_(1.0)
+    params[2].data = torch.ones(6, 4)
+    params[0].grad = None
+    found = {name: (indices.tolist(), values.tolist()) for name, indices, values in optimizer.changes()}
+    assert found == dict.fromkeys(["0.1", "0.2"], (list(range(24)), [1.0] * 24))
+    params[1].grad = torch.zeros(6, 4)
+    params[1].grad[0, 1] = 1.0
+    optimizer.step()
+    assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"0.1": [1]}
+
+
 def test_bits_outlive_new_tables() -> None:
     params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(2)]
     optimizer = tilestep.SGD(params[:1], lr=1.0, track_changes=True)

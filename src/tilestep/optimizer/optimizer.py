@@ -297,7 +297,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _make_plan(self, *, ahead: bool) -> StepPlan:
         """Make a plan, and the state that is missing, for the parameters as they are now; see `build_plan`."""
-        with self.schedule.making_plan():
+        # An evaluation may ask for it, whose tensors no step could write to.
+        with torch.inference_mode(False), torch.no_grad(), self.schedule.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
             with keeping_to(self.workspace_limit):

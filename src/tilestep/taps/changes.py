@@ -90,7 +90,14 @@ class Changes:
         self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}
 
-    def attach(self, tables: Any, rows: Mapping[int, Origin], handles: Sequence[torch.Tensor], names: Names) -> None:
+    def attach(
+        self,
+        tables: Any,
+        rows: Mapping[int, Origin],
+        handles: Sequence[torch.Tensor],
+        names: Names,
+        dormant: Sequence[torch.Tensor],
+    ) -> None:
         """Use the bits of new tables; what was set before is set in them too."""
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
@@ -120,14 +127,28 @@ class Changes:
                         self._sharers is None or self._sharers.leads(member),
                         _Whole(member, entry.param).index if is_part else origin.logical,
                     )
-                    earlier = self._tracked.get(id(handle))
-                    if earlier is not None and earlier.handle is handle:
-                        one.wholly = earlier.wholly
-                        if earlier.bits.shape == one.bits.shape and earlier.param.stride() == one.param.stride():
-                            one.bits.copy_(earlier.bits)
-                        else:
-                            one.wholly |= bool(earlier.bits.any())
                     tracked[id(handle)] = one
+        for param in dormant:
+            # No step writes to it; other code may.
+            part, is_part = local_part(param), is_distributed(param)
+            tracked[id(param)] = _Tracked(
+                names.places[id(param)],
+                param,
+                part,
+                torch.zeros(0, dtype=torch.int32, device=part.device),
+                np.zeros(1, dtype=np.int64),
+                [part, param] if is_part else [param],
+                self._sharers is None or self._sharers.leads(param),
+                _Whole(param, part).index if is_part else Origin(param).logical,
+            )
+        for key, one in tracked.items():
+            earlier = self._tracked.get(key)
+            if earlier is not None and earlier.handle is one.handle:
+                one.wholly = earlier.wholly
+                if earlier.bits.shape == one.bits.shape and earlier.param.stride() == one.param.stride():
+                    one.bits.copy_(earlier.bits)
+                else:
+                    one.wholly |= bool(earlier.bits.any())
         self._tracked, self._version = tracked, None
         self._watched = [tensor for one in tracked.values() for tensor in one.watched]
         self._cut.clear()
@@ -304,7 +325,7 @@ class _OnCpu:
         """Flat indices into what is here."""
         if one.wholly:
             return torch.arange(one.param.numel(), dtype=torch.int64, device="cpu")
-        if not one.param.is_contiguous():
+        if one.bits.numel() and not one.param.is_contiguous():
             return _flags(one).reshape(-1).nonzero().reshape(-1)
         words = one.bits.numpy()
         there = np.flatnonzero(words)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..backends.spec import KernelSpec
 from ..backends.spec import Taps as KernelTaps
 from ..backends.taps import taps_fit
+from ..compat import is_fake
 from ..devices import is_host
 from ..errors import RuleError
 from ..placement import Origin
@@ -40,6 +42,11 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
                 names.places[id(param)] = len(names.names)
                 names.names.append(given[index] if given else f"{number}.{index}")
     return names
+
+
+def _counts_versions(param: torch.Tensor) -> bool:
+    """Whether a parameter has memory, and tells of writes to it."""
+    return not (is_lazy(param) or param.is_meta or is_fake(param) or param.is_inference())
 
 
 class Taps:
@@ -123,7 +130,9 @@ class Taps:
                 self._measurer.first.copy_(self._first[1])
             self._first = names.names, self._measurer.first
         if self.changes is not None:
-            self.changes.attach(tables, rows, list(handles.values()), names)
+            # What a sharded optimizer does not update here is another rank's.
+            others = tables.dormant if owner is optimizer else ()
+            self.changes.attach(tables, rows, list(handles.values()), names, list(filter(_counts_versions, others)))
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
         """Before a step's passes: decide whether they measure; whether they need more than kernels."""

@@ -68,6 +68,22 @@ def test_a_second_backward_before_the_step_is_refused_where_it_would_be_wrong() 
     optimizer.step()
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["accumulated", "by hand"])
+def test_gradients_that_come_after_the_update_are_not_dropped_in_silence(by_hand: bool) -> None:
+    model = small()
+    optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward", bucket_cap_mb=TINY)
+    loss_of(model, 0).backward()
+    if by_hand:
+        model.scale.grad = torch.ones_like(model.scale)
+    else:
+        with optimizer.no_sync():
+            loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match=r"gradient of parameter \d+ of group 0 \(.*\) came .* optimizer.no_sync"):
+        optimizer.step()
+    loss_of(model, 2).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("kind", [tilestep.GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 def test_a_scaler_that_nobody_spoke_of_is_refused(kind: Any) -> None:
     model = small()

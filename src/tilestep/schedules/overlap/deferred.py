@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,8 +45,9 @@ class _Update:
 
 @opaque
 def _run(work: Callable[[], None]) -> None:
-    """On a CPU, within the forward that needs it, which may be one that torch.compile is tracing."""
-    work()
+    """On a CPU, within the forward that needs it, which may be inference, or one that torch.compile is tracing."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        work()
 
 
 class DeferredUpdates:

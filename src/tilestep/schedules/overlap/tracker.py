@@ -387,9 +387,13 @@ class BackwardTracker(TakesGradients):
         optimizer = self._optimizer()
         while self._awaited:
             self._awaited.popleft()[1]()
+        late: RuntimeError | None = None
         for group in self.applied:
             for param in group.params:
                 if id(param) in self._updated:
+                    # What DistributedDataParallel has reduced it gives to the parameters at the end of backward.
+                    if param.grad is not None and id(param) not in self._reduced and late is None:
+                        late = self._late(param, group)
                     param.grad = None
         plan = optimizer.fitting_plan(parts=False)
         changed = [
@@ -397,7 +401,6 @@ class BackwardTracker(TakesGradients):
             for group in self.applied
             if any(plan.engines[place].hypers_changed for place in plan.places.get(group.index, ()))
         ]
-        # What was reduced has been given to the parameters at the end of backward.
         self._reduced.clear()
         for group in self._grouping.groups:
             if any(param.grad is not None for param in group.params):
@@ -412,6 +415,8 @@ class BackwardTracker(TakesGradients):
                 f"hyperparameters have changed since backward, which has updated {_listed(changed)} with those before: "
                 "set them before backward, or after step()"
             )
+        if late is not None:
+            raise late
 
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
