@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from twins import assert_unchanged, everything, make_params, set_gradients, train, twins
@@ -173,6 +174,21 @@ def test_a_number_that_becomes_nan_is_named(key: str, value: Any, named: str) ->
     with pytest.raises(ValueError, match=rf"Invalid {named} of group 0: nan"):
         optimizer.step()
     assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "ASGD"])
+@pytest.mark.parametrize("value", [float("nan"), np.float32("nan"), torch.tensor(float("nan"))])
+def test_a_rate_that_is_nan_before_the_first_step_stops_it(name: str, value: Any) -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    param.grad = torch.ones(3)
+    optimizer = getattr(tilestep, name)([param])
+    optimizer.param_groups[0]["lr"] = value
+    with pytest.raises(ValueError, match="group 0: Invalid lr: nan"):
+        optimizer.step()
+    assert torch.equal(param, torch.zeros(3)) and not optimizer.state
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.step()
+    assert torch.isfinite(param).all() and (param < 0).all()
 
 
 def test_a_rate_that_becomes_nan_stops_the_step() -> None:

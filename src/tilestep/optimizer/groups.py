@@ -11,6 +11,7 @@ import torch
 
 from ..devices import is_host
 from ..errors import RuleError
+from ..graph import flat_numbers
 from ..rules import Rule, registry
 from ..rules.protocol import at_step
 from ..rules.scalars import PYTHON_TYPES, as_python
@@ -102,6 +103,10 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     check_rounding(group)
+    given = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
+    for name, value in flat_numbers(given):
+        if not isinstance(value, torch.Tensor) and value != value:
+            raise ValueError(f"Invalid {name}: nan")
     limit = group.get("max_grad_norm")
     if isinstance(limit, (int, float)) and not limit >= 0:
         raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")
