@@ -24,25 +24,19 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from ..rules.adaptive_clip import AdaGC
+from ..runtime.limits import Sigma, ZClip
 from ..taps import Stats
-from .decide import TimesMean
+from .control import TimesMean
 from .masters import MasterWeights
 from .optimizer import Optimizer
-from .state_formats import StateDtype
+from .states import StateDtype
 
 # None where the rule says what it means.
 Number = float | torch.Tensor | Callable[[Any], Any] | None
 '''
 
-OWN = {
-    "max_grad_norm": "float | torch.Tensor | None",
-    "master_weights": "MasterWeights",
-    "state_dtype": "StateDtype",
-    "skip_nonfinite": "bool",
-    "skip_above": "float | TimesMean | None",
-    "stats": "Stats | None",
-    "params": "ParamsT",
-}
+OWN = {**inspect.get_annotations(tilestep.Optimizer.__init__), "params": "ParamsT"}
 
 
 def annotation(name: str, default: Any) -> str:

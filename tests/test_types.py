@@ -21,7 +21,11 @@ optimizer = tilestep.AdamW(model.parameters(), lr=lambda step: 1e-3, max_grad_no
 reveal_type(optimizer)
 reveal_type(tilestep.total_norm([torch.ones(2)]))
 tilestep.Optimizer(model.parameters(), tilestep.ema(tilestep.registry["Lion"]), lr=1e-3)
+tilestep.AdamW(model.parameters(), max_grad_norm=tilestep.ZClip(), skip_above=tilestep.Sigma(6), state_dtype="int8")
+tilestep.AdamW(model.parameters(), max_grad_norm=tilestep.AdaGC(), skip_above=tilestep.TimesMean(3.0))
 tilestep.AdamW(model.parameters(), learning_rate=1e-3)
+tilestep.AdamW(model.parameters(), skip_above="often")
+tilestep.AdamW(model.parameters(), state_dtype=8)
 tilestep.NoSuchOptimizer
 """
 
@@ -37,9 +41,11 @@ def test_mypy_knows_the_named_optimizers(tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(USE)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports", "silent"]
     result = subprocess.run([*command, str(tmp_path / "use.py")], cwd=ROOT, capture_output=True, text=True)
-    revealed, norm, keyword, *notes, missing = result.stdout.splitlines()
+    revealed, norm, keyword, *notes, skips, dtype, missing = result.stdout.splitlines()
     assert 'Revealed type is "tilestep.optimizer.named_types.AdamW"' in revealed
     assert 'Revealed type is "torch._tensor.Tensor"' in norm
     assert 'Unexpected keyword argument "learning_rate" for "AdamW"' in keyword
+    assert 'Argument "skip_above" to "AdamW" has incompatible type "str"' in skips
+    assert 'Argument "state_dtype" to "AdamW" has incompatible type "int"' in dtype
     assert 'has no attribute "NoSuchOptimizer"' in missing
     assert all(": note:" in note for note in notes)
