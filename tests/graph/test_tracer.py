@@ -11,11 +11,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from module_files import load
 from traced_rules import line_of, traced
 
 import tilestep
@@ -590,3 +592,14 @@ def test_a_refused_branch_is_offered_with_where(function: Callable[..., Any], li
     names: dict[str, Any] = {"tilestep": tilestep, "Any": Any}
     exec("\n".join(listed), names)
     assert traced(names[function.__name__]).outputs
+
+
+def test_a_rule_whose_file_has_been_edited_since_is_traced(tmp_path: Path) -> None:
+    """Names of variables are read from the file, where a string was open at the place of the rule."""
+    file = tmp_path / "edited_rule.py"
+    file.write_text(
+        "import tilestep\n\n\n@tilestep.rule\ndef descent(param, grad, *, lr=0.1):\n    return param - lr * grad\n"
+    )
+    rule = load(file).descent
+    file.write_text('\n"""Another file.\n')
+    assert set(trace(rule, rule.hyperparameters).outputs) == {"param"}

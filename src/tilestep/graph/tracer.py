@@ -10,6 +10,7 @@ import linecache
 import random
 import sys
 import textwrap
+import tokenize
 import traceback
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +105,7 @@ def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
         # Not inspect.getsource: to find the code's module it looks through all there are, for tens of milliseconds.
         lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
-    except (OSError, SyntaxError, TypeError):
+    except (OSError, SyntaxError, TypeError, tokenize.TokenError):  # the file may have been edited since
         return ()
     offset = code.co_firstlineno - 1
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _target(node)]
