@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..linalg.orthogonal import COEFFICIENTS, orthogonalize
-from .protocol import Interval, at_least, between, rule
+from .protocol import at_least, between, rule
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -18,7 +18,6 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
         "weight_decay": at_least(0),
         "momentum": at_least(0),
         "eps": at_least(0),
-        "ns_coefficients": Interval(),
         "ns_steps": between(0, 100),
     },
     fallback="AdamW",

@@ -33,7 +33,7 @@ def sgd(
 ) -> tuple[Any, ...]:
     """Gradient descent with momentum, dampening, Nesterov's correction and coupled weight decay.
 
-    Equations (b starts at 0, and the first gradient enters it undampened):
+    Equations (b starts at 0, and the gradient of step 1 enters it undampened):
         g <- g + weight_decay * p
         b <- momentum * b + (1 - dampening) * g
         g <- g + momentum * b if nesterov else b
