@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -176,9 +177,13 @@ def test_the_others_say_who_is_gone(scenario: Callable[[Training, str], None], t
     all_pass([Loads(tmp_path)], 2)
 
 
-def hold(monitors: Any, rank: int, store: Any) -> None:
+def no_store() -> None:
+    """Where torch does not say which one it is."""
+
+
+def hold(monitors: Any, rank: int) -> None:
     """A process that is watched until it is told how to end."""
-    monitor = RankMonitor(store, rank, 3)
+    monitor = RankMonitor(no_store, rank, 3)
     monitors.send(monitor.own)
     if monitors.recv() == "end":
         monitor.close()
@@ -193,7 +198,7 @@ class Others:
         self.ends, self.processes = [], []
         for rank in (1, 2):
             own, other = context.Pipe()
-            self.processes.append(context.Process(target=hold, args=(other, rank, None), daemon=True))
+            self.processes.append(context.Process(target=hold, args=(other, rank), daemon=True))
             self.processes[-1].start()
             self.ends.append(own)
         self.told = [end.recv() for end in self.ends]
@@ -215,7 +220,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
 
 
 def test_errors_are_explained(others: Others, caplog: pytest.LogCaptureFixture) -> None:
-    monitor = RankMonitor(None, 0, 3)
+    monitor = RankMonitor(no_store, 0, 3)
     monitor.watch([monitor.own, *others.told], logs=True)
     with pytest.raises(tilestep.RankError, match=r"all ranks are there.*late"), monitor:
         raise RuntimeError("timed out")
@@ -241,7 +246,7 @@ def test_errors_are_explained(others: Others, caplog: pytest.LogCaptureFixture) 
 
 def test_ranks_of_another_host_tell_what_they_have_found(others: Others) -> None:
     store = dist.HashStore()
-    near, far = RankMonitor(store, 0, 4), RankMonitor(store, 3, 4)
+    near, far = RankMonitor(lambda: store, 0, 4), RankMonitor(lambda: store, 3, 4)
     far.own = far.own._replace(host="another")
     near.watch([near.own, *others.told, far.own])
     far.watch([near.own, *others.told, far.own])
@@ -257,7 +262,7 @@ def test_ranks_of_another_host_tell_what_they_have_found(others: Others) -> None
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_without_other_processes_errors_stay_as_they_are(ranks: int) -> None:
-    monitor = RankMonitor(None, 0, ranks)
+    monitor = RankMonitor(no_store, 0, ranks)
     monitor.watch([monitor.own])
     with pytest.raises(RuntimeError, match=r"^timed out$"), monitor:
         raise RuntimeError("timed out")
@@ -277,7 +282,7 @@ def test_ranks_without_a_place_for_files_are_not_held_up(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, name, full)
-    monitor = RankMonitor(None, 0, 3)
+    monitor = RankMonitor(no_store, 0, 3)
     assert monitor.own.path == "" and not list(tmp_path.iterdir())
     monitor.watch([monitor.own, *others.told])
     with pytest.raises(tilestep.RankError, match="no host says that a process is gone"), monitor:
@@ -287,10 +292,20 @@ def test_ranks_without_a_place_for_files_are_not_held_up(
 
 def test_a_process_ends_without_a_thread_that_waits_for_a_store(others: Others) -> None:
     """One that does when the interpreter ends aborts it."""
-    monitor = RankMonitor(None, 0, 3)
+    monitor = RankMonitor(no_store, 0, 3)
     monitor.watch([monitor.own, *others.told], logs=True)
     monitor.close()
     assert not monitor._thread.is_alive()
+
+
+def test_no_group_is_kept_that_was_destroyed(one_rank: None) -> None:
+    """Its store would answer the next group on its port with addresses of the last one."""
+    group, monitor = weakref.ref(dist.group.WORLD), rank_monitor.rank_monitor()
+    assert monitor.is_current and monitor._store is not None
+    dist.destroy_process_group()
+    assert group() is None and not monitor.is_current and monitor._store is None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert rank_monitor.rank_monitor() is not monitor
 
 
 def test_checkpoints_are_kept_in_number(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import platform
 import tempfile
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,10 +85,13 @@ class RankMonitor:
     # thread that waits for a store when the interpreter ends aborts the process.
     # Used as a context manager it raises `RankError` in the place of an error of communication.
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        self._group = dist.group.WORLD
+    def __init__(self, find_store: Callable[[], Any], rank: int, ranks: int) -> None:
+        # Neither group nor store is kept: a store that outlives its group answers the next one on its port with what
+        # the last one has left there, addresses too.
+        world = dist.group.WORLD
+        self._group: Callable[[], Any] = (lambda: None) if world is None else weakref.ref(world)
+        self._find_store = find_store
         self._over = threading.Event()
-        self._store = dist.PrefixStore("tilestep/ranks", store) if store is not None else None
         self._beside: dict[int, Process] = {}
         self._hosts: set[str] = set()
         self._watches_all = False
@@ -107,21 +112,27 @@ class RankMonitor:
             os.close(descriptor)
             os.unlink(path)
             raise
-        self._descriptor, self._pid = descriptor, os.getpid()
-        self.own = Process(rank, f"{self.own.host} {folder.st_dev} {folder.st_ino}", path, self._pid)
+        self._descriptor = descriptor
+        self.own = Process(rank, f"{self.own.host} {folder.st_dev} {folder.st_ino}", path, os.getpid())
         atexit.register(self.close)
 
     @property
     def is_current(self) -> bool:
         """Whether its process group is still the default one."""
-        return dist.is_initialized() and dist.group.WORLD is self._group
+        return dist.is_initialized() and dist.group.WORLD is self._group()
+
+    @property
+    def _store(self) -> Any:
+        """Where ranks tell each other who is gone; None where there is none."""
+        store = self._find_store() if self.is_current else None
+        return None if store is None else dist.PrefixStore("tilestep/ranks", store)
 
     def close(self) -> None:
         """Look at no other process any more; this one ends as it should."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(2)
-        if self.own.path and os.getpid() == self._pid:
+        if self.own.path and os.getpid() == self.own.number:
             Path(self.own.path).unlink(missing_ok=True)
             os.close(self._descriptor)
             self.own = Process(self.own.rank, self.own.host, "")
@@ -165,15 +176,15 @@ class RankMonitor:
             time.sleep(0.1)
             absent = self._told() or self._ended_beside()
             with suppress(RuntimeError):  # the store may be what is gone
-                if self._store is not None:
-                    self._store.set("gone", json.dumps(absent))
+                if (store := self._store) is not None:
+                    store.set("gone", json.dumps(absent))
         return absent
 
     def _told(self) -> list[int]:
         """What another rank has found."""
         with suppress(RuntimeError):
-            if self._store is not None and self._store.check(["gone"]):
-                return json.loads(self._store.get("gone"))
+            if (store := self._store) is not None and store.check(["gone"]):
+                return json.loads(store.get("gone"))
         return []
 
     def __enter__(self) -> None:
@@ -244,5 +255,5 @@ def rank_monitor() -> RankMonitor:
     if not _current or not _current[0].is_current:
         for old in _current:
             old.close()
-        _current[:] = [RankMonitor(default_store(), dist.get_rank(), dist.get_world_size())]
+        _current[:] = [RankMonitor(default_store, dist.get_rank(), dist.get_world_size())]
     return _current[0]
