@@ -114,6 +114,37 @@ def frozen_from_the_start_before_a_step() -> None:
         assert set(optimizer.state_dict()["state"]) <= set(everyone[0])
 
 
+def loaded_without_state_of_what_one_rank_has() -> None:
+    """A rank whose one matrix is frozen and has no state decides with the other rank all the same."""
+
+    def matrices() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False))
+
+    def optimizer_of(model: nn.Module) -> Any:
+        return tilestep.Muon(model.parameters(), lr=0.1, max_grad_norm=1.0, stats=tilestep.Stats())  # type: ignore[attr-defined]
+
+    saved, (model, twin) = matrices(), (matrices(), matrices())
+    saved[1].requires_grad_(False)
+    before = optimizer_of(saved)
+    saved(torch.ones(1, 7)).sum().backward()
+    before.step()
+    optimizer, optimizer_of_twin = tilestep.shard(optimizer_of(model), model), optimizer_of(twin)
+    pairs: list[tuple[Any, Any]] = [(model, optimizer), (twin, optimizer_of_twin)]
+    for trained, updating in pairs:
+        for loads in (False, True, False):
+            trained[1].requires_grad_(not loads)
+            for step in range(2):
+                trained(torch.ones(1, 7)).sum().backward()
+                updating.step()
+                updating.zero_grad()
+                if loads and step == 0:
+                    updating.load_state_dict(before.state_dict())
+    torch.testing.assert_close(optimizer.grad_norm, optimizer_of_twin.grad_norm)
+    for own, wanted in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(own, wanted, atol=1e-6, rtol=1e-5)
+
+
 def a_framework_that_saves_on_one_rank() -> None:
     """As Lightning does: it asks for `consolidate_state_dict`, and the first rank pickles what it then has."""
     model, optimizer = training("Muon")
@@ -139,5 +170,13 @@ def a_framework_that_saves_on_one_rank() -> None:
 
 
 test_two_ranks = each_passes(
-    [adafactor, muon, soap, frozen_from_the_start_before_a_step, a_framework_that_saves_on_one_rank], 2
+    [
+        adafactor,
+        muon,
+        soap,
+        frozen_from_the_start_before_a_step,
+        loaded_without_state_of_what_one_rank_has,
+        a_framework_that_saves_on_one_rank,
+    ],
+    2,
 )

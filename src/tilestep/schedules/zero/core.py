@@ -192,9 +192,7 @@ class Sharding:
         """The optimizer of this rank's pieces, with the rules and hyperparameters of the one that is sharded."""
         groups = [self._group_of_pieces(group, optimizer.rule_of(group)) for group in optimizer.param_groups]
         if not any(piece.requires_grad for group in groups for _, piece in group["params"]):
-            anchor = torch.zeros(0, device=self.device, requires_grad=True)
-            anchor.grad = torch.zeros(0, device=self.device)
-            groups.append({"params": [(ANCHOR, anchor)], "rule": unchanged, ANCHOR: True, "master_weights": False})
+            groups.append(self._anchor_group())
         rule, defaults, control = optimizer.rule_of({}), optimizer.defaults, optimizer.control
         inner = Optimizer.__new__(Optimizer)
         inner.placement, inner.schedule, inner.taps = self.placement, self.schedule, optimizer.taps
@@ -212,6 +210,16 @@ class Sharding:
         inner.control.joint, inner.control.history = control.joint, control.history
         inner.workspace_limit = optimizer.workspace_limit
         return inner
+
+    def _anchor_group(self) -> dict[str, Any]:
+        anchor = torch.zeros(0, device=self.device, requires_grad=True)
+        anchor.grad = torch.zeros(0, device=self.device)
+        return {"params": [(ANCHOR, anchor)], "rule": unchanged, ANCHOR: True, "master_weights": False}
+
+    def anchor(self) -> None:
+        """Have this rank take part in decisions, though a checkpoint has left it no piece that steps update."""
+        if not any(piece.requires_grad or self.inner.state.get(piece) for _, _, _, piece in iter_params(self.inner)):
+            self.inner.add_param_group(self._anchor_group())
 
     def _group_of_pieces(self, group: Mapping[str, Any], rule: Any) -> dict[str, Any]:
         """A param group of this rank's pieces like one of whole parameters."""

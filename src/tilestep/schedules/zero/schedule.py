@@ -382,6 +382,7 @@ class ShardedSchedule(Schedule):
         merged = [{**own, **hyperparameters(new)} for own, new in zip(own_keys, groups)]
         merged += [group for group in given if ANCHOR in group]
         inner.load_state_dict({"state": states, "param_groups": merged})
+        sharding.anchor()
         for member in sharding.members:
             # Others that train begin with the next step.
             member.has_begun = True if id(member.param) in begun else None
