@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -190,6 +191,7 @@ class GradientRounds:
         self.writers: list[dict[int, torch.cuda.Stream]] = []  # for each bucket the streams that have written gradients
         self.trains: list[bytes] = []  # for each bucket a one for each parameter that trains, else a zero
         self._all_trains = b""
+        self.trained = b""  # the same of all buckets, of what has trained since the owner has emptied it
         self.is_native = False  # whether gradients are counted in C++
         self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `tensor_watch.survey`
         self.syncing = True  # whether the next backward is the last one before a step
@@ -235,7 +237,7 @@ class GradientRounds:
         self._readiness = [first, *(GradReadiness(size, by_stream=by_stream) for _ in self._buckets[1:] if apart)]
         self.writers = [{} if apart else self._stream.writers for _ in self._buckets]
         self.awaited = [self._readiness[place if apart else 0].awaited() for place in range(len(self._buckets))]
-        self._place_of, self._all_trains = {}, b""
+        self._place_of, self._all_trains, self.trained = {}, b"", b""
         for number, (params, awaited) in enumerate(zip(self._buckets, self.awaited)):
             for place, param in enumerate(params):
                 self._place_of[id(param)] = number, place
@@ -311,6 +313,8 @@ class GradientRounds:
         if trains != self._all_trains:
             self._all_trains = trains
             self.trains = [survey(params).trains for params in self._buckets]
+        if self._accumulates and trains != self.trained:
+            self.trained = bytes(map(operator.or_, self.trained, trains)) if self.trained else trains
         if waits:
             for awaited, which in zip(self.awaited, self.trains):
                 awaited.begin(which)

@@ -113,12 +113,38 @@ def with_gradients_that_no_message_has_taken() -> None:
         pair.compare(rtol=1e-5, atol=1e-6)
 
 
+def one_that_another_rank_alone_has_used() -> None:
+    for overlaps in (True, False):
+        for accumulates in (False, True):
+            pair = Pair(layers(), sgd, overlap_grad_sync=overlaps)
+            train(pair)
+            data, uses = inputs(3, 4), torch.distributed.get_rank() == 0
+
+            def loss(model: Any, data: torch.Tensor = data, uses: bool = uses) -> torch.Tensor:
+                hidden = model[0](data)
+                return model[3](model[2](model[1](hidden) if uses else hidden)).square().sum()
+
+            before = pair.twin[1].weight.clone()
+            pair.backward(loss, sync=not accumulates)
+            freeze(pair)
+            if accumulates:
+                pair.backward(loss)
+            pair.step()
+            assert not torch.equal(before, pair.twin[1].weight)
+            pair.compare(rtol=1e-5, atol=1e-6)
+            train(pair)
+            freeze(pair, frozen=False)
+            train(pair)
+            pair.compare(rtol=1e-5, atol=1e-6)
+
+
 test_two_ranks = each_passes(
     [
         between_backward_and_step,
         while_gradients_are_dropped_here_alone,
         around_weights_to_evaluate,
         with_gradients_that_no_message_has_taken,
+        one_that_another_rank_alone_has_used,
     ],
     2,
 )

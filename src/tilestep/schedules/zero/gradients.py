@@ -385,7 +385,13 @@ class GradientSync(TakesGradients):
         if 0 not in self._used_here:
             return self._all_have
         had = list(map(bool, self._used_here))
-        unsure = [place for place, has_one in enumerate(had) if not has_one and self.params[place].requires_grad]
+        # What is frozen by now may have had a gradient on another rank.
+        trained = {place for place, one in zip(itertools.chain(*self._places), self.rounds.trained) if one}
+        unsure = [
+            place
+            for place, has_one in enumerate(had)
+            if not has_one and (place in trained or self.params[place].requires_grad)
+        ]
         if unsure and self.ranks.count > 1:
             require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
             counts = self.used.tolist()
@@ -423,6 +429,7 @@ class GradientSync(TakesGradients):
         self._rounds = self._next = 0
         if self.rounds.is_open:
             self.rounds.end()
+        self.rounds.trained = b""
         self.summed_in_graph = False
         if not self.rounds.is_native:
             self.rounds.count_faster()
