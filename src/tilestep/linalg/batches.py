@@ -119,8 +119,8 @@ class SharedMatrices:
         assert exchange is not None
         return exchange
 
-    def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int]]) -> None:
-        """Run a matrix pass."""
+    def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int] | None]) -> None:
+        """Run a matrix pass; of a batch for which `skipped_values` is None nothing is computed, and zeros are sent."""
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
         gathered = self._gathered(inputs)
         for batch in self._batches:
@@ -152,7 +152,7 @@ class SharedMatrices:
         batch: Batch,
         gathered: dict[tuple[int, str], torch.Tensor],
         outputs: Sequence[str],
-        skipped_values: frozenset[int],
+        skipped_values: frozenset[int] | None,
     ) -> None:
         arrays: Mapping[str, torch.Tensor] = {
             name: torch.stack([gathered.pop((member, name)) for member in batch.members])
@@ -165,7 +165,9 @@ class SharedMatrices:
         }
         batch.arrays = {**arrays, **made}
         for start in range(0, len(batch.members), batch.chunk):
-            run_chunk(self._segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores=True)
+            if skipped_values is not None:
+                chunk = slice(start, start + batch.chunk)
+                run_chunk(self._segment, matrix_pass, batch, chunk, skipped_values, stores=True)
         batch.arrays = {}
         gathered.update({(member, name): made[name][at] for at, member in enumerate(batch.members) for name in outputs})
 
@@ -579,6 +581,10 @@ class MatrixBatches:
     def _groups(self, batch: Batch) -> list[int]:
         return sorted({self.entries[member].group for member in batch.members})
 
+    def _takes_part(self, batch: Batch) -> bool:
+        """Whether a matrix of a batch takes part in this step, where that is known."""
+        return self.conditions is None or bool(self.active[batch.members].any())
+
     def _skipped_values(self, matrix_pass: MatrixPass, batch: Batch) -> frozenset[int]:
         """What a batch does not need in this step."""
         if self.conditions is None:
@@ -598,15 +604,18 @@ class MatrixBatches:
         for place, batch in enumerate(self.batches):
             if not batch.shape[0] or not batch.shape[1]:
                 continue
-            if self.conditions is not None and not self.active[batch.members].any():
-                continue  # nothing of it takes part in this step
+            if not self._takes_part(batch):
+                continue
             skipped_values = (fixed or {}).get((index, place), frozenset())
             if decides:
                 skipped_values = self._skipped_values(matrix_pass, batch)
             for start in range(0, len(batch.members), batch.chunk):
                 run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores)
         if self.shared is not None and stores:
-            self.shared.run(matrix_pass, lambda batch: self._skipped_values(matrix_pass, batch))
+            self.shared.run(
+                matrix_pass,
+                lambda batch: self._skipped_values(matrix_pass, batch) if self._takes_part(batch) else None,
+            )
         if self.conditions is not None and decides and is_last:
             self.conditions.launched(self.active, self.segment.may_skip)
         self.is_built = self.is_built or is_last
