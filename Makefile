@@ -40,9 +40,10 @@ setup: $(READY)
 demo: $(READY)
 	$(VENV)/bin/tilestep demo $(ARGS)
 
-# Two test processes share the cores: OpenMP threads that wait must not spin.
+# Two test processes share the cores: OpenMP threads that wait must not spin. A file's tests run in one process, which
+# starts ranks for all of them once; the longest files begin (tests/conftest.py).
 test: $(READY)
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) $(or $(TESTS),--ignore tests/frameworks)
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),--ignore tests/frameworks)
 
 test-frameworks: $(READY)-frameworks
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) tests/frameworks

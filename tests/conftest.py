@@ -8,6 +8,37 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+LONGEST = (
+    "taps/test_taps_placements.py",
+    "combinations/test_conformance.py",
+    "backends/test_rows.py",
+    "cli/test_cli_check.py",
+    "test_examples.py",
+    "combinations/test_events.py",
+    "storage/test_formats.py",
+    "schedules/capture/test_capture.py",
+    "test_docs.py",
+    "schedules/zero/test_lost_ranks.py",
+    "schedules/zero/test_traffic.py",
+    "taps/test_stats.py",
+    "backends/test_cpp_source.py",
+    "runtime/test_rules_on_cpu.py",
+    "amp/test_skipping.py",
+    "storage/test_blocks.py",
+    "storage/test_stochastic.py",
+    "schedules/zero/test_sharded_capture.py",
+    "bench/test_bench_overlap.py",
+    "test_cache.py",
+    "test_types.py",
+)
+"""Files that take more than half a minute of a core, the longest first: no process is left with one of them alone."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several test processes
+        order = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
 
 def pytest_collection_finish() -> None:
     """What has been imported and collected is not looked through again whenever a test collects garbage."""

@@ -148,7 +148,11 @@ def what_needs_kernels_is_refused() -> None:
 
 CASES = [Case(choice) for choice in pairwise(*AXES, allowed=is_one)]
 
-test_cases = each_passes([*CASES, what_needs_kernels_is_refused], 2)
+# Where nothing is parted a second rank would do the same again.
+test_plain_cases = each_passes([case for case in CASES if case.choice[2] == "plain"], 1)
+test_parted_cases = each_passes(
+    [*(case for case in CASES if case.choice[2] != "plain"), what_needs_kernels_is_refused], 2
+)
 
 
 def test_every_pair_is_in_the_sample() -> None:
