@@ -140,8 +140,11 @@ from tilestep.backends import registry as backends
 from tilestep.backends.eager import EagerSegment
 
 assert "{folder}" in tilestep.__file__
-failed = [verdict for verdict in check_rule(tilestep.registry["Signum"], interpret=False) if verdict.passed is False]
-assert not failed, failed
+for verdict in check_rule(tilestep.registry["Signum"], interpret=False):
+    assert verdict.passed, verdict
+    if verdict.item == "C++, bfloat16 with tail":
+        break
+assert verdict.item == "C++, bfloat16 with tail"
 for name in ("cpp", "eager"):
     with backend(name):
         check_kept(ROWS["tail"], few=True)

@@ -56,8 +56,8 @@ def test_two_ranks_train_alike_under_fsdp2_and_shard(tmp_path: Path) -> None:
 
 
 def test_a_copy_elsewhere_is_equal_to_the_bit(tmp_path: Path) -> None:
-    output = run(tmp_path, script("delta_weights"), "--steps", "40", "--device", "cpu")
-    assert "after 40 steps the copy is equal to the bit" in output
+    output = run(tmp_path, script("delta_weights"), "--steps", "12", "--device", "cpu")
+    assert "after 12 steps the copy is equal to the bit" in output
     share = re.search(r"([\d.]+)% of [\d,]+ weights changed in a step", output)
     assert share is not None and 0 < float(share[1]) < 30
     assert re.search(r"changes: [\d.]+ ms a step, all weights: [\d.]+ ms", output)

@@ -59,12 +59,12 @@ MAKES: dict[str, Make] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", MAKES)
-def test_forty_steps(make: str, way: str) -> None:
+def test_twelve_steps(make: str, way: str) -> None:
     twins = Twins(MAKES[make], way)
     if way in ("backward", "forward"):
         groups = len(twins.optimizer.schedule.grouping.groups)
         assert groups == 1 if make == "Prodigy" else groups > 4
-    trained(twins, 40).compare()
+    trained(twins, 12).compare()
 
 
 @event

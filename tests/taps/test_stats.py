@@ -59,8 +59,13 @@ def check(optimizer: Any, params: list[torch.nn.Parameter], before: list[torch.T
             assert row[name] == pytest.approx(number, rel=bound, abs=1e-30), (place, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("rule", ["AdamW", "SGD", "Lion", "LAMB", "Adafactor", "Prodigy"])
+KINDS = [
+    *((rule, torch.float32) for rule in ("AdamW", "SGD", "Lion", "LAMB", "Adafactor", "Prodigy")),
+    *((rule, torch.float64) for rule in ("AdamW", "LAMB")),
+]
+
+
+@pytest.mark.parametrize(("rule", "dtype"), KINDS, ids=str)
 def test_numbers_are_those_of_float64_and_steps_are_the_same(rule: str, dtype: torch.dtype) -> None:
     params, plain = parameters(dtype), parameters(dtype)
     kind = getattr(tilestep, rule)
