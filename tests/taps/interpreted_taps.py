@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import measured_blocks
 import torch
@@ -78,10 +79,35 @@ def check_lists_of_several_blocks() -> None:
             assert torch.equal(values, now[wanted])
 
 
+@tilestep.rule
+def unlike(param: Any, grad: Any, small: Any, large: Any, *, lr: float = 0.1) -> tuple[Any, ...]:
+    """States of which float32 holds the squares only if one is made larger and the other smaller."""
+    return param - lr * grad, grad * 1e-20, grad * 1e12
+
+
+@tilestep.rule
+def otherwise(param: Any, grad: Any, large: Any, small: Any, *, lr: float = 0.1) -> tuple[Any, ...]:
+    """The same in the other order."""
+    return param - lr * grad, grad * 1e12, grad * 1e-20
+
+
+def check_states_of_other_magnitudes() -> None:
+    for rule in (unlike, otherwise):
+        param = torch.nn.Parameter(torch.ones(300))
+        optimizer = tilestep.Optimizer([param], rule, stats=tilestep.Stats())
+        param.grad = torch.linspace(1, 2, 300)
+        optimizer.step()
+        row = optimizer.stats.read()["0.0"]
+        for name in ("small", "large"):
+            exact = float(optimizer.state[param][name].double().norm())
+            assert math.isclose(row[f"{name}_norm"], exact, rel_tol=1e-5), (name, row[f"{name}_norm"], exact)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     registry.segment_class = lambda device: CudaSegment
     with forced_shape(TileShape(64, 1, 2)):
+        check_states_of_other_magnitudes()
         check(torch.bfloat16, "remainder")
         check(torch.float32, False, streams=True)
         # Programs that measure walk several spans.

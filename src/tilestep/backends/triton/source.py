@@ -263,9 +263,9 @@ class TapText:
             # Squares of large magnitudes stand for all where those of small ones are too large for the type.
             near, far = columns.slot(f"{name}_near"), columns.slot(f"{name}_far")
             lines += [f"tap_{slot} = {totals[slot]}" for slot in (near, far)]
-            lines.append(f"tap_holds = (tap_{near} < {_NEAR_HOLDS!r}) | (tap_{near} != tap_{near})")
+            lines.append(f"tap_holds_{near} = (tap_{near} < {_NEAR_HOLDS!r}) | (tap_{near} != tap_{near})")
             totals[near], totals[far] = (
-                f"tl.where(tap_holds, {operands})" for operands in (f"tap_{near}, 0.0", f"0.0, tap_{far}")
+                f"tl.where(tap_holds_{near}, {operands})" for operands in (f"tap_{near}, 0.0", f"0.0, tap_{far}")
             )
         lines += [f"tl.store(tap_row + {slot}, {total})" for slot, total in totals.items()]
         return [indent + line for line in lines]
