@@ -39,6 +39,17 @@ def close(chosen: Rule, found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=3e-5, atol=3e-5, msg=lambda text: f"{message}: {text}")
 
 
+def check_nothing_but_empty_tensors() -> None:
+    for shape in ((0, 5), (5, 0)):
+        param = torch.nn.Parameter(torch.ones(shape))
+        optimizer = tilestep.Adafactor([param])
+        for _ in range(2):
+            param.grad = torch.ones(shape)
+            optimizer.step()
+        state = optimizer.state[param]
+        assert int(state["step"]) == 2 and all(value.isfinite().all() for value in state.values()), state
+
+
 def launches(shapes: list[Shape]) -> int:
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     optimizer = tilestep.Adafactor(params)
@@ -56,5 +67,6 @@ if __name__ == "__main__":
         check(chosen, hyper, SHAPES)
     for seed in range(3):
         check(random_rule(seed), {}, [(5, 9), (66, 130), (3, 4, 5), (7, 5)])  # (7, 5) lies transposed
+    check_nothing_but_empty_tensors()
     assert launches([(5, 9), (6, 8)]) == launches([(5, 9)] * 12), "launches grow with the number of tensors"
     print("all equal")

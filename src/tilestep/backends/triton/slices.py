@@ -124,8 +124,7 @@ class CudaSlices:
         }
         for slot, (count, parts) in enumerate(zip(tables.slot_counts, tables.part_counts(spec.program))):
             self._arrays[f"slot_{slot}"] = torch.zeros(max(count, 1), dtype=spec.compute, device=device)
-            if parts:
-                self._arrays[f"parts_{slot}"] = torch.zeros(parts, dtype=spec.compute, device=device)
+            self._arrays[f"parts_{slot}"] = torch.zeros(max(parts, 1), dtype=spec.compute, device=device)
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._combines: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
 
