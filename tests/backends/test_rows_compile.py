@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,31 @@ import pytest
 import torch
 from triton_assembler import require_assembler
 
-from tilestep.backends.spec import KernelSpec
+from tilestep.backends.spec import KernelSpec, Taps
 from tilestep.backends.triton import source as triton_backend
 from tilestep.backends.triton.launch import load_module
 from tilestep.backends.triton.slices import block_of, build_options, held_rows
 from tilestep.backends.triton.source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
-from tilestep.rules import registry
+from tilestep.backends.triton.text import POINTERS, tile_pointers
+from tilestep.rules import registry, rule
 from tilestep.runtime import graph_for, kernel_spec
 from tilestep.storage import Plain, Stochastic, state_format
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-TYPES = {"tile_tensor": "*i32", "control": "*fp64", "partials": "*fp64", "sums": "*fp64"}
+TYPES = {
+    "tile_tensor": "*i32",
+    "tap_words": "*i32",
+    "tap_partials": "*fp32",
+    "control": "*fp64",
+    "partials": "*fp64",
+    "sums": "*fp64",
+}
 
 
 def spec_of(dims: int, dtype: torch.dtype) -> KernelSpec:
-    rule = registry["Adafactor"]
-    graph = graph_for(rule, rule.hyperparameters, dims)
+    adafactor = registry["Adafactor"]
+    graph = graph_for(adafactor, adafactor.hyperparameters, dims)
     compute = torch.float64 if dtype is torch.float64 else torch.float32
     return kernel_spec(graph, dict.fromkeys(("param", "grad", *graph.states), Plain(dtype)), compute, "cuda")
 
@@ -86,8 +95,8 @@ def test_every_pass_compiles_and_reads_full_tiles_16_bytes_at_a_time(dims: int, 
 @pytest.mark.parametrize("columns", [4096, 64], ids=["whole blocks", "a short block a row"])
 def test_passes_with_states_in_blocks_compile(format: str, columns: int) -> None:
     require_assembler()
-    rule = registry["Tiger"]
-    graph = graph_for(rule, {**rule.hyperparameters, "embedding": True}, 2)
+    tiger = registry["Tiger"]
+    graph = graph_for(tiger, {**tiger.hyperparameters, "embedding": True}, 2)
     storages: dict[str, Any] = dict.fromkeys(("param", "grad"), Plain(torch.bfloat16))
     storages["exp_avg"] = Stochastic(state_format(format)) if columns == 64 else state_format(format)  # type: ignore[arg-type]
     spec = kernel_spec(graph, storages, torch.float32, "cuda")
@@ -98,6 +107,24 @@ def test_passes_with_states_in_blocks_compile(format: str, columns: int) -> None
         compiled(getattr(module, name), [*SLICE_POINTERS, *own], spec.compute, constants, **options)
         strided = [*SLICE_POINTERS, *STRIDED_POINTERS, *own]
         compiled(getattr(module, f"{name}_strided"), strided, spec.compute, constants)
+
+
+@rule
+def emptied(param: Any, grad: Any, zeros: Any, rates: Any, *, lr: float = 0.1) -> tuple[Any, ...]:
+    """States of which all elements are the same number."""
+    return param - lr * grad, torch.zeros_like(zeros), torch.zeros_like(rates) + lr
+
+
+def test_states_that_become_one_number_compile_in_blocks_and_with_statistics() -> None:
+    require_assembler()
+    graph = graph_for(emptied, emptied.hyperparameters, 2)
+    storages: dict[str, Any] = {"param": Plain(torch.float32), "grad": Plain(torch.float32)}
+    storages |= {"zeros": state_format("int8"), "rates": Plain(torch.float32)}
+    spec = replace(kernel_spec(graph, storages, torch.float32, "cuda"), taps=Taps(stats=True, changes=True))
+    module = load_module(spec.name, triton_backend.source(spec))
+    pointers = tile_pointers(spec, [*POINTERS["stats"], *POINTERS["changes"]])
+    constants = {"TILE": 512, "SPAN": 1024, "UNSCALE": False, "STAGES": 1}
+    compiled(module.emptied_tile_pass_0, pointers, spec.compute, constants)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

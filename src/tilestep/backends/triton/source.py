@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 
-from ...graph import ScalarPass, TilePass, Value, scalar_needs, size_from_end
+from ...graph import SCALAR_LEVELS, ScalarPass, TilePass, Value, scalar_needs, size_from_end
 from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
 from ..spec import MAX_DIMS, KernelSpec, describe
 from ..taps import FAR, NEAR, PassTaps, taps_of
@@ -946,6 +946,11 @@ class _Kernel(TileMath):
         if self.taps is not None:
             self.taps.before(body, strided=strided)
         lines.append(self.call(indent))
+        # What all elements of a buffer become is a number for each lane then. Not by a broadcast: Triton would move it
+        # behind instructions that take four elements at a time.
+        lanes = "block_lane + lane" if self.spec.has_blocks and not mask else "lane"
+        alike = [f"new_{name}" for name, value in self.tile.stores.items() if value.level in SCALAR_LEVELS]
+        lines += [f"{indent}{name} = tl.where({lanes} >= 0, {name}, float('nan'))" for name in alike]
         self.store_results(body)
         if self.taps is not None:
             self.taps.after(body, strided=strided)
