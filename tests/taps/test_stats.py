@@ -158,6 +158,20 @@ def test_a_state_called_update_is_refused() -> None:
     tilestep.Optimizer([param], heavy_ball, track_changes=True)
 
 
+def test_a_rule_that_leaves_its_parameter_alone() -> None:
+    @tilestep.rule
+    def watching(param: Any, grad: Any, total: Any, *, lr: float = 0.1) -> tuple[Any, Any]:
+        return param, total + lr * grad
+
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = tilestep.Optimizer([param], watching, stats=tilestep.Stats())
+    param.grad = torch.ones(4)
+    optimizer.step()
+    row = optimizer.stats.read()["0.0"]
+    assert (row["grad_norm"], row["param_norm"], row["update_norm"]) == (2, 2, 0)
+    assert row["total_norm"] == pytest.approx(0.2)
+
+
 def test_gradients_and_parameters_that_lie_otherwise() -> None:
     weight = torch.nn.Parameter(torch.randn(4, 6, 5, 5).to(memory_format=torch.channels_last))
     wide = torch.nn.Parameter(torch.randn(9, 20)[:, ::2])

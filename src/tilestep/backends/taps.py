@@ -175,11 +175,12 @@ def kept_states(spec: KernelSpec) -> list[str]:
 
 
 def taps_fit(spec: KernelSpec) -> bool:
-    """Whether kernels can do it: no pass that has something to put out walks rows and columns."""
+    """Whether kernels can do it: they write the parameter, and no pass that has something to put out walks rows."""
     passes = spec.program.tile_passes()
     columns = tap_columns(spec)
     put_out = {"param", *columns.states}
     tapped = [
         tile_pass for tile_pass in passes if put_out.intersection(tile_pass.stores) or spec.program.unscales(tile_pass)
     ]
-    return bool(tapped) and all(tile_pass.view is None for tile_pass in tapped)
+    is_written = any("param" in tile_pass.stores for tile_pass in tapped)
+    return is_written and all(tile_pass.view is None for tile_pass in tapped)
