@@ -54,8 +54,9 @@ def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> 
     formats = ("--state-dtype", "int8", "--masters", "int8", "--mesh", "1", "--no-clip")
     code, out, _ = run(capfd, "8B", *formats)
     assert code == 0 and cells(out, "in all, without activations")[1] == "56.25"
-    code, out, _ = run(capfd, "8B", *formats, "--in-backward", "--bucket-mb", "25")
+    code, out, _ = run(capfd, "8B", *formats, "--in-backward", "--tensors", "291")
     assert code == 0 and cells(out, "in all, without activations")[1] == "40.28"
+    assert "meshes of" not in out and "-0.00" not in out and "not claimed to 5%: updates in backward" in out
     code, out, _ = run(capfd, "70B", "--mesh", "2")
     assert code == 0 and "too much" in out
 
@@ -86,6 +87,10 @@ def test_constants_of_a_machine(capfd: pytest.CaptureFixture[str], tmp_path: Pat
     path.write_text(json.dumps({"computing": {"value": 1}}))
     code, _, err = run(capfd, "1B", "--constants", str(path))
     assert code == 1 and "no constant is called" in err
+    for wrong in ("compute = 1e15", "[1, 2]", '{"compute": 1e15}'):
+        path.write_text(wrong)
+        code, _, err = run(capfd, "1B", "--constants", str(path))
+        assert code == 1 and str(path) in err
 
 
 @pytest.mark.parametrize("words", [("many",), ("1B", "--mesh", "0x2"), ("1B", "--mesh", "a"), ("1B", "--rule", "none")])

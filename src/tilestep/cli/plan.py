@@ -131,7 +131,8 @@ def register(app: typer.Typer) -> None:
         )
         _print_memory(console, chosen)
         _print_time(console, chosen)
-        _print_meshes(console, list(meshes(job, figures)), job, figures)
+        if job.ranks > 1:
+            _print_meshes(console, list(meshes(job, figures)), job, figures)
         claim = "; ".join(chosen.unclaimed)
         claimed = f"not claimed to 5%: {claim}" if claim else "claimed to 5%, see docs/scaling.md"
         console.print(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}", markup=False, soft_wrap=True)

@@ -58,7 +58,12 @@ class Constants:
     @classmethod
     def load(cls, path: Path) -> Constants:
         """Read what `save` wrote, or a part of it: what is missing is taken from the defaults."""
-        stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        try:
+            stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        if not isinstance(stored, dict) or not all(isinstance(entry, dict) for entry in stored.values()):
+            raise ValueError(f'{path} has no constants: write {{"compute": {{"value": 4e14, "source": "measured"}}}}')
         names = [constant.name for constant in dataclasses.fields(cls) if constant.name != "sources"]
         defaults: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())
         for name, entry in stored.items():
@@ -138,6 +143,7 @@ def footprint(
 
 
 BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, those that `best_bucket` looks at
+_IN_BACKWARD = 25 * 2**20  # bytes of a bucket of `overlap(during="backward")`
 _CLOSE = 1.005  # iterations that differ by less are taken for equal
 Regime = Literal["eager", "blocks", "whole"]  # how the model runs: eager, or compiled block by block or whole
 _HOST_IS_NEAR = 0.85  # from this part of the GPU's time on the host may be waited for; hosts differ by a half
@@ -189,14 +195,13 @@ class Job:
     def buckets(self) -> list[float]:
         """Bytes of gradients in each bucket, in the order in which backward completes them."""
         total = self.elements * self.footprint.gradient
-        if self.bucket is None:
+        bucket = _IN_BACKWARD if self.bucket is None and self.in_backward else self.bucket
+        if bucket is None:
             return default_sizes(total)
-        if self.bucket < self.smallest_bucket:
+        if bucket < self.smallest_bucket:
             fewest = math.ceil(self.smallest_bucket)
-            raise ValueError(
-                f"Invalid bucket: {self.bucket:g} bytes; it must be at least {fewest:,} for so many elements"
-            )
-        count = math.ceil(total / self.bucket)
+            raise ValueError(f"Invalid bucket: {bucket:g} bytes; it must be at least {fewest:,} for so many elements")
+        count = math.ceil(total / bucket)
         return [total / count] * count
 
 
@@ -304,7 +309,7 @@ def plan(job: Job, constants: Constants) -> Plan:
     # Code that is compiled as a whole takes its parameters at once, and what follows a graph knows nothing of it.
     at_once = job.regime == "whole" or job.captured
     gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], each_gather[::-1])
-    slowed = max(sums - waited, 0.0) * constants.beside_sums + (gathers - gathered) * constants.beside_gathers
+    slowed = max(sums - waited, 0.0) * constants.beside_sums + max(gathers - gathered, 0.0) * constants.beside_gathers
     times["communication beside the model"] = slowed
     exposed = {**times, "sum gradients": waited, "gather parameters": gathered}
     host = None if job.captured else _host(job, constants)
@@ -366,6 +371,8 @@ def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | Non
         yield "the host's part is not known: say how many tensors there are"
     elif host is not None and host > _HOST_IS_NEAR * seconds:
         yield f"the host takes {host * 1e3:.0f} ms, and hosts differ"
+    if job.in_backward:
+        yield "updates in backward are counted as if they came after it"
     if any("matrix products" in note for note in job.footprint.notes):
         yield "the time of matrix products is not in it"
 
