@@ -395,6 +395,7 @@ def test_new_values_that_would_be_lost_are_refused() -> None:
 
 def test_a_signature_must_say_everything() -> None:
     def no_star(param: Any, grad: Any, lr: Any = 0.1) -> Any: ...
+    def word(param: Any, grad: Any, mode: Any = "sign") -> Any: ...
     def star(param: Any, grad: Any, *states: Any) -> Any: ...
     def double_star(param: Any, grad: Any, **hyper: Any) -> Any: ...
     def no_default(param: Any, grad: Any, *, lr: Any) -> Any: ...
@@ -407,12 +408,15 @@ def test_a_signature_must_say_everything() -> None:
         (no_default, "hyperparameter 'lr' needs a default"),
         (no_gradient, "needs at least a parameter and a gradient"),
         (no_star, r"lr=0.1 stands among the state buffers; put a bare \* before the hyperparameters"),
+        (word, r"mode='sign' stands among the state buffers"),
     ):
         with pytest.raises(RuleError, match=said) as caught:
             tilestep.rule(function)
         assert str(caught.value).startswith(f"{__file__}:{inspect.getsourcelines(function)[1]}")
     with pytest.raises(RuleError, match=r"states= names \['momentum'\], which are not parameters of fine"):
         tilestep.rule(fine, states={"momentum": State()})
+    with pytest.raises(RuleError, match="3 is no function"):
+        tilestep.rule(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [math.nan, -0.1])

@@ -265,7 +265,7 @@ class Rule:
                 if parameter.default is parameter.empty:
                     raise RuleError(f"{self.where}: hyperparameter {parameter.name!r} needs a default")
                 self.hyperparameters[parameter.name] = parameter.default
-            elif isinstance(parameter.default, (bool, int, float, tuple)):
+            elif parameter.default is not parameter.empty and parameter.default is not None:
                 raise RuleError(
                     f"{self.where}: {parameter.name}={parameter.default!r} stands among the state buffers; put a "
                     "bare * before the hyperparameters"
@@ -529,6 +529,8 @@ def rule(
     """
 
     def make(target: Callable[..., Any]) -> Rule:
+        if not callable(target):
+            raise RuleError(f"{target!r} is no function that could be a rule")
         made = Rule(
             target,
             name=name,
