@@ -111,6 +111,19 @@ def test_a_trainer_without_an_optimizer_has_adamw_of_its_arguments(transformers:
         assert logged(own, name) == pytest.approx(logged(torchs, name), rel=1e-4)
 
 
+def test_parameters_of_a_trainer_have_names(trained: Any) -> None:
+    """So that a function of names, and what is kept of embeddings, are as elsewhere."""
+    asked: list[str] = []
+    choose = lambda name: asked.append(name) or "int8"  # noqa: E731
+    trainer = trained(optimizer_cls_and_kwargs=(tilestep.AdamW, {"lr": 1e-2, "state_dtype": choose}))
+    names = {param: name for name, param in trainer.model.named_parameters()}
+    groups = trainer.optimizer.param_groups
+    assert set(asked) == set(names.values())
+    assert [group["param_names"] for group in groups] == [[names[p] for p in group["params"]] for group in groups]
+    trainer = trained(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 1e-2}))
+    assert "param_names" not in trainer.optimizer.param_groups[0]
+
+
 def test_no_norm_is_worked_out_that_nobody_needs(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clips = []
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: clips.append(1))

@@ -61,6 +61,8 @@ def test_a_mapping_names_states_and_a_function_parameters() -> None:
     optimizer, params = make(state_dtype=lambda name: None if "wte" in name else {"exp_avg": "bfloat16"})
     assert kept(optimizer, params, "wte.weight") == [FLOAT32, FLOAT32]
     assert kept(optimizer, params, "layer.bias") == [BFLOAT16, FLOAT32]
+    with pytest.warns(UserWarning, match=r"is given '', as parameters have none: .* model.named_parameters\(\)"):
+        tilestep.AdamW(params.values(), state_dtype=lambda name: None if "wte" in name else BFLOAT16)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "LAMB", "SGD", "AdEMAMix", "Adan", "RMSprop", "Prodigy", "Muon"])

@@ -80,8 +80,10 @@ class TilestepTrainerMixin:
     args: Any
     accelerator: Any
     control: Any
+    model: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
+    get_decay_parameter_names: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with tilestep's `Accelerator`."""
@@ -92,10 +94,25 @@ class TilestepTrainerMixin:
         """As the Trainer's, with `tilestep.AdamW` if there is none; clips inside the step from then on."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = trainer_optimizer(self.args)
+        kind, given = self.optimizer_cls_and_kwargs or (None, {})
+        if self.optimizer is None and isinstance(kind, type) and issubclass(kind, Optimizer):
+            groups = self._named_groups(args[0] if args else kwargs.get("model"))
+            self.optimizer_cls_and_kwargs = kind, {"params": groups, **given}
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self._clips_inside():
             set_max_grad_norm([plain_optimizer(self.optimizer)], self.args.max_grad_norm)  # type: ignore[list-item]
         return optimizer
+
+    def _named_groups(self, model: Any) -> list[dict[str, Any]]:
+        """The Trainer's own param groups, with names of the parameters."""
+        model = self.model if model is None else model
+        decaying, groups = set(self.get_decay_parameter_names(model)), []
+        for decays in (True, False):
+            params = [(n, p) for n, p in model.named_parameters() if p.requires_grad and (n in decaying) is decays]
+            # torch wants names in every group or in none, and finds none in an empty one.
+            names: dict[str, Any] = {} if params else {"param_names": []}
+            groups.append({"params": params, "weight_decay": self.args.weight_decay if decays else 0.0, **names})
+        return groups
 
     def _clips_inside(self) -> bool:
         """Whether the step clips: not under FSDP1, where each rank has pieces of flat parameters."""

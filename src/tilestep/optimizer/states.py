@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,6 +81,12 @@ def state_formats(
     choice = group.get("state_dtype")
     is_chosen_by_name = callable(choice)
     if callable(choice):
+        if not name:
+            warnings.warn(
+                "state_dtype is a function of a parameter's name, and is given '', as parameters have none: make the "
+                "optimizer of model.named_parameters()",
+                stacklevel=2,
+            )
         choice = choice(name)
         check_state_dtype(rule, choice)
     default = Plain(param.dtype if master_kind(param.dtype, group) is None else torch.float32)
