@@ -159,3 +159,14 @@ def test_other_states_are_refused_with_those_there_are() -> None:
 
     with pytest.raises(RuleError, match="'correction_param' needs another name"):
         make(rule=taken)  # type: ignore[arg-type]
+
+
+def test_a_state_called_as_the_scales_of_another_is_refused() -> None:
+    @tilestep.rule
+    def scaled(param: Any, grad: Any, m: Any, m_scales: Any, *, lr: float = 0.1) -> tuple[Any, Any, Any]:
+        return param - lr * grad / (1 + abs(m - m_scales)), m + grad, m_scales + grad * grad
+
+    param = torch.nn.Parameter(torch.ones(80, 64))
+    with pytest.raises(tilestep.StateError, match="a state 'm_scales', and scales of its state 'm' are kept under"):
+        tilestep.Optimizer([param], scaled, state_dtype="int8")
+    tilestep.Optimizer([param], scaled, state_dtype={"m_scales": "int8"})

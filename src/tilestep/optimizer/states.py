@@ -112,6 +112,13 @@ def state_formats(
         elif codec_of(chosen).has_blocks:
             chosen = _in_blocks(chosen, kept, signed, shape, graph, label, exactly=is_chosen_by_name)
         formats[state] = Plain(compute_dtype(param)) if chosen == Plain(torch.float32) else chosen
+    beside = {array.name: state for state, kept in formats.items() for array in kept.arrays(state)[1:]}
+    if taken := beside.keys() & rule.states.keys():
+        name = min(taken)
+        raise StateError(
+            f"{label}: {rule.name} has a state {name!r}, and scales of its state {beside[name]!r} are kept under that "
+            "name; rename one, or keep it as 'float32', 'bfloat16' or 'float16'"
+        )
     return formats
 
 
