@@ -302,3 +302,17 @@ def test_asgd_in_float32_is_as_exact_as_torchs_most_exact() -> None:
         ends.append(param.detach().double())
     exact, theirs, ours = ends
     assert (ours - exact).abs().max() <= 1.25 * (theirs - exact).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ASGD", "Adafactor")])
+def test_infinite_weights_stay_as_they_are_without_weight_decay(name: str) -> None:
+    given = {} if name == "Rprop" else {"weight_decay": 0.0}
+    mine = torch.nn.Parameter(torch.tensor([1.0, -torch.inf, torch.inf], dtype=torch.float64))
+    theirs = torch.nn.Parameter(mine.detach().clone())
+    ours, torchs = getattr(tilestep, name)([mine], **given), getattr(torch.optim, name)([theirs], **given)
+    for _ in range(2):
+        for param, optimizer in ((mine, ours), (theirs, torchs)):
+            param.grad = torch.tensor([0.5, 0.0, -0.5], dtype=torch.float64)
+            optimizer.step()
+    torch.testing.assert_close(mine.detach(), theirs.detach())
+    assert mine.detach().isinf().tolist() == [False, True, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .protocol import at_least, between, rule
+from .scalars import decayed
 
 
 @rule(
@@ -44,7 +45,7 @@ def adadelta(
     """
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
+    grad = decayed(grad, param, weight_decay)
     square_avg = rho * square_avg + (1 - rho) * grad * grad
     delta = (acc_delta + eps).sqrt() / (square_avg + eps).sqrt() * grad
     acc_delta = rho * acc_delta + (1 - rho) * delta * delta

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .protocol import State, at_least, rule
+from .scalars import decayed
 
 
 @rule(
@@ -48,7 +49,7 @@ def adagrad(
     """
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
+    grad = decayed(grad, param, weight_decay)
     sum = sum + grad * grad
     param = param - (lr / (1 + (step - 1) * lr_decay)) * (grad / (sum.sqrt() + eps))
     return param, sum

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import at_least, between, rule
+from .scalars import decayed
 
 _RANGES = {"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)}
 _OPTIONS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
@@ -53,7 +54,7 @@ def adam(
     if decoupled_weight_decay:
         param = param * (1 - lr * weight_decay)
     else:
-        grad = grad + weight_decay * param
+        grad = decayed(grad, param, weight_decay)
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
     bias_correction1 = 1 - beta1**step

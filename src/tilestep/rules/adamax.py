@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import at_least, between, rule
+from .scalars import decayed
 
 
 @rule(
@@ -42,7 +43,7 @@ def adamax(
     beta1, beta2 = betas
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
+    grad = decayed(grad, param, weight_decay)
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
     exp_inf = torch.maximum(beta2 * exp_inf, grad.abs() + eps)
     param = param - (lr / (1 - beta1**step)) * (exp_avg / exp_inf)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import State, at_least, between, rule
+from .scalars import decayed
 
 
 @rule(
@@ -56,7 +57,7 @@ def nadam(
     if decoupled_weight_decay:
         param = param * (1 - lr * weight_decay)
     else:
-        grad = grad + weight_decay * param
+        grad = decayed(grad, param, weight_decay)
     mu = beta1 * (1 - 0.5 * 0.96 ** (step * momentum_decay))
     mu_next = beta1 * (1 - 0.5 * 0.96 ** ((step + 1) * momentum_decay))
     mu_product = mu_product * mu

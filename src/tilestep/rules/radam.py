@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import at_least, between, rule
+from .scalars import decayed
 
 
 @rule(
@@ -49,7 +50,7 @@ def radam(
     if decoupled_weight_decay:
         param = param * (1 - lr * weight_decay)
     else:
-        grad = grad + weight_decay * param
+        grad = decayed(grad, param, weight_decay)
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
     bias_correction2 = 1 - beta2**step

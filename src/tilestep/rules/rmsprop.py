@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .protocol import at_least, rule
+from .scalars import decayed
 
 
 @rule(
@@ -51,7 +52,7 @@ def rmsprop(
     """
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
+    grad = decayed(grad, param, weight_decay)
     square_avg = alpha * square_avg + (1 - alpha) * grad * grad
     variance = square_avg
     if centered:

@@ -63,6 +63,11 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
     return if_true if condition else if_false
 
 
+def decayed(grad: Any, param: Any, weight_decay: Any) -> Any:
+    """The gradient with that of an L2 penalty; without a penalty as it is, where weights are infinite too."""
+    return torch.where(weight_decay == 0, grad, grad + weight_decay * param)
+
+
 def sum_over_tensors(value: Any) -> Any:
     """The sum of a 0-dim value over all parameters of the optimizer; in the reference of one tensor, the value itself.
 

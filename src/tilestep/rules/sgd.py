@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import State, at_least, rule
+from .scalars import decayed
 
 
 @rule(
@@ -49,7 +50,7 @@ def sgd(
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
+    grad = decayed(grad, param, weight_decay)
     if momentum != 0:
         # A buffer that was loaded without a step count is kept, since only the gradient's weight depends on the step.
         momentum_buffer = momentum * momentum_buffer + torch.where(step == 1, 1.0, 1 - dampening) * grad
