@@ -393,6 +393,33 @@ def test_new_values_that_would_be_lost_are_refused() -> None:
     assert set(traced(keeps_what_it_only_reads).outputs) == {"param"}
 
 
+def test_a_refusal_that_the_rule_catches_is_one() -> None:
+    def tries(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        try:
+            update = grad.sort().values
+        except Exception:
+            update = grad
+        return param - lr * update
+
+    with pytest.raises(RuleError, match=re.escape(f"{line_of(tries, 'sort()')}: in rule tries: torch.ops.aten.sort")):
+        traced(tries)
+
+
+def test_a_number_in_a_tuple_inside_a_tuple_is_refused() -> None:
+    def pairs(param: Any, grad: Any, *, rates: Any = ((0.1, 0.2), (0.3, 0.4))) -> Any:
+        return param - rates[1][0] * grad
+
+    with pytest.raises(RuleError, match="in rule pairs: hyperparameter 'rates' has a number in a tuple inside a tuple"):
+        tilestep.Optimizer([torch.nn.Parameter(torch.ones(3))], tilestep.rule(pairs))
+
+
+def test_a_state_that_is_only_read_may_be_cloned() -> None:
+    def reads(param: Any, grad: Any, m: Any, v: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * grad * (m.clone() + v.detach().to(torch.float32)), m, v
+
+    assert list(traced(reads).outputs) == ["param"]
+
+
 def test_a_signature_must_say_everything() -> None:
     def no_star(param: Any, grad: Any, lr: Any = 0.1) -> Any: ...
     def word(param: Any, grad: Any, mode: Any = "sign") -> Any: ...

@@ -594,6 +594,8 @@ def trace(
     shape = _sizes(dims)
     with torch.device("cpu"), fake_tensors():
         results = _run(recorder, rule, hyperparameters, shape)
+        if recorder.refused:  # and the rule has caught that, and gone on otherwise than its code does by itself
+            raise recorder.refused
         outputs = _outputs(recorder, rule, results, shape)
         _check_kept(recorder, rule, results, outputs)
     made = {id(tensor) for tensor in recorder.keep_alive}
@@ -609,6 +611,12 @@ def trace(
     graph.aten = recorder.fx_graph
     graph.dims, graph.dtype, graph.reads_dtype = dims, dtype, recorder.build.reads_dtype
     graph.branches_on_sizes = any(guard.condition.level is Level.TENSOR for guard in graph.guards)
+    nested = [name for name in graph.hypers() if name.count(".") > 1]
+    if nested:
+        raise RuleError(
+            f"{rule.where}: in rule {rule.name}: hyperparameter {nested[0].partition('.')[0]!r} has a number in a "
+            "tuple inside a tuple; its entries must be numbers, flags, strings or None"
+        )
     touched = set(graph.loads()) | set(outputs)
     graph.states = tuple(name for name in rule.state_names if name in touched)
     kinds = {name: rule.states[name].shape for name in graph.states}
@@ -750,7 +758,9 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
         label = rule.param_name if name == "param" else name
         if result is not buffer or name in outputs:
             continue
-        lost = [value for value in recorder.values.values() if value.name == label and value.line in own]
+        # A clone of a buffer, or another cast that changes nothing, is that buffer's own value.
+        made = [value for value in recorder.values.values() if value.operation != "load"]
+        lost = [value for value in made if value.name == label and value.line in own]
         if lost:
             raise RuleError(
                 f"{lost[0].line}: {rule.name} gives the name {label} to a new tensor and does not return it, so the "
