@@ -109,8 +109,9 @@ class Bench:
     def iterations(self, size: int, clip: str) -> None:
         """Whole iterations of every contender, in rounds."""
         contenders = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip")
-        for turn in range(self.settings.rounds + 2):
-            kept = turn - 2
+        warm_up = 1 if self.settings.small else 2
+        for turn in range(self.settings.rounds + warm_up):
+            kept = turn - warm_up
             if kept >= LEAST_ROUNDS and self.is_late():
                 break
             shift = max(kept, 0) % len(contenders)
@@ -168,10 +169,11 @@ class Bench:
     def _peaks(self, contenders: list[Training], length: int, clip: str, size: int) -> None:
         for each in contenders:
             each.forget()
-        for turn in range(4):
+        rounds = 1 if self.settings.small else 2
+        for turn in range(2 * rounds):
             batches = self._drawn(1, length, 2)
             for each in contenders:
-                each.measure(batches, self.device, keep=turn >= 2)
+                each.measure(batches, self.device, keep=turn >= rounds)
         self._report(contenders, f"{length} tokens, {clip}", {"tokens": str(length), "clip": clip})
         peaks = {each.name: each.peak for each in contenders if each.failure is None}
         for name in (*SCHEDULES[1:], "dropped"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import start_method
 
 import tilestep
 from tilestep import cache
@@ -230,7 +231,8 @@ def adamw_steps() -> list[float]:
     return weight.tolist()
 
 
-def step_at_once(start: Any, results: Any) -> None:
+def step_at_once(directory: str, start: Any, results: Any) -> None:
+    os.environ["TILESTEP_CACHE_DIR"] = directory
     try:
         start.wait(120)
         results.put((adamw_steps(), tilestep.compile_count()))
@@ -240,9 +242,9 @@ def step_at_once(start: Any, results: Any) -> None:
 
 
 def test_many_processes_build_each_kernel_once(directory: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(start_method())
     start, results = context.Barrier(4), context.Queue()
-    processes = [context.Process(target=step_at_once, args=(start, results)) for _ in range(4)]
+    processes = [context.Process(target=step_at_once, args=(str(directory), start, results)) for _ in range(4)]
     for process in processes:
         process.start()
     found = [results.get(timeout=120) for _ in processes]

@@ -37,8 +37,13 @@ def trained(rule: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("rule", WITHOUT_SUMS)
+KINDS = [
+    *((rule, torch.float32) for rule in WITHOUT_SUMS),
+    *((rule, dtype) for rule in ("AdamW", "Rprop") for dtype in (torch.bfloat16, torch.float64)),
+]
+
+
+@pytest.mark.parametrize(("rule", "dtype"), KINDS, ids=str)
 def test_bits_are_the_same(rule: str, dtype: torch.dtype, libraries: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not wide_vectors():
         pytest.skip("this machine's vectors are as wide as compilers use them")

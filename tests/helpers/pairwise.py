@@ -29,10 +29,11 @@ def pairwise(*axes: Iterable[Any], allowed: Callable[[Choice], bool] | None = No
     """
     everything = [choice for choice in itertools.product(*axes) if allowed is None or allowed(choice)]
     random.Random(0).shuffle(everything)
-    missing = set().union(*map(pairs_of, everything))
+    pairs = {choice: pairs_of(choice) for choice in everything}
+    missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(everything, key=lambda choice: len(pairs_of(choice) & missing))
+        best = max(everything, key=lambda choice: len(pairs[choice] & missing))
         chosen.append(best)
-        missing -= pairs_of(best)
+        missing -= pairs[best]
     return chosen

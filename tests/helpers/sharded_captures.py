@@ -123,11 +123,13 @@ def compare(mine: Training, other: Training) -> None:
     assert mine.scaler.get_scale() == other.scaler.get_scale()
 
 
-def iterations(mine: Training, other: Training, run: Callable[[], Any], eager: Callable[[], Any]) -> None:
+def iterations(
+    mine: Training, other: Training, run: Callable[[], Any], eager: Callable[[], Any], count: int = 4
+) -> None:
     """A few with another learning rate each, one of them with an overflow on one rank."""
     before = [param.detach().clone() for param in mine.model.parameters()]
     skipped = int(mine.optimizer.skipped_steps)
-    for index in range(4):
+    for index in range(count):
         for training, work in ((mine, run), (other, eager)):
             training.optimizer.param_groups[0]["lr"] = 0.1 / (index + 1)
             training.draw(index, math.inf if index == 1 else 1.0)
@@ -170,7 +172,7 @@ def steps_alone() -> None:
                 training.iteration()
                 with torch.no_grad():
                     next(training.model.parameters()).mul_(0.5)
-            iterations(mine, other, run, lambda other=other, run=run: run(other, other.optimizer.step))
+            iterations(mine, other, run, lambda other=other, run=run: run(other, other.optimizer.step), count=2)
 
 
 def whole_iterations() -> None:
@@ -184,7 +186,7 @@ def whole_iterations() -> None:
             for training in (mine, other):
                 training.draw(31)
                 training.iteration()
-            iterations(mine, other, captured.replay, other.iteration)
+            iterations(mine, other, captured.replay, other.iteration, count=2)
 
 
 def whole_iterations_with_a_scaler() -> None:

@@ -23,8 +23,11 @@ def shapes_torch_takes(name: str, shapes: Sequence[tuple[int, ...]]) -> list[tup
     return [shape for shape in shapes if name != "Adafactor" or 0 not in shape]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("name", "kwargs"), LISTS, ids=str)
+# All in float64, where an error shows; every second one in float32.
+CASES = [*((*case, torch.float64) for case in LISTS), *((*case, torch.float32) for case in LISTS[::2])]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "dtype"), CASES, ids=str)
 def test_twenty_steps_and_an_exchange_agree_with_torch(name: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
     exchanged_training(name, kwargs, dtype, "cpu")
 

@@ -283,27 +283,26 @@ def compiled_blocks() -> None:
 @gathers_that_come_late()
 def models_that_are_compiled_as_a_whole() -> None:
     """The call takes all parameters at once: it waits for them, or the step does, and they are the eager twin's."""
-    for wrapped in (False, True):
-        for backend in ("eager", "aot_eager"):
-            torch._dynamo.reset()
-            model = Steps()
-            called = torch.compile(model, backend=backend, fullgraph=True) if wrapped else model
-            if not wrapped:
-                model.compile(backend=backend, fullgraph=True)
-            pair = Pair(model, adamw, bucket_cap_mb=TINY)
-            sync = pair.optimizer.schedule.parameters
-            for _ in range(4):
-                for block in (pair.optimizer.no_sync(), nullcontext()):
-                    data = inputs(3, 4)
-                    pair.twin.forward(data).square().sum().backward()
-                    with block:
-                        called(data).square().sum().backward()
-                pair.step()
-                # A wrapper is not the model's: that its code takes parameters is known once it is traced.
-                assert sync.compiled == wrapped
-                assert sum(group.is_pending for group in sync._groups) == (0 if wrapped else len(sync._groups))
-                pair.compare()
-            pair.compare_states()
+    for wrapped, backend in ((False, "aot_eager"), (True, "aot_eager"), (True, "eager")):
+        torch._dynamo.reset()
+        model = Steps()
+        called = torch.compile(model, backend=backend, fullgraph=True) if wrapped else model
+        if not wrapped:
+            model.compile(backend=backend, fullgraph=True)
+        pair = Pair(model, adamw, bucket_cap_mb=TINY)
+        sync = pair.optimizer.schedule.parameters
+        for _ in range(4):
+            for block in (pair.optimizer.no_sync(), nullcontext()):
+                data = inputs(3, 4)
+                pair.twin.forward(data).square().sum().backward()
+                with block:
+                    called(data).square().sum().backward()
+            pair.step()
+            # A wrapper is not the model's: that its code takes parameters is known once it is traced.
+            assert sync.compiled == wrapped
+            assert sum(group.is_pending for group in sync._groups) == (0 if wrapped else len(sync._groups))
+            pair.compare()
+        pair.compare_states()
 
 
 def parameters_written_by_others() -> None:
