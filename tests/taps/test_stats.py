@@ -267,6 +267,18 @@ def test_gradients_are_those_without_the_loss_scale(scaler: Any) -> None:
     assert row["update_norm"] == pytest.approx(0.1, rel=1e-4)
 
 
+@pytest.mark.parametrize("rule", ["SGD", "Adafactor"])
+def test_updates_are_lost_whose_gradients_are_so_too_without_the_loss_scale(rule: str) -> None:
+    param = torch.nn.Parameter(torch.ones(8, 16, dtype=torch.float16))
+    optimizer = tilestep.Optimizer([param], rule, lr=1e-9, stats=tilestep.Stats())
+    scaler = tilestep.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full_like(param, 1e-4)
+    scaler.step(optimizer)
+    row = optimizer.stats.read()["0.0"]
+    assert not param.grad.any() and row["zero_fraction"] == 0 and row["lost_fraction"] == 1
+
+
 def test_names_groups_and_absent_gradients() -> None:
     params = parameters(torch.float32)
     groups = [{"params": params[:2]}, {"params": params[2:], "rule": "SGD", "lr": 0.1}]

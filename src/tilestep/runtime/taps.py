@@ -40,6 +40,7 @@ class SegmentTaps:
         self.words = torch.zeros(max(int(self.first_word[-1]), 1), dtype=torch.int32, device=device)
         self._before: list[torch.Tensor] = []
         self._raw: list[torch.Tensor] = []
+        self._zeros: list[torch.Tensor | None] = []  # where gradients are 0, before their loss scale is taken away
         self._versions: list[int] = []
         self._arrays = [dict(entry.arrays) for entry in entries]
         """Where the arrays live; what is streamed is elsewhere while passes work on it."""
@@ -77,12 +78,14 @@ class SegmentTaps:
         self._raw = [entry.param.detach().clone() for entry in segment.entries]
         if self.measures:
             self._before = [self._number("param", position) for position in range(len(segment.entries))]
+            self._zeros = [None] * len(segment.entries)
             for position, gradient in enumerate(segment.gradients):
                 if gradient is not None:
                     exact = gradient.detach().to(segment.device, torch.float64)
                     self._put(position, "grad_squares", exact.square().sum())
                     self._put(position, "grad_max", _largest(exact))
-                    self._put(position, "grad_zeros", (exact == 0).sum())
+                    zero = self._zeros[position] = exact == 0
+                    self._put(position, "grad_zeros", zero.sum())
 
     @property
     def _sees_writes(self) -> bool:
@@ -115,6 +118,7 @@ class SegmentTaps:
         self._settle()
         before, self._before = self._before, []
         raw, self._raw = self._raw, []
+        zeros, self._zeros = self._zeros, []
         for position, entry in enumerate(segment.entries):
             integer = _INTEGERS[entry.param.dtype.itemsize]
             others = entry.param.detach().view(integer) != raw[position].view(integer)
@@ -126,23 +130,19 @@ class SegmentTaps:
                     WORD, device=bits.device
                 )
                 bits |= (laid.view(-1, WORD) * weights.to(torch.int32)).sum(1, dtype=torch.int32)
-            if self.measures and segment.gradients[position] is not None:
-                self._columns_after(position, before[position], others)
+            zero = zeros[position] if self.measures else None
+            if zero is not None:
+                same = ~zero & ~others & (segment.skip == 0).to(others.device)
+                self._columns_after(position, before[position], same)
 
-    def _columns_after(self, position: int, before: torch.Tensor, others: torch.Tensor) -> None:
-        segment = self._segment
+    def _columns_after(self, position: int, before: torch.Tensor, same: torch.Tensor) -> None:
         now = self._number("param", position)
         update = now - before
-        gradient = segment.gradients[position]
-        assert gradient is not None
-        taken = segment.skip == 0
-        has_gradient = gradient.detach().to(others.device) != 0
-        same = has_gradient & (update == 0) & ~others & taken.to(others.device)
         self._put(position, "param_squares", now.square().sum())
         self._put(position, "param_max", _largest(now))
         self._put(position, "update_squares", update.square().sum())
         self._put(position, "update_max", _largest(update))
-        self._put(position, "lost", same.sum())
+        self._put(position, "lost", (same & (update == 0)).sum())
         for name in self.columns.states:
             self._put_state(name, position)
 
