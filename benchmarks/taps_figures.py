@@ -19,7 +19,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,7 +134,15 @@ def _measured(workload: Workload, device: torch.device, rounds: int, formats: di
         param = torch.nn.Parameter(torch.randn(shape, device=device, dtype=workload.dtype) * 0.02)
         param.grad = torch.randn_like(param) * 1e-3
         params.append(param)
-    adamw = partial(tilestep.AdamW, params, lr=1e-6, max_grad_norm=1.0, **formats)
+
+    def adamw(**options: Any) -> Any:
+        own = params
+        if formats:  # masters would take in what the other contenders have written
+            own = [torch.nn.Parameter(param.detach().clone()) for param in params]
+            for param, given in zip(own, params):
+                param.grad = given.grad
+        return tilestep.AdamW(own, lr=1e-6, max_grad_norm=1.0, **formats, **options)
+
     plain = adamw()
     contenders = _contenders(params, plain, adamw, peers=not formats)
     for run in contenders.values():

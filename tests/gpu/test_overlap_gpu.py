@@ -63,8 +63,8 @@ def delays(seed: int = 0) -> Iterator[None]:
 
 @both
 @pytest.mark.parametrize("make", ["AdamW", "clipped", "LAMB", "two groups"])
-def test_forty_steps_are_the_serial_ones(during: str, make: str) -> None:
-    events.test_forty_steps(make, during)
+def test_twelve_steps_are_the_serial_ones(during: str, make: str) -> None:
+    events.test_twelve_steps(make, during)
 
 
 @both
