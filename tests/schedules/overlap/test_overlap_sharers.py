@@ -83,6 +83,39 @@ def test_weights_of_a_group_that_is_added_wait_too(shared: bool) -> None:
     assert torch.equal(*seen)
 
 
+class Branch(nn.Module):
+    """A layer that some forwards leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branch, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, data: torch.Tensor, is_used: bool) -> torch.Tensor:
+        return self.head(self.branch(data) if is_used else data)
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_gradients_in_buckets_are_used_before_a_wrapper_writes_there(wrapped_first: bool, one_rank: None) -> None:
+    """Zeros in the place of what a forward has not used, when another optimizer's gradient comes first."""
+    trained = []
+    for is_overlapped in (True, False):
+        model = Branch()
+        optimizers = [clipped(part.parameters()) for part in (model.branch, model.head)]
+        if is_overlapped and not wrapped_first:
+            tilestep.overlap(optimizers[0], model, "forward")
+        wrapper = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True)
+        if is_overlapped and wrapped_first:
+            tilestep.overlap(optimizers[0], wrapper, "forward")
+        for step in range(4):
+            wrapper(torch.ones(3, 4), step != 1).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *trained))
+
+
 def test_whoever_looks_at_the_state_comes_after_the_updates() -> None:
     model, serial = small(), small()
     optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)

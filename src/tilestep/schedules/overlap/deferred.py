@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -91,6 +92,19 @@ class DeferredUpdates:
     def joined(self) -> None:
         """The current stream has waited for all updates that backward has made."""
         self._made.clear()
+
+    def follow_views(self, wrapper: nn.Module) -> None:
+        """Have updates run that read a DistributedDataParallel's buckets before its backward writes to these again."""
+        # Also of what its forward has not used: its backward begins by zeros in the place of such gradients.
+        living = weakref.ref(self)
+
+        @opaque
+        def complete(wrapper: Any, *_: Any) -> None:
+            deferred = living()
+            if deferred is not None and deferred.updates and wrapper.gradient_as_bucket_view:
+                deferred.complete()
+
+        wrapper.register_forward_hook(complete)
 
     def order(self, groups: Sequence[Group]) -> list[Group]:
         """Groups in the order in which the last forward needed them; at first from the last to the first."""

@@ -125,8 +125,9 @@ class BackwardTracker(TakesGradients):
         """DistributedDataParallels that have come around the model since, to be followed before a backward."""
         self._begin()
         self.announce(model)
-        if updates:
-            for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.holds)]):
+        for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.holds)]):
+            self.deferred.follow_views(wrapper)
+            if updates:
                 self._follow_wrapper(wrapper)
         self.watch()
 
@@ -170,6 +171,7 @@ class BackwardTracker(TakesGradients):
         """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper."""
         # It is not complete yet: that is done before its first forward, or in a backward that comes without one.
         super().wrapped(wrapper, kind)
+        self.deferred.follow_views(wrapper)
         if self._updates:
             living = weakref.WeakMethod(self.follow_later_wrappers)
             self._later_wrappers.append(weakref.ref(wrapper))
