@@ -229,6 +229,24 @@ def test_signature_is_the_inner_rules_and_then_ones_own() -> None:
     assert composed.__doc__ and "lookahead_k" in composed.__doc__ and "beta2" in composed.__doc__
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ema(LION, 2.0), r"ema_decay: 2.0; it must be in \[0, 1\]"),
+        (lambda: lookahead(LION, k=0), "lookahead_k: 0; it must be at least 1"),
+        (lambda: lookahead(LION, alpha=math.nan), "lookahead_alpha: nan"),
+        (lambda: clip_update(LION, -1.0), "update_rms: -1.0; it must be at least 0"),
+        (lambda: decoupled_weight_decay(LION, -0.1), "decoupled_decay: -0.1"),
+        (lambda: coupled_weight_decay(LION, -0.1), "coupled_decay: -0.1"),
+        (lambda: tilestep.adaptive_clip(LION, decay=1.0), r"clip_decay: 1.0; it must be in \[0, 1\)"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_where_it_is_given(make: Callable[[], Rule], said: str) -> None:
+    """A negative size turned updates around."""
+    with pytest.raises(ValueError, match=f"Invalid {said}"):
+        make()
+
+
 def test_composing_twice_the_same_is_refused_by_name() -> None:
     with pytest.raises(RuleError, match=r"ema\(EmaLion\): the rule already has ema, ema_decay"):
         ema(ema(LION))

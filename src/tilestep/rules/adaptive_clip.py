@@ -81,6 +81,9 @@ def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: floa
         decay: the default of the new hyperparameter `clip_decay`.
         warmup: the default of the new hyperparameter `clip_warmup`.
 
+    Raises:
+        ValueError: for a value out of its range.
+
     Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (2025), algorithm 1.
 
     Example:

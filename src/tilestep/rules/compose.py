@@ -70,6 +70,9 @@ def clip_update(rule: Rule, rms: float = 1.0) -> Rule:
         rule: the rule whose updates to clip.
         rms: the default of the new hyperparameter `update_rms`.
 
+    Raises:
+        ValueError: for a value out of its range.
+
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (ICML 2018), section 6.
 
     Example:
@@ -130,6 +133,7 @@ def decoupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
 
     Raises:
         RuleError: if the rule has no `lr`.
+        ValueError: for a value out of its range.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019).
 
@@ -160,6 +164,9 @@ def coupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
     Args:
         rule: the rule to regularize.
         value: the default of the new hyperparameter `coupled_decay`.
+
+    Raises:
+        ValueError: for a value out of its range.
 
     Source: the `weight_decay` of torch.optim.SGD.
 
@@ -192,6 +199,9 @@ def ema(rule: Rule, decay: float = 0.999) -> Rule:
     Args:
         rule: the rule whose weights to average.
         decay: the default of the new hyperparameter `ema_decay`.
+
+    Raises:
+        ValueError: for a value out of its range.
 
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), with exponential
     weights; torch.optim.swa_utils.get_ema_multi_avg_fn.
@@ -238,6 +248,9 @@ def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
         rule: the rule that takes the fast steps.
         k: the default of the new hyperparameter `lookahead_k`.
         alpha: the default of the new hyperparameter `lookahead_alpha`.
+
+    Raises:
+        ValueError: for a value out of its range.
 
     Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (NeurIPS 2019), algorithm 1.
 
@@ -384,7 +397,7 @@ def compose(
     described.__signature__ = inspect.Signature(parameters)
     described.__name__ = f"{label}_{rule.__name__}"
     described.__doc__ = f"{equations}\n\nThe rule is {rule.name}: {inspect.cleandoc(rule.__doc__ or '')}"
-    return Rule(
+    made = Rule(
         function,
         name=f"{label.title().replace('_', '')}{rule.name}",
         states={**rule.states, **(states or {})},
@@ -396,3 +409,5 @@ def compose(
         fallback=rule.fallback,
         composition=(composer, rule, *arguments),
     )
+    made.check(hyperparameters or {})
+    return made
