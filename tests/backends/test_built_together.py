@@ -80,3 +80,9 @@ def test_launchers_that_have_nothing_to_build_ask_nobody(monkeypatch: pytest.Mon
         (prepare(lambda: None, 1, torch.device("cpu")), (torch.zeros(1),)) for _ in range(3)
     ]
     build_together(on_cpu, torch.device("cpu"))
+
+
+def test_a_module_that_raises_raises_again() -> None:
+    for _ in range(2):
+        with pytest.raises(NameError, match="nothing"):
+            launch.load_module("broken", "nothing")

@@ -62,8 +62,9 @@ def load_module(title: str, source: str) -> ModuleType:
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     module = ModuleType(name)
     module.__file__ = path
-    sys.modules[name] = module
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    # Not before: another thread would take what is not whole yet, and later steps what an error has left.
+    sys.modules[name] = module
     return module
 
 
