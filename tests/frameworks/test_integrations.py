@@ -135,6 +135,29 @@ def test_no_norm_is_worked_out_that_nobody_needs(trained: Any, monkeypatch: pyte
     assert all(norm > 0 for norm in logged(tracked, "grad_norm")) and not clips
 
 
+def test_a_resumed_training_is_clipped_as_the_arguments_say_now(transformers: Any, tmp_path: Path) -> None:
+    from test_transformers_trainer import Tokens, model
+
+    from tilestep.integrations.transformers import TilestepTrainer
+
+    def losses(kind: Any, clip: float, steps: int, checkpoint: str | None = None) -> list[float]:
+        given = transformers.TrainingArguments(
+            output_dir=str(tmp_path / kind.__name__), report_to=[], use_cpu=True, disable_tqdm=True, save_steps=2,
+            max_steps=steps, per_device_train_batch_size=4, logging_steps=1, learning_rate=1e-2, max_grad_norm=clip,
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        trainer = kind(model(), given, train_dataset=Tokens())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return logged(trainer, "loss")
+
+    kinds = (TilestepTrainer, transformers.Trainer)
+    for kind in kinds:
+        losses(kind, 0.01, 2)
+    for clip in (10.0, 0.0):
+        own, torchs = (losses(kind, clip, 5, str(tmp_path / kind.__name__ / "checkpoint-2")) for kind in kinds)
+        assert own == pytest.approx(torchs, rel=1e-4)
+
+
 def test_a_limit_of_the_optimizer_s_own_stays(trained: Any) -> None:
     trainer = trained(lambda model: tilestep.AdamW(model.parameters(), max_grad_norm=0.1), max_grad_norm=1.0)
     assert trainer.optimizer.param_groups[0]["max_grad_norm"] == 0.1
@@ -226,12 +249,13 @@ def fit(make: Any, callbacks: list[Any], validates: bool = False, **options: Any
         def validation_step(self, batch: Any, index: int) -> None:
             self.seen.append(self.net.weight.detach().clone())
 
+    checkpoint = options.pop("checkpoint", None)
     trainer = lightning.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
-        enable_model_summary=False, callbacks=callbacks, num_sanity_val_steps=0, **options,
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=callbacks, num_sanity_val_steps=0, **{"max_epochs": 1, **options},
     )  # fmt: skip
     module = (Validated if validates else Module)()
-    trainer.fit(module, loader(), loader() if validates else None)
+    trainer.fit(module, loader(), loader() if validates else None, ckpt_path=checkpoint)
     return module, trainer
 
 
@@ -250,6 +274,22 @@ def test_lightning_s_clip_is_inside_the_step_in_every_precision(precision: str) 
     assert own.losses == pytest.approx(torchs.losses, rel=1e-3)
     assert float(trainer.callback_metrics["grad_norm"]) > 0.5 and float(trainer.callback_metrics["skipped_steps"]) == 0
     assert trainer.gradient_clip_val == 0.5
+
+
+def test_a_resumed_lightning_training_is_clipped_as_the_trainer_says_now(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from tilestep.integrations.lightning import TilestepCallback
+
+    for make, torchs_clip in ((sgd, None), (lambda module: sgd(module, max_grad_norm=0.3), 0.3)):
+        fit(make, [TilestepCallback()], gradient_clip_val=0.01)[1].save_checkpoint(tmp_path / "own.ckpt")
+        torchs = lambda m: torch.optim.SGD(m.parameters(), lr=0.05)  # noqa: E731
+        fit(torchs, [], gradient_clip_val=torchs_clip or 0.01)[1].save_checkpoint(tmp_path / "torchs.ckpt")
+        for clip in (1.0, None):
+            options = {"max_epochs": 2, "checkpoint": tmp_path / "own.ckpt"}
+            own, _ = fit(make, [TilestepCallback()], gradient_clip_val=clip, **options)
+            options["checkpoint"] = tmp_path / "torchs.ckpt"
+            expected, _ = fit(torchs, [], gradient_clip_val=torchs_clip or clip, **options)
+            assert own.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
 def test_lightning_s_scaler_and_clip_go_together() -> None:

@@ -6,7 +6,7 @@ Each can be imported where its framework is installed; none is imported by tiles
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..optimizer import Optimizer
@@ -39,14 +39,29 @@ def plain_optimizer(optimizer: Any) -> Optimizer | None:
     return optimizer
 
 
-def set_max_grad_norm(optimizers: Iterable[Optimizer], max_norm: float | None) -> None:
-    """Have optimizers clip inside their steps; groups that have a limit of their own keep it.
+Places = Sequence[tuple[Optimizer, int]]  # param groups, which loading a checkpoint replaces, by their numbers
+
+
+def without_limit(optimizers: Iterable[Optimizer], max_norm: float | None = None) -> Places:
+    """Param groups without a limit of their own, or whose limit is the framework's already.
 
     Args:
-        optimizers: the optimizers.
-        max_norm: the largest norm; None and 0 change nothing.
+        optimizers: the optimizers, before they load a checkpoint.
+        max_norm: the framework's limit.
     """
-    for optimizer in optimizers if max_norm else ():
-        for group in optimizer.param_groups:
-            if group.get("max_grad_norm") is None:
-                group["max_grad_norm"] = max_norm
+    own = [(optimizer, index, group) for optimizer in optimizers for index, group in enumerate(optimizer.param_groups)]
+    return [(optimizer, index) for optimizer, index, group in own if group.get("max_grad_norm") in (None, max_norm)]
+
+
+def set_max_grad_norm(places: Places, max_norm: float | None) -> None:
+    """Have groups clipped inside their steps by what the framework says now, whatever a checkpoint said.
+
+    Args:
+        places: the groups.
+        max_norm: the largest norm; None and 0 clip nothing.
+    """
+    for optimizer, index in places:
+        group = optimizer.param_groups[index]
+        group.pop("max_grad_norm", None)
+        if max_norm:
+            group["max_grad_norm"] = max_norm

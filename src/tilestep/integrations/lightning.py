@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from . import plain_optimizer, require, set_max_grad_norm
+from . import Places, plain_optimizer, require, set_max_grad_norm, without_limit
 
 require("lightning")
 
@@ -34,15 +34,20 @@ class TilestepCallback(Callback):
     def __init__(self, log: bool = True) -> None:
         self._log = log
         self._clip_val: Any = None
+        self._without_limit: Places = []
         self._accumulating = ExitStack()
         self._only_accumulates = False
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which groups have no limit of their own: a checkpoint, which is loaded next, has its training's clip."""
+        self._without_limit = without_limit(_own(trainer))
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the clip over."""
-        own = [optimizer for optimizer in map(plain_optimizer, trainer.optimizers) if optimizer is not None]
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        if trainer.gradient_clip_val and by_norm and len(own) == len(trainer.optimizers):
-            set_max_grad_norm(own, trainer.gradient_clip_val)
+        clips = trainer.gradient_clip_val and by_norm and len(_own(trainer)) == len(trainer.optimizers)
+        set_max_grad_norm(self._without_limit, trainer.gradient_clip_val if clips else None)
+        if clips:
             self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from . import plain_optimizer, require, set_max_grad_norm
+from . import Places, plain_optimizer, require, set_max_grad_norm, without_limit
 
 require("transformers")
 require("accelerate")
@@ -84,6 +84,7 @@ class TilestepTrainerMixin:
     optimizer: Any
     optimizer_cls_and_kwargs: Any
     get_decay_parameter_names: Any
+    _without_limit: Places = ()
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with tilestep's `Accelerator`."""
@@ -99,9 +100,16 @@ class TilestepTrainerMixin:
             groups = self._named_groups(args[0] if args else kwargs.get("model"))
             self.optimizer_cls_and_kwargs = kind, {"params": groups, **given}
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if self._clips_inside():
-            set_max_grad_norm([plain_optimizer(self.optimizer)], self.args.max_grad_norm)  # type: ignore[list-item]
+        own = plain_optimizer(self.optimizer)
+        if own is not None and self._clips_inside():
+            self._without_limit = without_limit([own], self.args.max_grad_norm)
+            set_max_grad_norm(self._without_limit, self.args.max_grad_norm)
         return optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        # The checkpoint has the clip of its own training.
+        set_max_grad_norm(self._without_limit, self.args.max_grad_norm)
 
     def _named_groups(self, model: Any) -> list[dict[str, Any]]:
         """The Trainer's own param groups, with names of the parameters."""
