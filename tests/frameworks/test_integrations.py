@@ -369,6 +369,21 @@ def test_torchtitan_clips_by_one_norm_over_its_parts() -> None:
     assert len(optimizers) == 2
 
 
+def test_a_resumed_torchtitan_training_is_clipped_as_the_config_says_now() -> None:
+    pytest.importorskip("torchtitan")
+    from tilestep.integrations.torchtitan import tilestep_optimizer
+
+    def made(max_norm: float) -> Any:
+        models = parts()
+        optimizers = tilestep_optimizer("SGD", lr=0.1, max_norm=max_norm, no_decay="bias").build(model_parts=models)
+        torchtitan_step(optimizers, models)
+        return optimizers
+
+    resumed = made(2.0)
+    resumed.load_state_dict(made(0.5).state_dict())
+    assert {group["max_grad_norm"] for optimizer in resumed for group in optimizer.param_groups} == {2.0}
+
+
 def test_torchtitan_s_bfloat16_states_are_a_state_dtype() -> None:
     pytest.importorskip("torchtitan")
     from torchtitan.components.optimizer import ParamGroupConfig

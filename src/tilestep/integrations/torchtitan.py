@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import require
+from . import require, set_max_grad_norm, without_limit
 
 require("torchtitan")
 
@@ -43,6 +43,7 @@ class TilestepOptimizers(OptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         super().__init__(config, model_parts=model_parts)
+        self._max_norm, self._without_limit = config.max_norm, without_limit(self.optimizers, config.max_norm)
         if config.max_norm and len(self.optimizers) > 1:
             joint_norm(self.optimizers)
 
@@ -61,6 +62,11 @@ class TilestepOptimizers(OptimizersContainer):
         if name not in kinds:
             raise NotImplementedError(f"tilestep has no optimizer {name!r}; it has {', '.join(sorted(kinds))}")
         return kinds[name]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torchtitan's; the clip stays that of the config."""
+        super().load_state_dict(state_dict)
+        set_max_grad_norm(self._without_limit, self._max_norm)
 
     def _register_bf16_optimizer_state_hook(self) -> None:
         """Nothing: groups have a `state_dtype`."""
