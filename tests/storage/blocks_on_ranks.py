@@ -148,6 +148,24 @@ def parameters_without_names() -> None:
     assert saved["exp_avg_sq"].dtype is plain.state[nets[0].emb.weight]["exp_avg_sq"].dtype is torch.uint8
 
 
+def sums_over_tensors_of_which_one_rank_has_some_whole() -> None:
+    kept = {"0": "int8", "1": "float32", "2": "int8", "3": "int8"}
+    models = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        net = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in ((97,), (40, 64), (4, 256), (97,))])
+        optimizer = tilestep.LAMB(net.named_parameters(), lr=1e-2, state_dtype=lambda name: kept[name.split(".")[-1]])
+        if is_sharded:
+            tilestep.shard(optimizer, net)
+        for _ in range(3):
+            sum(param.square().sum() for param in net).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(net)
+    for mine, wanted in zip(*map(nn.Module.parameters, models)):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
 def fsdp_shards() -> None:
     for format in FORMATS:
         net = model()
@@ -266,6 +284,7 @@ CHECKS = [
     pieces_are_balanced,
     formats_by_group,
     parameters_without_names,
+    sums_over_tensors_of_which_one_rank_has_some_whole,
     fsdp_shards,
     rules_over_rows,
     cut_blocks_are_refused,

@@ -95,6 +95,13 @@ class Pieces(Placement):
     def take_part(self, plan: Any) -> None:
         """All ranks decide, and those that share the parameters combine reductions."""
         plan.ranks, plan.sharers = self._deciders, self._sharers
-        plan.shared_sums = [SharedSums(self._sharers, engine.segments) for engine in plan.engines]
+        # Of all ranks in one order: what one has whole may come first in a segment there.
+        order = {piece: place for place, piece in enumerate(self.wholes)}
+        plan.shared_sums = []
+        for engine, pieces in zip(plan.engines, plan.members):
+            places = {id(entry): order[piece] for entry, piece in zip(engine.entries, pieces) if piece in order}
+            first = [min((places[id(e)] for e in own.entries if id(e) in places), default=0) for own in engine.segments]
+            segments = [engine.segments[at] for at in sorted(range(len(first)), key=first.__getitem__)]
+            plan.shared_sums.append(SharedSums(self._sharers, segments))
         if self.parts is not None:
             self.parts.take([segment for engine in plan.engines for segment in engine.segments])
