@@ -409,7 +409,8 @@ class Recorder(TensorDispatch):
         result = torch.empty_like(args[0]) if is_called else func(*args, **kwargs)
         self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
         try:
-            lowering.check_dtype(base, result.dtype, getattr(args[0], "dtype", None) if args else None)
+            if isinstance(result, torch.Tensor):  # operations with several results say themselves what they lack
+                lowering.check_dtype(base, result.dtype, getattr(args[0], "dtype", None) if args else None)
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
             if base in lowering.CONVERTING:
                 value = lowering.converted(self.build, value, result.dtype)
