@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,21 @@ def absent_gpu(directory: Path, capability: int = 90) -> Iterator[None]:
             yield
         finally:
             driver._active = before
+
+
+def engine_of(make: Callable[[], Any], shape: Any) -> Any:
+    """The engine that an optimizer would have on a GPU, in tiles of this shape; its tensors are on the CPU."""
+    from tilestep.backends import registry
+    from tilestep.backends.triton.run import CudaSegment
+    from tilestep.tuning import forced_shape
+
+    chosen, registry.segment_class = registry.segment_class, lambda device: CudaSegment
+    try:
+        with forced_shape(shape):
+            (engine,) = make().fitting_plan(ahead=True).engines
+    finally:
+        registry.segment_class = chosen
+    return engine
 
 
 class _AnyDevice:

@@ -17,12 +17,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from absent_gpu import absent_gpu
+from absent_gpu import absent_gpu, engine_of
 
 import tilestep
 from tilestep.backends.triton.launch import Launch, build_together
@@ -30,7 +31,7 @@ from tilestep.bench.sections import MAX_GRAD_NORM
 from tilestep.cache import forget_directory
 from tilestep.norm.triton_backend import TritonNorm
 from tilestep.runtime import StepInputs
-from tilestep.tuning import default_shape, forced_shape
+from tilestep.tuning import default_shape
 
 __all__ = ["Builds", "KernelBuild", "builds_of", "first_launches"]
 
@@ -86,18 +87,12 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
         shapes: of the parameters.
         dtype: of all of them.
     """
-    from tilestep.backends import registry
-    from tilestep.backends.triton.run import CudaSegment, decision_launch
+    from tilestep.backends.triton.run import decision_launch
     from tilestep.optimizer.control import fresh_control
 
     parameters = [torch.ones(tuple(shape), dtype=dtype, requires_grad=True) for shape in shapes]
-    chosen, registry.segment_class = registry.segment_class, lambda device: CudaSegment
-    try:
-        with forced_shape(default_shape(None, "cuda")):  # type: ignore[arg-type]
-            optimizer = tilestep.Optimizer(parameters, rule, max_grad_norm=MAX_GRAD_NORM)
-            (engine,) = optimizer.fitting_plan(ahead=True).engines
-    finally:
-        registry.segment_class = chosen
+    make = partial(tilestep.Optimizer, parameters, rule, max_grad_norm=MAX_GRAD_NORM)
+    engine = engine_of(make, default_shape(None, "cuda"))
     norm = TritonNorm(torch.device("cpu"), [each.numel() for each in parameters], [dtype] * len(parameters))
     decision = StepInputs(partials=norm.tiles_put())
     launches = [norm.tiles_launch(engine.grads), decision_launch(fresh_control(torch.device("cpu")), decision, {})]

@@ -15,24 +15,23 @@ import os
 import re
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import triton
 import typer
-from absent_gpu import absent_gpu
+from absent_gpu import absent_gpu, engine_of
 from formats import CHOICES
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import tilestep
-from tilestep.backends import registry
 from tilestep.backends.spec import total_traffic
-from tilestep.backends.triton.run import CudaSegment
 from tilestep.bench.results import environment
-from tilestep.tuning import default_shape, forced_shape
+from tilestep.tuning import default_shape
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 SHAPE = (1024, 1024)
@@ -41,18 +40,10 @@ SHAPE = (1024, 1024)
 def kernel_of(rule: str, choice: dict[str, Any]) -> tuple[Any, Any]:
     """A segment of one bfloat16 matrix, and what Triton makes of its first update pass."""
     param = torch.ones(SHAPE, dtype=torch.bfloat16, requires_grad=True)
-    plain = tilestep.Optimizer([param], rule, max_grad_norm=1.0, **choice)
-    (cpu,) = plain.fitting_plan(ahead=True).engines
-    chosen, registry.segment_class = registry.segment_class, lambda device: CudaSegment
-    try:
-        with forced_shape(default_shape(cpu.segments[0].spec, "cuda")):
-            optimizer = tilestep.Optimizer([param], rule, max_grad_norm=1.0, **choice)
-            (engine,) = optimizer.fitting_plan(ahead=True).engines
-            (segment,) = engine.segments
-            updates = [one for one in segment.launches(False) if "tile_pass" in one[0]._kernel.__name__]
-    finally:
-        registry.segment_class = chosen
-    launcher, arguments = updates[0]
+    make = partial(tilestep.Optimizer, [param], rule, max_grad_norm=1.0, **choice)
+    (plain,) = make().fitting_plan(ahead=True).engines
+    (segment,) = engine_of(make, default_shape(plain.segments[0].spec, "cuda")).segments
+    launcher, arguments = next(one for one in segment.launches(False) if "tile_pass" in one[0]._kernel.__name__)
     launcher._device = torch.device("cuda", 0)
     return segment, launcher.compile(arguments)
 

@@ -76,11 +76,7 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
 
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for a hyperparameter that the rule or the optimizer refuses."""
-    given = {
-        key: group[key] if type(group[key]) in PYTHON_TYPES else _on_host(group[key], key)
-        for key in rule.hyperparameters
-        if key in group
-    }
+    given = _given(rule, group)
     for key, value in given.items():
         default = rule.hyperparameters[key]
         alike = type(value) is type(default) and type(value) in PYTHON_TYPES
@@ -103,8 +99,7 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     check_rounding(group)
-    given = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
-    for name, value in flat_numbers(given):
+    for name, value in flat_numbers(_given(rule, group)):
         if not isinstance(value, torch.Tensor) and value != value:
             raise ValueError(f"Invalid {name}: nan")
     limit = group.get("max_grad_norm")
@@ -136,6 +131,11 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         raise TypeError(f"Invalid {key}: {value!r}; it must be a number or a function of the step")
     if callable(value) and (isinstance(default, (bool, str)) or key == "max_grad_norm"):
         raise TypeError(f"Invalid {key}: {value!r}; it cannot be a function of the step")
+
+
+def _given(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters, as the host can read them."""
+    return {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
 
 
 def _on_host(value: Any, key: str) -> Any:

@@ -95,13 +95,14 @@ class Pieces(Placement):
     def take_part(self, plan: Any) -> None:
         """All ranks decide, and those that share the parameters combine reductions."""
         plan.ranks, plan.sharers = self._deciders, self._sharers
+        order = {id(whole): place for place, whole in enumerate(self.wholes.values())}
+
+        def first_cut(segment: Any) -> int:
+            return min((order[id(entry.whole)] for entry in segment.entries if id(entry.whole) in order), default=0)
+
         # Of all ranks in one order: what one has whole may come first in a segment there.
-        order = {piece: place for place, piece in enumerate(self.wholes)}
-        plan.shared_sums = []
-        for engine, pieces in zip(plan.engines, plan.members):
-            places = {id(entry): order[piece] for entry, piece in zip(engine.entries, pieces) if piece in order}
-            first = [min((places[id(e)] for e in own.entries if id(e) in places), default=0) for own in engine.segments]
-            segments = [engine.segments[at] for at in sorted(range(len(first)), key=first.__getitem__)]
-            plan.shared_sums.append(SharedSums(self._sharers, segments))
+        plan.shared_sums = [
+            SharedSums(self._sharers, sorted(engine.segments, key=first_cut)) for engine in plan.engines
+        ]
         if self.parts is not None:
             self.parts.take([segment for engine in plan.engines for segment in engine.segments])

@@ -411,8 +411,13 @@ def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *,
             )
         if tensors:
             # What one rank has whole is in no segment of the others.
-            sums, shared = segment.sums, [pair for pair in enumerate(segment.entries) if not is_whole(pair[1].handle)]
-            listed = [(place, entry, slot, value) for place, entry in shared for slot, value in tensors]
+            sums = segment.sums
+            listed = [
+                (place, entry, slot, value)
+                for place, entry in enumerate(segment.entries)
+                if not is_whole(entry.handle)
+                for slot, value in tensors
+            ]
             places = torch.tensor([place * sums.shape[1] + slot for place, _, slot, _ in listed], device=sums.device)
             factors = [_factor(group, entry, value) for _, entry, _, value in listed]
             scale = torch.tensor(factors, dtype=torch.float64, device=sums.device)
