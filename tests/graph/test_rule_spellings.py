@@ -152,6 +152,76 @@ def test_a_rule_that_asks_for_the_type_of_its_values_gets_that_of_each_parameter
     assert weights[2].tolist() == [0.5, -1.0]  # computed in float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_data_may_be_assigned_to(dtype: torch.dtype) -> None:
+    """The tensor lies in the other one's memory then, and what else has lain in its own stays there."""
+
+    def assigning(param: Any, grad: Any, moved: Any, left: Any, added: Any) -> None:
+        before = left.detach()
+        left.data = grad * 3
+        before.add_(5)
+        moved.data = param
+        moved.add_(before)
+        param.data = param * 2 - left
+        moved.mul_(2)
+        added.data += grad
+
+    compare_with_code(assigning, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cast_is_the_tensor_itself_or_a_copy_by_the_type_of_the_parameter(dtype: torch.dtype) -> None:
+    def casting(param: Any, grad: Any, narrow: Any, same: Any) -> None:
+        single = narrow.float()
+        single.add_(1)
+        same.to(grad.dtype).add_(grad)
+        param.type_as(same).sub_(grad)
+
+    compare_with_code(casting, dtype)
+
+
+def test_a_double_of_the_parameter_s_type_is_the_parameter() -> None:
+    def casting(param: Any, grad: Any) -> None:
+        param.double().sub_(grad)
+
+    compare_with_code(casting, torch.float64)
+
+
+def compare_with_code(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Take two steps of the kernel and of the rule's own code."""
+    rule = tilestep.rule(function)
+    grad = torch.tensor([2.5, 0.0, -0.5, -2.75], dtype=dtype)
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype))
+    wanted: Any = (weight.detach().clone(), *(torch.zeros_like(grad) for _ in rule.state_names))
+    optimizer = tilestep.Optimizer([weight], rule)
+    for _ in range(2):
+        param, *states = wanted
+        wanted = [value.clone() for value in rule(param, grad.clone(), *states)]
+        weight.grad = grad.clone()
+        optimizer.step()
+        for name, value in zip(("param", *rule.state_names), wanted):
+            got = weight.detach() if name == "param" else optimizer.state[weight].get(name, torch.zeros_like(grad))
+            assert got.tolist() == value.tolist(), name
+
+
+def test_elements_of_more_bits_than_kernels_have_are_refused() -> None:
+    def wide(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * (grad.double() ** 2).sqrt()
+
+    with pytest.raises(RuleError, match=r"test_rule_spellings.py:.*elements in float64.*leave out the cast"):
+        tilestep.Optimizer([torch.nn.Parameter(torch.ones(3))], tilestep.rule(wide))
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = tilestep.Optimizer([weight], tilestep.rule(wide))
+    weight.grad = torch.full((3,), 1e30, dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -1e29, dtype=torch.float64))
+
+    def narrow(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * (grad > 0).double() * grad.norm().double()
+
+    traced(narrow)
+
+
 def names_of(graph: Graph, level: Level) -> list[str]:
     return [value.name for value in graph.values() if value.level is level and value.name and value.args]
 

@@ -489,6 +489,12 @@ def check_dtype(operation: str, dtype: torch.dtype, given: torch.dtype | None) -
         raise Unsupported(f"a reduction in {dtype}; cast its result")
 
 
+def check_width(given: torch.dtype, dtype: torch.dtype) -> None:
+    """Raise for a cast of elements to more bits than their values have in kernels."""
+    if given is torch.float32 and dtype is torch.float64:
+        raise Unsupported("elements in float64, which have 32 bits unless the parameter has 64; leave out the cast")
+
+
 LOWERINGS: dict[str, Lowering] = {
     **{name: _numeric(name) for name in ("neg", "abs", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "sin")},
     **{name: _numeric(name) for name in ("cos", "tanh", "erf", "floor", "ceil", "trunc", "sign", "mul")},

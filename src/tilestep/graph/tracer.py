@@ -253,6 +253,10 @@ class Memory:
         owner, walk = self._place(tensor)
         self._places[id(result)] = owner, walk if same_order else id(result)
 
+    def move(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Note that a tensor lies in another one's memory from now on, as that does."""
+        self._places[id(tensor)] = self._place(other)
+
     def is_view(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor walks another's memory in another order."""
         owner, walk = self._place(tensor)
@@ -412,6 +416,8 @@ class Recorder(TensorDispatch):
             if isinstance(result, torch.Tensor):  # operations with several results say themselves what they lack
                 lowering.check_dtype(base, result.dtype, getattr(args[0], "dtype", None) if args else None)
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
+            if base == "_to_copy" and value.level > Level.TENSOR:
+                lowering.check_width(args[0].dtype, result.dtype)
             if base in lowering.CONVERTING:
                 value = lowering.converted(self.build, value, result.dtype)
         except MatrixError as error:
@@ -438,6 +444,12 @@ class Recorder(TensorDispatch):
                 self.node_of[id(other)] = node
             else:
                 self.node_of.pop(id(other), None)
+
+    def take_memory(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Let a tensor stand for another one's value, and lie where that does: `tensor.data = other`."""
+        self.value_of(other)
+        self.node_of[id(tensor)] = self.node_of[id(other)]
+        self.memory.move(tensor, other)
 
     def _describe(self, value: Value, mutated: Any) -> None:
         line, name, statement = rule_place()
@@ -504,6 +516,8 @@ class Reads(ScalarCalls):
             return self.recorder.branch(args[0])
         if name == "__setitem__":
             raise self.recorder.unsupported("assigning to elements of a tensor has no translation to a kernel")
+        if func == _SET_DATA:
+            self.recorder.take_memory(*args)
         if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
             given = args[1] if len(args) > 1 else (kwargs or {}).get("dtype")
             return self.recorder.made(args[0], given or (torch.bool if isinstance(args[0], bool) else torch.float64))
@@ -515,7 +529,8 @@ class Reads(ScalarCalls):
             return torch.empty_like(args[0], **(kwargs or {})).copy_(args[1])
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
             raise self.recorder.read_error(args[0])
-        if name in _OF_DTYPE or func in _DTYPES:
+        if name in _OF_DTYPE or func in _DTYPES or (name in _CASTS and args[0].is_floating_point()):
+            # A cast to the type that a tensor has is the tensor itself, to another one a copy.
             self.recorder.build.reads_dtype = True
         dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
         if name in ("numel", "nelement"):
@@ -571,8 +586,10 @@ _ALIKE = frozenset(
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _OF_MEMORY = {"__len__": "len()", "stride": "stride()"}
 _OF_DTYPE = ("type", "element_size")
+_CASTS = ("float", "double", "to", "type_as")
 _DTYPES = (torch.Tensor.dtype.__get__, torch.Tensor.itemsize.__get__)  # type: ignore[attr-defined]
 _BYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _DIMENSIONS = torch.Tensor.ndim.__get__  # type: ignore[attr-defined]
 

@@ -73,9 +73,7 @@ def graph_for(
             fits = (not graph.reads_shape or graph.dims == dims) and (not graph.reads_dtype or graph.dtype is dtype)
             if fits and guards_hold(graph, hyperparameters, shape):
                 return graph
-        graph = trace(rule, hyperparameters, dims, shape)
-        if graph.reads_dtype and dtype is not graph.dtype:
-            graph = trace(rule, hyperparameters, dims, shape, dtype)
+        graph = trace(rule, hyperparameters, dims, shape, dtype)
         graphs.setdefault(key, []).append(graph)
         return graph
 
