@@ -12,8 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilestep.planning import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
-from tilestep.planning.plan import crossover
+from tilestep.planning import (
+    Constants,
+    Footprint,
+    Job,
+    Plan,
+    best_bucket,
+    crossover,
+    default_constants,
+    footprint,
+    meshes,
+    plan,
+)
 from tilestep.rules import registry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"

@@ -336,28 +336,28 @@ def of_compat() -> None:
 def of_cli() -> None:
     """The package `cli`.
 
-    >>> from tilestep.cli._rules import chosen_device
+    >>> from tilestep.cli.arguments import chosen_device
     >>> chosen_device("cpu")
     device(type='cpu')
 
-    >>> from tilestep.cli._rules import load_rule
+    >>> from tilestep.cli.arguments import load_rule
     >>> load_rule("adamw").name
     'AdamW'
 
-    >>> from tilestep.cli._rules import load_rule, parse_settings
+    >>> from tilestep.cli.arguments import load_rule, parse_settings
     >>> parse_settings(["amsgrad=true", "betas=(0.8, 0.9)", "lr=1e-2"], load_rule("adamw"))
     {'amsgrad': True, 'betas': (0.8, 0.9), 'lr': 0.01}
 
-    >>> from tilestep.cli._rules import parse_formats
+    >>> from tilestep.cli.arguments import parse_formats
     >>> parse_formats("int8", "true"), parse_formats("", "")  # doctest: +NORMALIZE_WHITESPACE
     ({'state_dtype': 'int8', 'master_weights': True, 'rounding': 'nearest'},
      {'state_dtype': None, 'master_weights': False, 'rounding': 'nearest'})
 
-    >>> from tilestep.cli.plan import elements_of
+    >>> from tilestep.cli.arguments import elements_of
     >>> elements_of("1.2B"), elements_of("350m"), elements_of("12,000")
     (1200000000.0, 350000000.0, 12000.0)
 
-    >>> from tilestep.cli.plan import mesh_of
+    >>> from tilestep.cli.arguments import mesh_of
     >>> mesh_of("8x4"), mesh_of("16")
     ((8, 4), (16, 1))
     """
@@ -401,7 +401,7 @@ def of_bench() -> None:
     >>> loop is None or loop.bytes_moved == 28000
     True
 
-    >>> from tilestep.bench.report import Spread, _time
+    >>> from tilestep.bench.results import Spread, _time
     >>> _time(Spread(median=12.5, low=12.0, high=13.0, count=15))
     '12.5 ±0.5'
 
@@ -659,11 +659,11 @@ def of_placement() -> None:
 def of_planning() -> None:
     """The package `planning`.
 
-    >>> from tilestep.planning.plan import default_constants
+    >>> from tilestep.planning import default_constants
     >>> default_constants().gpus_per_node
     8
 
-    >>> from tilestep.planning.plan import footprint
+    >>> from tilestep.planning import footprint
     >>> from tilestep.rules import registry
     >>> sizes = footprint(registry["AdamW"], master_weights=True)
     >>> sizes.state, sizes.moved
@@ -672,7 +672,7 @@ def of_planning() -> None:
     >>> sizes.state, sizes.moved
     (10.0, 26.0)
 
-    >>> from tilestep.planning.plan import Job, plan
+    >>> from tilestep.planning import Job, plan
     >>> from tilestep.planning import default_constants, footprint
     >>> from tilestep.rules import registry
     >>> job = Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8, bucket=2**27)
@@ -680,7 +680,7 @@ def of_planning() -> None:
     >>> round(chosen.memory["state"] / 1e9, 2), round(chosen.whole_state / 1e9, 2)
     (1.8, 14.4)
 
-    >>> from tilestep.planning.plan import crossover
+    >>> from tilestep.planning import crossover
     >>> from tilestep.planning import default_constants
     >>> few, many = (crossover(ranks, default_constants()) for ranks in (8, 512))
     >>> few[0] < many[0], few[1] < many[1]
@@ -789,7 +789,7 @@ def of_tensor_watch() -> None:
 def of_tracing() -> None:
     """The package `tracing`.
 
-    >>> from tilestep.tracing.session import Iteration, lane_events
+    >>> from tilestep.tracing import Iteration, lane_events
     >>> from tilestep.tracing.lanes import Lanes
     >>> lanes = Lanes(update=[(1.0, 3.0)], optimizer=[(1.0, 3.0)])
     >>> [event["name"] for event in lane_events([Iteration(0.0, 4.0, lanes)]) if event["ph"] == "X"]

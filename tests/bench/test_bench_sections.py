@@ -12,8 +12,7 @@ from first_step import run_compile
 from bench import app
 from tilestep import cli
 from tilestep.bench import measure, sections
-from tilestep.bench.report import plot
-from tilestep.bench.results import Group, Result, Row
+from tilestep.bench.results import Group, Result, Row, plot
 from tilestep.bench.sections import Settings, adamw_bytes, gpu_workloads, make_parameters, run_cpu, run_norm, run_step
 
 CPU = torch.device("cpu")

@@ -14,10 +14,9 @@ from scripts import run_python
 import tilestep
 from tilestep import cli
 from tilestep.backends.cpp import text as cpp_text
-from tilestep.checking import Verdict, check_rule
-from tilestep.checking.interpreted import check_interpreted
+from tilestep.checking import Verdict, check_interpreted, check_rule
 from tilestep.checking.items import ITEMS, Subject, run_item, trace_all
-from tilestep.cli._rules import load_rule
+from tilestep.cli.arguments import load_rule
 from tilestep.graph import Graph
 
 FOLDER = Path(__file__).parent

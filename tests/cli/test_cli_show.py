@@ -11,7 +11,7 @@ import typer
 
 import tilestep
 from tilestep import cache, cli, tuning
-from tilestep.cli._rules import load_rule, parse_settings
+from tilestep.cli.arguments import load_rule, parse_settings
 from tilestep.describe import describe
 
 AUTHORED = Path(__file__).with_name("authored.py")

@@ -12,7 +12,7 @@ from scripts import run_python
 
 import tilestep
 from tilestep.cache import forget_directory
-from tilestep.cli import _machine
+from tilestep.cli import machine
 
 
 def version(tmp_path: Path, **environment: str) -> str:
@@ -52,13 +52,13 @@ def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def compiler_is(path: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine, "compiler", lambda: path and (str(path),))
+    monkeypatch.setattr(machine, "compiler", lambda: path and (str(path),))
     monkeypatch.delenv("CXX", raising=False)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler_is(None, monkeypatch)
-    assert "apt install g++" in str(_machine._compiler())
+    assert "apt install g++" in str(machine._compiler())
 
 
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +66,13 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     broken.write_text("#!/bin/sh\ncat > /dev/null\necho 'x.cpp: fatal error: omp.h is missing' >&2\nexit 1\n")
     broken.chmod(0o755)
     compiler_is(broken, monkeypatch)
-    assert "fatal error: omp.h is missing" in str(_machine._compiler()) and "CXX" in str(_machine._compiler())
+    assert "fatal error: omp.h is missing" in str(machine._compiler()) and "CXX" in str(machine._compiler())
 
 
 def test_a_compiler_that_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c++").touch(mode=0o600)
     compiler_is(tmp_path / "c++", monkeypatch)
-    assert "cannot be run" in str(_machine._compiler())
+    assert "cannot be run" in str(machine._compiler())
 
 
 def test_a_folder_from_which_no_code_may_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_folder_from_which_no_code_may_be_run(tmp_path: Path, monkeypatch: pyt
     odd.write_text(f"#!/bin/sh\n{script}\n")
     odd.chmod(0o755)
     compiler_is(odd, monkeypatch)
-    sentence = str(_machine._compiler())
+    sentence = str(machine._compiler())
     assert "cannot be loaded" in sentence and "TILESTEP_CACHE_DIR" in sentence
 
 
@@ -91,43 +91,43 @@ def test_a_cache_folder_that_others_may_write_to(tmp_path: Path, monkeypatch: py
     folder.mkdir()
     folder.chmod(0o777)
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(folder))
-    sentence = str(_machine._cache())
+    sentence = str(machine._cache())
     assert str(folder) in sentence and "others may write to it" in sentence and "TILESTEP_CACHE_DIR" in sentence
 
 
 def test_missing_headers_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
-    assert "python3-dev" in str(_machine._headers())
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    assert "python3-dev" in str(machine._headers())
 
 
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _machine._torch() is None
+    assert machine._torch() is None
     for name, old in {"2.10.1+cu128": True, "1.13.0": True, "2.11.0a0": False, "3.0.0": False}.items():
-        monkeypatch.setattr(_machine.torch, "__version__", name)
-        assert (_machine._torch() is not None) == old, name
+        monkeypatch.setattr(machine.torch, "__version__", name)
+        assert (machine._torch() is not None) == old, name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a usable GPU")
 def test_a_driver_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine, "_has_driver", lambda: False)
-    assert _machine._gpu() is None  # a machine without a GPU is as it should be
-    monkeypatch.setattr(_machine, "_has_driver", lambda: True)
-    monkeypatch.setattr(_machine.torch.version, "cuda", None)
-    assert "built without CUDA" in str(_machine._gpu()) and "Install torch with CUDA" in str(_machine._gpu())
+    monkeypatch.setattr(machine, "_has_driver", lambda: False)
+    assert machine._gpu() is None  # a machine without a GPU is as it should be
+    monkeypatch.setattr(machine, "_has_driver", lambda: True)
+    monkeypatch.setattr(machine.torch.version, "cuda", None)
+    assert "built without CUDA" in str(machine._gpu()) and "Install torch with CUDA" in str(machine._gpu())
 
     def refuse() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore")
 
-    monkeypatch.setattr(_machine.torch.version, "cuda", "13.0")
-    monkeypatch.setattr(_machine.torch.cuda, "init", refuse)
+    monkeypatch.setattr(machine.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine.torch.cuda, "init", refuse)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "is too old (found version 11040). Update the driver" in str(_machine._gpu())
+    assert "is too old (found version 11040). Update the driver" in str(machine._gpu())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "hides every GPU" in str(_machine._gpu())
+    assert "hides every GPU" in str(machine._gpu())
 
 
 def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine.torch.cuda, "is_available", lambda: True)
-    assert _machine._triton() is None or _machine.importlib.util.find_spec("triton") is None
-    monkeypatch.setattr(_machine.importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'tilestep[gpu]'" in str(_machine._triton())
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
+    assert machine._triton() is None or machine.importlib.util.find_spec("triton") is None
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'tilestep[gpu]'" in str(machine._triton())

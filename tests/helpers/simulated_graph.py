@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tilestep.amp.grad_scaler
+import tilestep.amp
 import tilestep.backends.registry
 import tilestep.backends.triton.run
 import tilestep.norm.table
@@ -89,7 +89,7 @@ class Simulation:
             tilestep.backends.triton.run,
             tilestep.optimizer.graphs,
             tilestep.optimizer.optimizer,
-            tilestep.amp.grad_scaler,
+            tilestep.amp,
         ):
             monkeypatch.setattr(module, "is_capturing", lambda: self.graph is not None)
 

@@ -15,8 +15,7 @@ from module_files import load
 
 import tilestep
 from tilestep.placement import Ranks
-from tilestep.planning import Job, best_bucket, default_constants, footprint, meshes, plan
-from tilestep.planning.plan import Constants, crossover
+from tilestep.planning import Constants, Job, best_bucket, crossover, default_constants, footprint, meshes, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,7 +21,7 @@ from ..norm import clip_grad_norm_, total_norm
 from ..optimizer import Optimizer
 from . import measure as bandwidth
 from .measure import Contender, Timing, measure
-from .results import Group, Result, Row, environment
+from .results import OURS, Group, Result, Row, environment
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,6 @@ def adamw_bytes(parameters: Sequence[Tensor], clip: bool, master_weights: bool =
     return total
 
 
-OURS = "tilestep"
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
 

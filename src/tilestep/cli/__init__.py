@@ -1,13 +1,11 @@
-"""The command line: every module of this package is one command (or one group of them) and has a `register(app)`.
+"""The command line: the commands are functions in `commands.py`, what several of them take is in `arguments.py`.
 
 A command imports torch and the rest of tilestep inside its function, so that `tilestep --help` answers at once.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
 
 import typer
@@ -18,23 +16,9 @@ FAILURES = (TilestepError, ValueError, TypeError, RuntimeError, OSError, ImportE
 
 
 def build_app() -> typer.Typer:
-    """Return the application with every command found in this package."""
-    app = typer.Typer(
-        name="tilestep",
-        help="Optimizer steps at the speed of memory.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="markdown",
-    )
+    """The application with every command."""
+    from .commands import app
 
-    @app.callback()
-    def several_commands() -> None:
-        """Optimizer steps at the speed of memory."""
-
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
-        if not module.name.startswith("_"):
-            importlib.import_module(f"{__name__}.{module.name}").register(app)
     return app
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ..devices import has_streams, is_host
 from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
-from ..optimizer.optimizer import AttachedType
+from ..optimizer.optimizer import Attached, AttachedType
 from ..optimizer.parameters import iter_params
 from ..placement import is_distributed
 from ..placement.local import local_part
@@ -641,21 +641,13 @@ def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:
     return SimpleNamespace(param_groups=[{"params": params}])
 
 
-if TYPE_CHECKING:
+class OffloadedOptimizer(Attached, metaclass=AttachedType):
+    """An optimizer whose state lives in host memory; made by `tilestep.offload`, of the class that it was before.
 
-    class OffloadedOptimizer(Optimizer):
-        """For type checkers: an optimizer with the methods that `offload` adds."""
+    It is used as before, with `wait()` and `offload_report()` besides. A tensor of `state` that was taken out before a
+    step and is read after it needs a `wait()`.
+    """
 
-        def wait(self) -> None: ...
-        def offload_report(self) -> OffloadReport: ...
-
-else:
-
-    class OffloadedOptimizer(metaclass=AttachedType):
-        """An optimizer whose state lives in host memory; made by `tilestep.offload`, of the class that it was before.
-
-        It is used as before, with `wait()` and `offload_report()` besides. A tensor of `state` that was taken out
-        before a step and is read after it needs a `wait()`.
-        """
-
-        attached_as = ("offload", "offload in place")
+    attached_as = ("offload", "offload in place")
+    wait: Callable[[], None]
+    offload_report: Callable[[], OffloadReport]

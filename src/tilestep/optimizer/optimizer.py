@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -846,6 +846,13 @@ class AttachedType(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{cls.__name__} is what an optimizer is called to which something is attached: {cls.__doc__}")
+
+
+if TYPE_CHECKING:
+    Attached = Optimizer
+else:
+    Attached = object
+"""What classes of that type are derived from: type checkers take them for optimizers with what is attached besides."""
 
 
 def resolve_optimizer(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Optimizer:

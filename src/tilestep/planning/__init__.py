@@ -2,4 +2,398 @@
 
 from __future__ import annotations
 
-from .plan import Constants, Footprint, Job, Plan, best_bucket, default_constants, footprint, meshes, plan
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from ..describe import describe, spec_for
+from ..optimizer.masters import MasterWeights
+from ..optimizer.states import compute_dtype
+from ..rules import Rule
+from ..schedules.zero.buckets import default_sizes
+
+ASSUMED = "assumed"  # how the source of a constant begins that was not measured
+_DEFAULTS = Path(__file__).with_name("constants.json")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the times of a plan are computed from."""
+
+    reduce_scatter_bandwidth: float  # bytes a second that a rank receives in a large reduce-scatter inside a node
+    all_gather_bandwidth: float  # the same for an all-gather
+    network_bandwidth: float  # bytes a second between nodes, for each GPU
+    launch_latency: float  # seconds of the smallest collective, but for its hops
+    hop_latency: float  # seconds that each further rank of a node adds
+    network_hop_latency: float  # seconds that each further node adds
+    memory_bandwidth: float  # bytes a second of a copy on one GPU, read and written
+    step_latency: float  # seconds of a step without parameters: launches, one after the other
+    compute: float  # floating-point operations a second in forward and backward of an eager model, for further tokens
+    compiled_compute: float  # the same with blocks that are compiled
+    model_bytes: float  # bytes an element that forward and backward move whatever the tokens: weights and gradients
+    compiled_model_bytes: float  # the same with blocks that are compiled
+    model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
+    compiled_model_host: float  # the same with blocks that are compiled
+    step_host: float  # seconds of the host in a step without parameters
+    tensor_host: float  # seconds that each tensor adds to it
+    message_host: float  # seconds that each collective adds to it
+    beside_sums: float  # seconds that backward takes longer for each second of sums beside it
+    beside_gathers: float  # seconds that forward takes longer for each second of gathers beside it
+    gpu_memory: float  # bytes
+    gpus_per_node: int  # GPUs that reach each other without the network
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Constants:
+        """Read what `save` wrote, or a part of it: what is missing is taken from the defaults."""
+        try:
+            stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        if not isinstance(stored, dict) or not all(isinstance(entry, dict) for entry in stored.values()):
+            raise ValueError(f'{path} has no constants: write {{"compute": {{"value": 4e14, "source": "measured"}}}}')
+        names = [constant.name for constant in dataclasses.fields(cls) if constant.name != "sources"]
+        defaults: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())
+        for name, entry in stored.items():
+            if name not in names:
+                raise ValueError(f"{path}: no constant is called {name!r}; there are {', '.join(names)}")
+            if not isinstance(entry.get("value"), (int, float)) or not entry["value"] > 0:
+                raise ValueError(f"{path}: {name} is {entry.get('value')!r}; it must be a positive number")
+        entries = {**defaults, **stored}
+        return cls(
+            **{name: entries[name]["value"] for name in names},
+            sources={name: str(entries[name].get("source", ASSUMED)) for name in names},
+        )
+
+    def save(self, path: Path) -> None:
+        """Write them as JSON: name, value, source."""
+        names = [constant.name for constant in dataclasses.fields(self) if constant.name != "sources"]
+        entries = {name: {"value": getattr(self, name), "source": self.sources.get(name, ASSUMED)} for name in names}
+        path.write_text(json.dumps(entries, indent=1) + "\n")
+
+    @property
+    def assumed(self) -> list[str]:
+        """Names of those that are not measured."""
+        return [name for name, source in self.sources.items() if source.startswith(ASSUMED)]
+
+
+def default_constants() -> Constants:
+    """Those of an H200 with eight to a node, that come with tilestep."""
+    return Constants.load(_DEFAULTS)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes for each element of the parameters."""
+
+    parameter: float  # of the parameter, as it travels to other ranks
+    gradient: float  # of its gradient, as it is summed over the ranks
+    state: float  # of everything else the optimizer keeps, masters too
+    moved: float  # read and written by the update, in all passes
+    notes: tuple[str, ...] = ()  # what is not in these numbers
+
+
+def footprint(
+    rule: Rule,
+    hyperparameters: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    master_weights: MasterWeights = False,
+    state_dtype: Any = None,
+    rounding: str = "nearest",
+    grad_sync_dtype: torch.dtype | None = None,
+) -> Footprint:
+    """What a rule keeps and moves for the elements of a matrix."""
+    kept: dict[str, Any] = {"master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
+    spec = spec_for(rule, hyperparameters, dtype=dtype, **kept)
+    graph, notes, state = spec.program.graph, [], 0.0
+    for name, storage in spec.storages.items():
+        if name in ("grad", *spec.program.matrices.scratch):
+            continue
+        arrays = [array for array in storage.arrays(name) if array.name != "param"]
+        if name == "param" or rule.states[name].shape == "param":
+            state += sum(array.dtype.itemsize / array.elements for array in arrays)
+        else:
+            notes.append(f"{name}, one number for each {rule.states[name].shape}")
+    squares = len(graph.matrix_states)
+    if squares:
+        like = torch.empty(0, dtype=dtype, device="meta")
+        state += squares * compute_dtype(like).itemsize
+        notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
+    if spec.program.matrices.passes:
+        notes.append("the time of matrix products")
+    if spec.draws:
+        notes.append("the arithmetic of random bits, for " + ", ".join(spec.draws))
+    described = describe(rule, hyperparameters, backend="cpp", dtype=dtype, **kept)
+    gradient = (grad_sync_dtype or dtype).itemsize
+    moved = described.bytes_read + described.bytes_written + gradient - dtype.itemsize
+    return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))
+
+
+BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, those that `best_bucket` looks at
+_IN_BACKWARD = 25 * 2**20  # bytes of a bucket of `overlap(during="backward")`
+_CLOSE = 1.005  # iterations that differ by less are taken for equal
+Regime = Literal["eager", "blocks", "whole"]  # how the model runs: eager, or compiled block by block or whole
+_HOST_IS_NEAR = 0.85  # from this part of the GPU's time on the host may be waited for; hosts differ by a half
+_MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5  # each bucket is looked at: more takes minutes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and on what."""
+
+    elements: float  # of all parameters
+    footprint: Footprint  # bytes for each of them
+    shard: int  # ranks over which the state is split
+    replicate: int = 1  # copies of the split state; `shard * replicate` ranks in all
+    tokens: int = 8192  # of a rank in an iteration
+    bucket: float | None = field(default=None, kw_only=True)
+    contiguous: bool = True  # whether memory for all gradients is kept, as `shard(grad_buffer="contiguous")` does
+    clips: bool = True  # whether steps need the norm of all gradients
+    regime: Regime = field(default="eager", kw_only=True)  # how the model runs
+    captured: bool = field(default=False, kw_only=True)  # whether iterations are replayed from a CUDA graph
+    tensors: int | None = field(default=None, kw_only=True)
+
+    in_backward: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.in_backward and (self.clips or self.ranks > 1):
+            raise ValueError("Invalid in_backward: gradients go in backward on one rank, without a clip")
+        optional = [name for name in ("bucket", "tensors") if getattr(self, name) is not None]
+        for name in ("elements", "shard", "replicate", "tokens", *optional):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
+        if self.regime not in get_args(Regime):
+            raise ValueError(f"Invalid regime: {self.regime!r}; it must be one of {', '.join(get_args(Regime))}")
+        for name, most in (("elements", _MOST_ELEMENTS), ("ranks", _MOST_RANKS), ("tokens", _MOST_ELEMENTS)):
+            if not getattr(self, name) <= most:
+                raise ValueError(f"Invalid {name}: it must be at most {most:g}")
+
+    @property
+    def smallest_bucket(self) -> float:
+        """Bytes of the smallest buckets that are looked at one by one."""
+        return self.elements * self.footprint.gradient / _MOST_BUCKETS
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.shard * self.replicate
+
+    @property
+    def buckets(self) -> list[float]:
+        """Bytes of gradients in each bucket, in the order in which backward completes them."""
+        total = self.elements * self.footprint.gradient
+        bucket = _IN_BACKWARD if self.bucket is None and self.in_backward else self.bucket
+        if bucket is None:
+            return default_sizes(total)
+        if bucket < self.smallest_bucket:
+            fewest = math.ceil(self.smallest_bucket)
+            raise ValueError(f"Invalid bucket: {bucket:g} bytes; it must be at least {fewest:,} for so many elements")
+        count = math.ceil(total / bucket)
+        return [total / count] * count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank needs for a job, in bytes and seconds."""
+
+    job: Job
+    memory: dict[str, float]  # bytes by what they are for: parameters, gradients, state, scratch
+    whole_state: float  # bytes of the state if it were not split
+    sent: dict[str, float]  # bytes that a rank sends in an iteration, by collective
+    messages: int  # collectives in an iteration, each of which has a latency
+    times: dict[str, float]  # seconds by what is done, one after the other if nothing were hidden
+    exposed: dict[str, float]  # seconds of each that nothing hides
+    host: float | None  # seconds of the host in an iteration; None where the number of tensors is not known
+    unclaimed: tuple[str, ...]  # why the iteration may be further off than 5%; empty where it is claimed
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes of all, without activations."""
+        return sum(self.memory.values())
+
+    @property
+    def iteration(self) -> float:
+        """Seconds of an iteration: of the GPU, or of the host if that takes longer."""
+        return max(sum(self.exposed.values()), self.host or 0.0)
+
+    @property
+    def compute(self) -> float:
+        """Seconds of forward and backward."""
+        return self.times["forward"] + self.times["backward"]
+
+    @property
+    def latency_share(self) -> float:
+        """How much of the time of gradient sums and gathers is latency, from 0 to 1."""
+        communication = self.times["sum gradients"] + self.times["gather parameters"]
+        return self.times["latencies of both"] / communication if communication else 0.0
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks that run a collective; every `stride`-th rank is one of them."""
+
+    ranks: int
+    stride: int
+    constants: Constants
+
+    @property
+    def _in_node(self) -> int:
+        return max(1, min(self.ranks, self.constants.gpus_per_node // self.stride))
+
+    @property
+    def latency(self) -> float:
+        if self.ranks == 1:
+            return 0.0
+        constants = self.constants
+        nodes = math.ceil(self.ranks / self._in_node)
+        hops = (self.ranks - nodes) * constants.hop_latency + (nodes - 1) * constants.network_hop_latency
+        return constants.launch_latency + hops
+
+    def bytes_sent(self, size: float) -> float:
+        return size * (self.ranks - 1) / self.ranks
+
+    def seconds(self, size: float, bandwidth: float) -> float:
+        if self.ranks > self._in_node:
+            bandwidth = min(bandwidth, self._in_node * self.constants.network_bandwidth)
+        return self.latency + self.bytes_sent(size) / bandwidth
+
+
+def plan(job: Job, constants: Constants) -> Plan:
+    """What a rank needs for a job."""
+    size, elements = job.footprint, job.elements
+    split, copies = _Group(job.shard, 1, constants), _Group(job.replicate, job.shard, constants)
+    buckets = job.buckets
+    rate, gather_rate = constants.reduce_scatter_bandwidth, constants.all_gather_bandwidth
+
+    @functools.cache  # of thousands of buckets most are of one size
+    def one_sum(bucket: float) -> float:
+        section = bucket / job.shard
+        return split.seconds(bucket, rate) + copies.seconds(section, rate) + copies.seconds(section, gather_rate)
+
+    @functools.cache
+    def one_gather(bucket: float) -> float:
+        return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
+
+    each_sum, each_gather = list(map(one_sum, buckets)), list(map(one_gather, buckets))
+    sums, gathers = sum(each_sum), sum(each_gather)
+    compiled = job.regime != "eager"
+    fixed = elements * (constants.compiled_model_bytes if compiled else constants.model_bytes)
+    flops = 6 * elements * job.tokens / (constants.compiled_compute if compiled else constants.compute)
+    share = elements / job.shard
+    norm = (share * size.gradient / constants.memory_bandwidth + 2 * split.latency) if job.clips else 0.0
+    model = fixed / constants.memory_bandwidth + flops
+    times = {
+        "forward": model / 3,
+        "backward": model * 2 / 3,
+        # What backward has made is copied to where it is summed.
+        "bring together": 2 * elements * size.gradient / constants.memory_bandwidth,
+        "sum gradients": sums,
+        "clip": norm,
+        "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
+        "gather parameters": gathers,
+    }
+    waited = _after_backward(buckets, times["backward"], each_sum)
+    # Code that is compiled as a whole takes its parameters at once, and what follows a graph knows nothing of it.
+    at_once = job.regime == "whole" or job.captured
+    gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], each_gather[::-1])
+    slowed = max(sums - waited, 0.0) * constants.beside_sums + max(gathers - gathered, 0.0) * constants.beside_gathers
+    times["communication beside the model"] = slowed
+    exposed = {**times, "sum gradients": waited, "gather parameters": gathered}
+    host = None if job.captured else _host(job, constants)
+    latencies = len(buckets) * (2 * split.latency + 2 * copies.latency)
+    return Plan(
+        job=job,
+        memory={
+            "parameters": elements * size.parameter,
+            "gradients": 0.0 if job.in_backward else elements * size.gradient / (1 if job.contiguous else job.shard),
+            "state": share * size.state,
+            "scratch": 0.0 if job.contiguous and not job.in_backward else max(buckets),
+        },
+        whole_state=elements * size.state,
+        sent={
+            "reduce-scatter": split.bytes_sent(elements * size.gradient),
+            "all-reduce": 2 * copies.bytes_sent(share * size.gradient),
+            "all-gather": split.bytes_sent(elements * size.parameter),
+        },
+        messages=len(buckets) * (2 if job.replicate == 1 else 3) + 1 + job.clips,
+        times={**times, "latencies of both": latencies},
+        exposed=exposed,
+        host=host,
+        unclaimed=tuple(_unclaimed(job, constants, sum(exposed.values()), host)),
+    )
+
+
+def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[float]) -> float:
+    """Seconds from the end of backward until all sums are there; one is begun after the other."""
+    unit_time, done, end = backward / sum(buckets), 0.0, 0.0
+    for bucket, seconds in zip(buckets, sums):
+        done += bucket
+        end = max(end, done * unit_time) + seconds
+    return end - backward
+
+
+def _before_blocks(buckets: Sequence[float], forward: float, gathers: Sequence[float]) -> float:
+    """Seconds that a forward waits for its parameters, which arrive one bucket after the other in its order."""
+    unit_time, arrived, now = forward / sum(buckets), 0.0, 0.0
+    for bucket, seconds in zip(buckets, gathers):
+        arrived += seconds
+        now = max(now, arrived) + bucket * unit_time
+    return max(now - forward, 0.0)
+
+
+def _host(job: Job, constants: Constants) -> float | None:
+    """Seconds of the host in an iteration that is not replayed."""
+    if job.tensors is None:
+        return None
+    per_tensor = constants.model_host if job.regime == "eager" else constants.compiled_model_host
+    messages = len(job.buckets) * constants.message_host
+    return constants.step_host + messages + job.tensors * (per_tensor + constants.tensor_host)
+
+
+def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | None) -> Iterator[str]:
+    """Why an iteration may take another time than this arithmetic says."""
+    if job.ranks > constants.gpus_per_node and "network_bandwidth" in constants.assumed:
+        yield "the network between nodes is assumed, not measured"
+    if not job.captured and host is None:
+        yield "the host's part is not known: say how many tensors there are"
+    elif host is not None and host > _HOST_IS_NEAR * seconds:
+        yield f"the host takes {host * 1e3:.0f} ms, and hosts differ"
+    if job.in_backward:
+        yield "updates in backward are counted as if they came after it"
+    if any("matrix products" in note for note in job.footprint.notes):
+        yield "the time of matrix products is not in it"
+
+
+def best_bucket(job: Job, constants: Constants) -> float:
+    """Bytes of the largest bucket with which an iteration takes least time, within half a percent."""
+    # Larger ones are fewer messages, for the host to begin and for the GPU to run beside the model.
+    sizes = [size for mebibytes in BUCKETS if (size := mebibytes * 2**20) >= job.smallest_bucket]
+    times = [plan(dataclasses.replace(job, bucket=size), constants).iteration for size in sizes]
+    return max(size for size, time in zip(sizes, times) if time <= min(times) * _CLOSE)
+
+
+def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
+    """Plans for other meshes of as many ranks, each with its best bucket: split over 2, 4, 8, ... or all ranks."""
+    shard = 2
+    while shard < 2 * job.ranks:
+        split = min(shard, job.ranks)
+        if job.ranks % split == 0:
+            other = dataclasses.replace(job, shard=split, replicate=job.ranks // split)
+            yield plan(dataclasses.replace(other, bucket=best_bucket(other, constants)), constants)
+        shard *= 2
+
+
+def crossover(ranks: int, constants: Constants) -> tuple[float, float]:
+    """Seconds of latency of a reduce-scatter over so many ranks, and bytes that take as long again to move."""
+    # Smaller buckets are mostly latency, larger ones mostly transfer.
+    group = _Group(ranks, 1, constants)
+    transfer = group.seconds(1e9, constants.reduce_scatter_bandwidth) - group.latency
+    return group.latency, group.latency / transfer * 1e9

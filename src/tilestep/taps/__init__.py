@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from .changes import Change, Changes
-from .plot import StatsPlot
-from .stats import Stats, StepStats
+from .stats import Stats, StatsPlot, StepStats
 from .taps import Taps, names_of, require_no_taps

@@ -6,5 +6,301 @@ that their work carries.
 
 from __future__ import annotations
 
-from .lanes import Iteration, Lanes, read_events, split
-from .session import Profile, Report, collecting, profile, report_on
+import importlib.util
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from ..compat import ITERATION
+from .lanes import Intervals, Iteration, length, read_events, split
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_COLORS = {
+    "forward": "#7fa8c9",
+    "backward": "#3d6d99",
+    "communication": "#6a994e",
+    "update": "#c8553d",
+    "copies": "#d9a441",
+    "host": "#8a9ba8",
+}
+_FINEST = 1 / 3000  # gaps smaller than this part of the picture's width are drawn over: they could not be seen
+
+
+def draw(report: Report, path: Path, title: str) -> None:
+    """Draw the report's shown iteration."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown, rows = report.shown, report.rows()
+    figure, panel = pyplot.subplots(figsize=(11, 0.9 + 0.42 * len(rows)), layout="constrained")
+
+    def bars(spans: Intervals) -> list[tuple[float, float]]:
+        drawn: Intervals = []
+        for start, stop in spans:
+            if drawn and start - drawn[-1][1] < (shown.stop - shown.start) * _FINEST:
+                drawn[-1] = (drawn[-1][0], stop)
+            else:
+                drawn.append((start, stop))
+        return [((start - shown.start) / 1e3, (stop - start) / 1e3) for start, stop in drawn]
+
+    for place, (name, spans) in enumerate(rows):
+        panel.broken_barh(bars(spans), (place - 0.38, 0.76), color=_COLORS[name], linewidth=0)
+    for start, width in bars(shown.lanes.exposed):
+        panel.axvspan(start, start + width, color=_COLORS["update"], alpha=0.15, linewidth=0)
+    panel.set_yticks(range(len(rows)), [name for name, _ in rows])
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set_xlim(0, shown.milliseconds)
+    panel.set_xlabel("milliseconds; shaded: only the optimizer runs", fontsize=9)
+    panel.tick_params(labelsize=9, left=False)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.set_title(f"{title}\n{report.summary()}", fontsize=9, loc="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+LANES = tuple(_COLORS)  # the lanes that are shown, by name
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `tilestep.profile` has seen."""
+
+    iterations: Sequence[Iteration]  # all of them, the first of which often builds kernels
+    on_gpu: bool  # whether the lanes are a GPU's
+    files: tuple[Path, ...] = ()  # what was written
+
+    @property
+    def shown(self) -> Iteration:
+        """The iteration that the picture shows: of median length among all but the first."""
+        candidates = sorted(self.iterations[1:] or self.iterations, key=lambda iteration: iteration.milliseconds)
+        return candidates[(len(candidates) - 1) // 2]
+
+    @property
+    def exposed_milliseconds(self) -> float:
+        """Milliseconds of the shown iteration in which only the optimizer ran."""
+        return self.shown.exposed_milliseconds
+
+    @property
+    def milliseconds(self) -> float:
+        """Milliseconds of the shown iteration."""
+        return self.shown.milliseconds
+
+    def rows(self) -> list[tuple[str, Intervals]]:
+        """Name and intervals of each lane of the shown iteration; communication and copies only if there are any."""
+        lanes = self.shown.lanes
+        listed = [(name, getattr(lanes, name)) for name in LANES]
+        return [(name, spans) for name, spans in listed if spans or name not in ("communication", "copies")]
+
+    def summary(self) -> str:
+        """One line with the exposed optimizer time."""
+        share = self.exposed_milliseconds / self.milliseconds
+        others = self.iterations[1:] or self.iterations
+        median = statistics.median(iteration.exposed_milliseconds for iteration in others)
+        return (
+            f"exposed optimizer time {self.exposed_milliseconds:.3f} ms of {self.milliseconds:.3f} ms ({share:.1%}); "
+            f"median of {len(others)} iterations {median:.3f} ms"
+        )
+
+    def table(self) -> Table:
+        """How long each lane was busy in the shown iteration."""
+        from rich.table import Table
+
+        lanes, total = self.shown.lanes, self.shown.milliseconds
+        table = Table()
+        table.add_column("lane")
+        for title in ("busy ms", "of the iteration"):
+            table.add_column(title, justify="right")
+        rows = self.rows()
+        if self.on_gpu:
+            rows.append(("host, optimizer's calls", lanes.host_update))
+        rows += [("optimizer, with its copies and communication", lanes.optimizer), ("  of it exposed", lanes.exposed)]
+        for title, spans in rows:
+            busy = length(spans) / 1e3
+            table.add_row(title, f"{busy:.3f}", f"{busy / total:.1%}")
+        return table
+
+
+def report_on(trace: Sequence[Mapping[str, Any]]) -> Report:
+    """Read a trace's events."""
+    events = read_events(trace)
+    iterations = split(events)
+    if not iterations:
+        raise ValueError("nothing ran while the profiler was on: train an iteration or more inside the block")
+    return Report(iterations, on_gpu=bool(events.works))
+
+
+_PROCESS = "tilestep lanes"
+
+
+def lane_events(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
+    """Events that show the lanes of all iterations in a trace viewer."""
+    titles = [*LANES, "only the optimizer", "iteration"]
+    events = [_named("process_name", 0, _PROCESS), {**_named("process_sort_index", 0, ""), "args": {"sort_index": -1}}]
+    events += [_named("thread_name", place, title) for place, title in enumerate(titles)]
+    for number, iteration in enumerate(iterations):
+        for place, name in enumerate(LANES):
+            events += _spans(name, place, getattr(iteration.lanes, name))
+        events += _spans(titles[-2], len(titles) - 2, iteration.lanes.exposed)
+        (whole,) = _spans(f"iteration {number}", len(titles) - 1, [(iteration.start, iteration.stop)])
+        exposed = round(iteration.exposed_milliseconds, 6)
+        events.append({**whole, "args": {"exposed optimizer time, ms": exposed}})
+    return events
+
+
+def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+
+
+def _spans(name: str, thread: int, spans: Intervals) -> list[dict[str, Any]]:
+    return [
+        {"ph": "X", "cat": "lane", "name": name, "pid": _PROCESS, "tid": thread, "ts": start, "dur": stop - start}
+        for start, stop in spans
+    ]
+
+
+class Profile:
+    """A traced block; made by `profile`.
+
+    Args:
+        out: folder for the files; None writes none.
+        picture: whether to draw.
+        title: of the picture.
+    """
+
+    def __init__(self, out: Path | None, picture: bool, title: str) -> None:
+        self._out, self._picture, self._title = out, picture, title
+        self._profiler: torch.profiler.profile | None = None
+        self._report: Report | None = None
+
+    @property
+    def report(self) -> Report:
+        """What was seen.
+
+        Raises:
+            RuntimeError: inside the block.
+        """
+        if self._report is None:
+            raise RuntimeError("the report is there when the block is over")
+        return self._report
+
+    def iteration(self) -> None:
+        """Say that an iteration is over; only needed where `optimizer.step()` does not say so by itself."""
+        with torch.profiler.record_function(ITERATION):
+            pass
+
+    def __enter__(self) -> Profile:
+        if self._picture and self._out is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ImportError("the picture needs matplotlib: pip install matplotlib, or picture=False")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces each start on stderr
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()
+        self._report, self._profiler = None, torch.profiler.profile(activities=activities)
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        if kind is None and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profiler.__exit__(kind, error, traceback)
+        if kind is None:
+            self._report = _written(profiler, self._out, self._picture, self._title)
+            for watcher in _watchers:
+                watcher.append(self._report)
+
+
+def profile(out: str | os.PathLike[str] | None = "trace", *, picture: bool = True, title: str = "") -> Profile:
+    """Trace the iterations of a training: when forward, backward, update, copies and communication ran.
+
+    An iteration ends with `optimizer.step()`, of torch's optimizers too; several steps without a backward between them
+    end one iteration. Where no step is called between iterations, as in a replayed graph of a whole iteration, call
+    `iteration()` on what the block gives. A few iterations are enough, after one or two outside the block: a trace of
+    many is long to write. The block waits for the GPU at its begin and end.
+
+    Args:
+        out: folder for `trace.json`, which trace viewers of browsers open, and `trace.png`; in a distributed job
+            `trace-rank<rank>` instead. None writes nothing.
+        picture: whether to draw `trace.png`; this needs matplotlib.
+        title: of the picture.
+
+    Returns:
+        A context manager; its `report` has the figures when the block is over.
+
+    Raises:
+        ImportError: when the block begins, if matplotlib is needed and not there.
+        ValueError: when the block is over, if nothing ran in it.
+
+    Source: torch.profiler.
+
+    Example:
+        >>> import torch, tilestep
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = tilestep.AdamW(model.parameters())
+        >>> with tilestep.profile(out=None) as traced:
+        ...     for _ in range(3):
+        ...         model(torch.randn(8, 64)).square().mean().backward()
+        ...         optimizer.step()
+        >>> len(traced.report.iterations)
+        3
+        >>> 0 < traced.report.exposed_milliseconds < traced.report.milliseconds
+        True
+    """
+    folder = _folder if _folder is not None or out is None else Path(out)
+    return Profile(folder, picture, title)
+
+
+_watchers: list[list[Report]] = []
+_folder: Path | None = None
+
+
+@contextmanager
+def collecting(out: Path) -> Iterator[list[Report]]:
+    """A block in which every `profile` writes to one folder, and the list has the reports."""
+    global _folder
+    reports: list[Report] = []
+    before, _folder = _folder, out
+    _watchers.append(reports)
+    try:
+        yield reports
+    finally:
+        _watchers.remove(reports)
+        _folder = before
+
+
+def _written(profiler: torch.profiler.profile, out: Path | None, picture: bool, title: str) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(exported))
+        trace = json.loads(exported.read_text(encoding="utf-8", errors="replace"))
+    report = report_on(trace["traceEvents"])
+    if out is None:
+        return report
+    out.mkdir(parents=True, exist_ok=True)
+    is_one_of_several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    path = out / (f"trace-rank{torch.distributed.get_rank()}.json" if is_one_of_several else "trace.json")
+    trace["traceEvents"] += lane_events(report.iterations)
+    path.write_text(json.dumps(trace), encoding="utf-8")
+    if not picture:
+        return replace(report, files=(path,))
+    drawn = path.with_suffix(".png")
+    where = torch.cuda.get_device_name() if report.on_gpu else "CPU"
+    draw(report, drawn, title or f"one training iteration on {where}, torch {torch.__version__}")
+    return replace(report, files=(path, drawn))

@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from .overlap import overlap
-from .schedule import OverlappedOptimizer, OverlapReport
+from .schedule import OverlappedOptimizer, OverlapReport, overlap

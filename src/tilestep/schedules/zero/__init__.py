@@ -3,5 +3,4 @@
 from __future__ import annotations
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .schedule import ShardedOptimizer
-from .shard import shard
+from .schedule import ShardedOptimizer, shard

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from ..compat import is_capturing, opaque
-from ..devices import is_host
-from ..optimizer import Optimizer
-from ..runtime.capturing import require
+from .compat import is_capturing, opaque
+from .devices import is_host
+from .optimizer import Optimizer
+from .runtime.capturing import require
 
 
 class GradScaler(torch.amp.GradScaler):

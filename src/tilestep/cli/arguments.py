@@ -1,13 +1,16 @@
-"""Parsing what the command line names: rules and their hyperparameters, dtypes, backends."""
+"""What commands take: rules and their hyperparameters, storage formats, devices, sizes, and the options for these."""
 
 from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +18,33 @@ if TYPE_CHECKING:
     import torch
 
     from ..rules import Rule
+
+
+class Dtype(str, Enum):
+    """Of parameters."""
+
+    fp32 = "fp32"
+    fp64 = "fp64"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+    @property
+    def of_torch(self) -> torch.dtype:
+        """The same as torch calls it."""
+        import torch
+
+        names = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return names[self.value]
+
+
+RuleName = Annotated[str, typer.Argument(help="A rule's name in any case, or module:function.")]
+Words = Annotated[list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")]
+Device = Annotated[str, typer.Option(help="cuda or cpu; by default the GPU if there is one.")]
+MasterWeights = Annotated[bool, typer.Option(help="With float32 masters and state.")]
+Remainder = Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")]
+Masters = Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")]
+StateDtype = Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")]
+Rounding = Annotated[str, typer.Option(help="nearest or stochastic.")]
 
 
 def chosen_device(name: str) -> torch.device:
@@ -67,33 +97,16 @@ def _imported(module_name: str, attributes: str) -> Any:
     return value
 
 
-def parse_settings(settings: Sequence[str], rule: Rule) -> dict[str, Any]:
+def parse_settings(settings: Sequence[str] | None, rule: Rule) -> dict[str, Any]:
     """Hyperparameters from `name=value` words."""
     values = {}
-    for word in settings:
+    for word in settings or ():
         key, equals, text = word.partition("=")
         if not equals or key not in rule.hyperparameters:
             names = ", ".join(rule.hyperparameters)
             raise typer.BadParameter(f"{word!r}: give name=value, with a name of {names}", param_hint="--set")
         values[key] = _value(text)
     return values
-
-
-def parse_formats(state_dtype: str, master_weights: str, rounding: str = "nearest") -> dict[str, Any]:
-    """What options say of storage formats."""
-    from ..optimizer.masters import check_choice
-    from ..optimizer.states import check_rounding
-    from ..storage import state_format
-
-    masters = {"true": True, "": False, "false": False}.get(master_weights.lower(), master_weights)
-    try:
-        check_choice(masters)
-        check_rounding({"rounding": rounding})
-        if state_dtype:
-            state_format(state_dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return {"state_dtype": state_dtype or None, "master_weights": masters, "rounding": rounding}
 
 
 def _value(text: str) -> Any:
@@ -104,3 +117,44 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def parse_formats(
+    state_dtype: str, masters: str, rounding: str = "nearest", otherwise: bool | str = False
+) -> dict[str, Any]:
+    """What options say of storage formats; `otherwise` is the kind of masters where `masters` says none."""
+    from ..optimizer.masters import check_choice
+    from ..optimizer.states import check_rounding
+    from ..storage import state_format
+
+    kind = {"true": True, "": False, "false": False}.get(masters.lower(), masters)
+    try:
+        check_choice(kind)
+        check_rounding({"rounding": rounding})
+        if state_dtype:
+            state_format(state_dtype)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return {"state_dtype": state_dtype or None, "master_weights": kind or otherwise, "rounding": rounding}
+
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def elements_of(text: str) -> float:
+    """A number of elements."""
+    match = re.fullmatch(r"([\d.,_]+)\s*([KMBGT]?)", text.strip().upper())
+    try:
+        assert match is not None
+        return float(match[1].replace(",", "").replace("_", "")) * _UNITS[match[2]]
+    except (AssertionError, ValueError):
+        message = f"{text!r} is no number of elements, such as 1.2B or 350M"
+        raise typer.BadParameter(message, param_hint="SIZE") from None
+
+
+def mesh_of(text: str) -> tuple[int, int]:
+    """Ranks that split the state, and copies: `8`, `8x4`."""
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
+    if match is None or 0 in (sizes := (int(match[1]), int(match[2] or 1))):
+        raise typer.BadParameter(f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4")
+    return sizes

@@ -1,0 +1,579 @@
+"""The commands, a function each, with what only that command prints below it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .arguments import (
+    Device,
+    Dtype,
+    Masters,
+    MasterWeights,
+    Remainder,
+    Rounding,
+    RuleName,
+    StateDtype,
+    Words,
+    chosen_device,
+    elements_of,
+    load_rule,
+    mesh_of,
+    parse_formats,
+    parse_settings,
+    require_plotting,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..describe import RuleDescription
+    from ..planning import Constants, Job, Plan
+    from ..storage import Array
+    from ..tracing import Report
+
+app = typer.Typer(
+    name="tilestep",
+    help="Optimizer steps at the speed of memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+class Section(str, Enum):
+    """What can be measured."""
+
+    norm = "norm"
+    step = "step"
+    cpu = "cpu"
+    all = "all"
+
+
+@app.command()
+def bench(
+    section: Annotated[Section, typer.Argument(help="What to measure.")] = Section.all,
+    out: Annotated[Path, typer.Option(help="Folder for <section>.json and <section>.png.")] = Path("bench"),
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each contender.")] = 15,
+    compiled: Annotated[bool, typer.Option(help="Also peers that compile for minutes.")] = False,
+    quick: Annotated[bool, typer.Option(help="Tiny workloads: checks the harness, measures nothing.")] = False,
+) -> None:
+    """Measure norms and optimizer steps of tilestep and its peers, in interleaved rounds.
+
+    First steps, all rules and whole training iterations are measured by `benchmarks/bench.py` of a checkout.
+    """
+    from rich.console import Console
+
+    from ..bench.results import plot, print_result
+    from ..bench.sections import Settings, run_cpu, run_norm, run_step
+    from ..native import wait
+
+    require_plotting()
+    console = Console()
+
+    def say(line: str) -> None:
+        console.print(line, style="dim", markup=False)
+
+    chosen = chosen_device(device)
+    if not quick and wait():
+        say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")
+    settings = Settings(chosen, quick=quick, compiled=compiled, rounds=rounds, say=say)
+    runs = {"norm": run_norm, "step": run_step, "cpu": run_cpu}
+    for name in runs if section is Section.all else [section.value]:
+        result = runs[name](settings)
+        stored = result.save(out)
+        plot(result, stored.with_suffix(".png"))
+        print_result(result, console)
+        console.print(f"written: {stored} and {stored.with_suffix('.png')}", markup=False)
+
+
+@app.command()
+def check(
+    rule: RuleName,
+    settings: Words = None,
+    interpret: Annotated[
+        bool, typer.Option(help="Without a GPU, run the Triton code in Triton's interpreter, which is slow.")
+    ] = True,
+) -> None:
+    """Check a rule: does it translate, and does every kernel do what its own code does in float64?
+
+    Exit code 0 if nothing failed, 1 if something did.
+    """
+    from rich.console import Console
+
+    from ..checking import check_rule
+
+    loaded = load_rule(rule)
+    given = parse_settings(settings, loaded)
+    console = Console()
+    marks = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("-   ", "yellow")}
+    failed = left_out = 0
+    _print_line(console, f"{loaded.name}   ({loaded.where})")
+    with console.status("checking"):
+        for verdict in check_rule(loaded, given, interpret=interpret):
+            mark, style = marks[verdict.passed]
+            failed += verdict.passed is False
+            left_out += verdict.passed is None
+            console.print(mark, style=style, end=" ")
+            _print_line(console, f"{verdict.item}: {verdict.text}")
+    if failed:
+        console.print(f"{failed} of the checks failed: do not use {loaded.name} like this.", style="bold red")
+        raise typer.Exit(1)
+    rest = f"; {left_out} could not be checked here" if left_out else ""
+    console.print(f"{loaded.name} does what its code says{rest}.", style="bold green", soft_wrap=True)
+
+
+def _print_line(console: Console, text: str = "", style: str = "") -> None:
+    """Print a line as it is."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each training.")] = 600,
+    seed: Annotated[int, typer.Option(help="Of the initial weights and the batches.")] = 0,
+    device: Device = "",
+    state_dtype: Annotated[str, typer.Option(help="Of tilestep's optimizer: int8, bfloat16, ...")] = "",
+    master_weights: Annotated[
+        str, typer.Option(help="Of tilestep's optimizer: true, remainder, kahan or int8; its model is bfloat16 then.")
+    ] = "",
+    rounding: Annotated[
+        str, typer.Option(help="Of tilestep's optimizer: nearest, or stochastic; its model is bfloat16 then.")
+    ] = "nearest",
+) -> None:
+    """Train a byte-level GPT on Python's documentation twice from one seed, and compare losses and step times."""
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ..bench.results import device_name
+    from ..demo import GPT, Recipe, entries, picture, table, train
+    from ..devices import has_streams
+
+    require_plotting()
+    console = Console()
+    formats = parse_formats(state_dtype, master_weights, rounding)
+    recipe = Recipe(chosen_device(device), steps=steps, seed=seed, **formats)
+    parameters = list(GPT(recipe.size).parameters())
+    count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"
+    console.print(f"a GPT over bytes, {count}, on {device_name(recipe.device)}", highlight=False)
+    if not console.is_terminal:
+        console.print(f"{len(entries())} trainings of {steps} steps by turns: minutes on a CPU", highlight=False)
+    columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
+        competing = entries()
+        tasks = [progress.add_task(entry.name, total=steps, loss="") for entry in competing]
+
+        def advance(index: int, done: int, loss: float) -> None:
+            progress.update(tasks[index], completed=done, loss=f"loss {loss:.3f}")
+
+        runs = train(competing, recipe, advance)
+    console.print(table(runs, gpu=has_streams(recipe.device)))
+    path = out / "demo.png"
+    picture(runs, path, f"{count}, {steps} steps, {device_name(recipe.device)}, torch {torch.__version__}")
+    console.print(f"picture: {path}", markup=False)
+
+
+class Model(str, Enum):
+    """How the model runs: eager, its blocks compiled one by one, or compiled as a whole."""
+
+    eager = "eager"
+    blocks = "blocks"
+    whole = "whole"
+
+
+class Buffer(str, Enum):
+    """Memory for gradients, as `shard(grad_buffer=...)` takes it."""
+
+    contiguous = "contiguous"
+    bucket = "bucket"
+
+
+@app.command()
+def plan(
+    size: Annotated[str, typer.Argument(help="Elements of all parameters: 1.2B, 350M.")],
+    rule: Annotated[str, typer.Option(help="A rule's name in any case, or module:function.")] = "AdamW",
+    mesh: Annotated[str, typer.Option(help="Ranks that split the state, x copies: 8, 8x4.")] = "8",
+    dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.bf16,
+    master_weights: MasterWeights = True,
+    remainder: Remainder = False,
+    masters: Masters = "",
+    state_dtype: StateDtype = "",
+    rounding: Rounding = "nearest",
+    grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
+    grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
+    bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for those shard() makes.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in an iteration.")] = 8192,
+    clip: Annotated[bool, typer.Option(help="With max_grad_norm.")] = True,
+    model: Annotated[Model, typer.Option(help="Eager, blocks compiled one by one, or compiled as a whole.")] = (
+        Model.eager
+    ),
+    captured: Annotated[bool, typer.Option(help="Iterations are replayed from a CUDA graph.")] = False,
+    tensors: Annotated[int, typer.Option(min=0, help="How many tensors; 0 if that is not known.")] = 0,
+    in_backward: Annotated[
+        bool, typer.Option(help="Updates run in backward, and gradients go with them: mesh 1, no clip.")
+    ] = False,
+    settings: Words = None,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a host; 0 for those of the constants.")] = 0,
+    network: Annotated[float, typer.Option(min=0, help="GB/s between hosts for each GPU, as measured.")] = 0,
+    constants: Annotated[
+        Path | None, typer.Option(help="Constants of a machine, as benchmarks/shard_figures.py writes them.")
+    ] = None,
+) -> None:
+    """Print what a rank of a sharded training needs: memory, traffic and time, and other meshes beside it."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from ..planning import Constants, Job, default_constants, footprint, meshes
+    from ..planning import plan as planned
+
+    loaded = load_rule(rule)
+    needs = footprint(
+        loaded,
+        parse_settings(settings, loaded),
+        dtype=dtype.of_torch,
+        grad_sync_dtype=None if grad_dtype is None else grad_dtype.of_torch,
+        **parse_formats(state_dtype, masters, rounding, "remainder" if remainder else master_weights),
+    )
+    split, copies = mesh_of(mesh)
+    figures = default_constants() if constants is None else Constants.load(constants)
+    whole = grad_buffer is Buffer.contiguous
+    measured: dict[str, float] = {"network_bandwidth": network * 1e9} if network else {}
+    measured |= {"gpus_per_node": gpus_per_node} if gpus_per_node else {}
+    said = {name: "as the command line says" for name in measured}
+    figures = replace(figures, **measured, sources={**figures.sources, **said})  # type: ignore[arg-type]
+    runs: dict[str, Any] = {"regime": model.value, "captured": captured, "tensors": tensors or None}
+    runs["in_backward"] = in_backward
+    bucket = bucket_mb * 2**20 or None
+    job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=bucket, **runs)
+    console = Console()
+    chosen = planned(job, figures)
+    console.print(
+        f"{job.elements / 1e9:g} B elements, {loaded.name}, {split} x {copies} ranks, "
+        f"{len(job.buckets):,} buckets of {_bucket(job)} MiB",
+        style="bold",
+    )
+    _print_memory(console, chosen)
+    _print_time(console, chosen)
+    if job.ranks > 1:
+        _print_meshes(console, list(meshes(job, figures)), job, figures)
+    claim = "; ".join(chosen.unclaimed)
+    claimed = f"not claimed to 5%: {claim}" if claim else "claimed to 5%, see docs/scaling.md"
+    console.print(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}", markup=False, soft_wrap=True)
+    for note in needs.notes:
+        console.print(f"not in it: {note}", style="dim", markup=False)
+    if figures.assumed:
+        listed = ", ".join(f"{name} {getattr(figures, name):g}" for name in figures.assumed)
+        console.print(f"assumed, not measured: {listed}", style="dim", markup=False)
+
+
+def _bucket(job: Job) -> str:
+    """MiB of a bucket, from the smallest to the largest."""
+    if job.bucket is not None:
+        return f"{job.bucket / 2**20:g}"
+    sizes = job.buckets
+    return " to ".join(dict.fromkeys(f"{size / 2**20:.3g}" for size in (min(sizes), max(sizes))))
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
+
+
+def _print_memory(console: Console, plan: Plan) -> None:
+    rows = [(name, _gigabytes(value)) for name, value in plan.memory.items()]
+    rows += [("in all, without activations", _gigabytes(plan.total_memory))]
+    rows += [("the state if it were not split", _gigabytes(plan.whole_state))]
+    _print_table(console, "memory of a rank", ["", "GB"], rows)
+    rows = [(name, _gigabytes(value)) for name, value in plan.sent.items() if value]
+    rows += [("collectives", f"{plan.messages:,}")]
+    _print_table(console, "sent in an iteration", ["", "GB"], rows)
+
+
+def _print_time(console: Console, plan: Plan) -> None:
+    rows = [(name, _milliseconds(plan.times[name]), _milliseconds(value)) for name, value in plan.exposed.items()]
+    if plan.host is not None:
+        rows += [("host", _milliseconds(plan.host), "")]
+    rows += [("an iteration", "", _milliseconds(plan.iteration))]
+    rows += [("beyond forward and backward", "", f"{plan.iteration / plan.compute - 1:.1%}")]
+    _print_table(console, "time of a rank", ["", "ms", "ms exposed"], rows)
+
+
+def _print_meshes(console: Console, plans: Sequence[Plan], job: Job, constants: Constants) -> None:
+    rows = []
+    for candidate in plans:
+        fits = candidate.total_memory < constants.gpu_memory
+        mine = (candidate.job.shard, candidate.job.replicate) == (job.shard, job.replicate)
+        rows.append(
+            (
+                f"{candidate.job.shard} x {candidate.job.replicate}{' *' if mine else ''}",
+                _bucket(candidate.job),
+                _gigabytes(candidate.total_memory) + ("" if fits else " too much"),
+                _milliseconds(candidate.iteration),
+                f"{candidate.latency_share:.0%}",
+            )
+        )
+    title = f"meshes of {job.ranks:,} ranks, split x copies"
+    _print_table(console, title, ["mesh", "bucket MiB", "memory GB", "iteration ms", "latency"], rows)
+
+
+def _print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+class Backend(str, Enum):
+    """What code is generated for."""
+
+    triton = "triton"
+    cpp = "cpp"
+
+
+@app.command()
+def show(
+    rule: RuleName,
+    backend: Annotated[Backend, typer.Option(help="triton for GPUs, cpp for CPUs.")] = Backend.triton,
+    dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.fp32,
+    master_weights: MasterWeights = False,
+    remainder: Remainder = False,
+    masters: Masters = "",
+    state_dtype: StateDtype = "",
+    rounding: Rounding = "nearest",
+    settings: Words = None,
+    dims: Annotated[int, typer.Option(min=0, max=8, help="Dimensions of the parameters.")] = 2,
+    stats: Annotated[bool, typer.Option(help="The kernels of a step that measures.")] = False,
+    changes: Annotated[bool, typer.Option(help="With a bit for each changed weight.")] = False,
+    code_only: Annotated[bool, typer.Option(help="Print the generated code and nothing else.")] = False,
+) -> None:
+    """Print a rule's equations, passes, traffic, launches and generated code."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    from ..backends.spec import Taps
+    from ..describe import describe
+
+    loaded = load_rule(rule)
+    description = describe(
+        loaded,
+        parse_settings(settings, loaded),
+        backend=backend.value,
+        dtype=dtype.of_torch,
+        dims=dims,
+        taps=Taps(stats, changes) if stats or changes else None,
+        **parse_formats(state_dtype, masters, rounding, "remainder" if remainder else master_weights),
+    )
+    console = Console()
+    if not code_only:
+        _print_description(console, description)
+    if not console.is_terminal:
+        print(description.source, end="")
+        return
+    language = "python" if backend is Backend.triton else "cpp"
+    console.print(Syntax(description.source, language, background_color="default", word_wrap=False))
+
+
+def _print_description(console: Console, description: RuleDescription) -> None:
+    line, rule = partial(_print_line, console), description.rule
+    line(f"{rule.name}, {description.backend} backend   ({rule.where})", "bold")
+    line()
+    line(description.equations)
+    line()
+    line("State of each parameter", "bold")
+    for name, kept in description.states.items():
+        line(f"  {name:<18} {kept}")
+    if description.specialized:
+        line()
+        line("This code holds while " + "; ".join(description.specialized))
+    line()
+    line("Passes, with bytes for each element of a parameter", "bold")
+    for number, entry in enumerate(description.passes, start=1):
+        line(f"  {number:>2}  {entry.kind:<7} {entry.what}")
+        if entry.traffic is not None:
+            traffic = entry.traffic
+            line(f"      reads  {traffic.bytes_read:>3} B  {_listed(traffic.reads, traffic.small_reads)}")
+            line(f"      writes {traffic.bytes_written:>3} B  {_listed(traffic.writes, traffic.small_writes)}")
+    line(f"  in all: {description.bytes_read} B read, {description.bytes_written} B written")
+    line()
+    if description.taps:
+        line("Put out beside the update", "bold")
+        for words in description.taps:
+            line(f"  {words}")
+        line()
+    line("Called in a step, however many tensors there are", "bold")
+    for number, name in enumerate(description.launches, start=1):
+        line(f"  {number:>2}  {name}")
+    line("  before them, only where a clip, a scaler or a skip asks for it: one norm pass over the gradients")
+    line()
+
+
+def _listed(arrays: Sequence[Array], small: Sequence[Array]) -> str:
+    words = [f"{array.name} {array.dtype.itemsize}" for array in arrays]
+    return ", ".join([*words, *(f"{array.name} (by slice)" for array in small)]) or "nothing"
+
+
+class During(str, Enum):
+    """When updates run."""
+
+    neither = "neither"
+    backward = "backward"
+    forward = "forward"
+
+
+# What follows the script's name is the script's.
+@app.command(context_settings={"allow_interspersed_args": False})
+def trace(
+    script: Annotated[Path | None, typer.Argument(help="It says what is traced.", metavar="SCRIPT")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own.", metavar="ARGUMENT")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for trace.json and trace.png.")] = Path("trace"),
+    device: Device = "",
+    iterations: Annotated[int, typer.Option(min=1, help="Traced iterations of the demo's model.")] = 5,
+    optimizer: Annotated[str, typer.Option(help="A rule's name, or torch for torch's fused AdamW.")] = "AdamW",
+    layers: Annotated[int, typer.Option(min=1, help="Of the demo's model.")] = 4,
+    width: Annotated[int, typer.Option(min=4, help="Of the demo's model; heads have 64.")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Bytes in a sequence.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in an iteration.")] = 16,
+    bf16: Annotated[bool, typer.Option(help="Parameters in bfloat16.")] = False,
+    clip: Annotated[float, typer.Option(min=0, help="Clip gradients to this norm; 0 does not.")] = 1.0,
+    during: Annotated[During, typer.Option(help="When updates run: see tilestep.overlap.")] = During.neither,
+) -> None:
+    """Trace a few training iterations: when forward, backward, update, copies and communication ran.
+
+    Without a script it trains the demo's model. A script says itself what is traced, with `tilestep.profile`.
+    """
+    from rich.console import Console
+
+    from ..demo import Size, Traced, train_traced
+
+    require_plotting()
+    console = Console()
+    if script is None:
+        size = Size(layers, width, 1 if width % 64 else width // 64, context)
+        schedule = "" if during is During.neither else during.value
+        traced = Traced(chosen_device(device), iterations, optimizer, size, batch, bf16, clip, schedule)
+        reports = [train_traced(traced, out)]
+    else:
+        reports = _script(script, arguments or [], out)
+    for report in reports:
+        console.print(report.table())
+        console.print(report.summary(), highlight=False)
+    for path in dict.fromkeys(path for report in reports for path in report.files):
+        console.print(f"written: {path}", markup=False)
+
+
+def _script(script: Path, arguments: list[str], out: Path) -> list[Report]:
+    import runpy
+
+    from ..tracing import collecting
+
+    if not script.is_file():
+        raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path[0:0] = [str(script), *arguments], [str(script.resolve().parent)]
+    try:
+        with collecting(out) as reports:
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+    if not reports:
+        raise ValueError(f"{script} has traced nothing: put `with tilestep.profile():` around a few iterations")
+    return reports
+
+
+@app.command()
+def tune(
+    rules: Annotated[list[str] | None, typer.Argument(help="Names, or module:function.", metavar="[RULE]...")] = None,
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed turns of each candidate.")] = 7,
+    elements: Annotated[int, typer.Option(min=0, help="Elements of all parameters; 0 fits the device.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Time for all of it, in seconds; 0 for no limit.")] = 300,
+    save: Annotated[bool, typer.Option(help="Keep the result for later processes.")] = True,
+) -> None:
+    """Measure how to cut tensors into tiles, for the traffic of these rules; without any, of every rule there is.
+
+    Rules that move the same bytes share the result, and work on whole matrices is not tiled.
+    Optimizers take it up when they are made. What is measured is kept at once: Ctrl-C loses the rest alone.
+    """
+    import contextlib
+    import io
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..bench.tune import jobs, tiled_rules
+    from ..bench.tune import tune as measured
+    from ..tuning import device_key
+
+    # Triton prints the code of a compilation that Ctrl-C has ended, with a request to report it.
+    console = Console(file=sys.stdout)
+    chosen = chosen_device(device)
+    with console.status("looking for signatures"):
+        listed = jobs([load_rule(name) for name in rules] if rules else tiled_rules(), chosen)
+    console.print(f"milliseconds of a step, {device_key(chosen)}", markup=False)
+    columns = [BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
+    count, stopped = 0, ""
+    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+    with progress, contextlib.redirect_stdout(io.StringIO()):
+        task = progress.add_task("", total=len(listed))
+
+        def tick(job: Any, text: str) -> None:
+            progress.update(task, description=f"{job.rule.name}, {job.kind}: {text}")
+
+        try:
+            for outcome in measured(listed, chosen, rounds, elements, save, seconds, tick):
+                job, times, count = outcome.job, outcome.milliseconds, count + 1
+                change = "no other is faster"
+                if outcome.after != outcome.before:
+                    change = f"after {outcome.after}: {times[outcome.after]:.3f}, {outcome.gain:.1%} less"
+                _print_line(
+                    progress.console,
+                    f"{job.rule.name}, {job.kind} ({job.signature})\n"
+                    f"  before {outcome.before}: {times[outcome.before]:.3f}; {change} ({len(times)} shapes)",
+                )
+                progress.update(task, advance=1)
+        except KeyboardInterrupt:
+            stopped = "stopped"
+    if count < len(listed):
+        kept = "kept" if save else "measured"
+        console.print(
+            f"{stopped or f'{seconds:g} seconds are over'}: {count} of {len(listed)} signatures are {kept}; "
+            "--seconds, or names of rules, for the others",
+            markup=False,
+        )
+    if stopped:
+        raise typer.Exit(130)
+
+
+@app.command()
+def version() -> None:
+    """Print versions, compilers and the device, and say in sentences what is wrong with this machine."""
+    from rich.console import Console
+
+    from ..bench.results import environment
+    from .machine import complaints, facts
+
+    console = Console(soft_wrap=True)
+    for name, value in {**environment(), **facts()}.items():
+        console.print(f"{name:<12} {value}", highlight=False, markup=False)
+    wrong = complaints()
+    console.print("nothing is wrong with this machine" if not wrong else "what is wrong with this machine:")
+    for sentence in wrong:
+        console.print(f"- {sentence}", highlight=False, markup=False)
