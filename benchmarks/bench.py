@@ -16,11 +16,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from tilestep.cli.arguments import chosen_device, require_plotting
 
 from tilestep import native
 from tilestep.bench.results import Result, plot, print_result
 from tilestep.bench.sections import Settings
+from tilestep.cli.arguments import chosen_device, require_plotting
 
 
 class Section(str, Enum):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import tilestep
 from tilestep import native
 from tilestep.bench.measure import Contender, measure
-from tilestep.bench.results import Group, Result, Row, environment
+from tilestep.bench.results import Group, Result, environment
 
 RESULTS = Path(__file__).parent / "results"
 CLIP = 1.0
@@ -104,7 +104,7 @@ def main(
         dist.destroy_process_group()
     gpu = device.type == "cuda"
     group = Group(f"clip and AdamW, {count} DTensors of {elements} bf16 elements", [])
-    group.rows = [Row.of(timing, None, gpu) for timing in timings]
+    group.rows = timings
     result = Result("dtensor-host", environment(device), [group])
     if not has_look:
         result.notes.append("without the compiled look at tensors before a step: no C++ compiler, or TILESTEP_NATIVE=0")

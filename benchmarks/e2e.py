@@ -18,8 +18,8 @@ from models import Architecture, available, make_loss
 from torch import Tensor, nn
 
 import tilestep
-from tilestep.bench.measure import Contender, Timing, measure, synchronize
-from tilestep.bench.results import Group, Result, Row, environment
+from tilestep.bench.measure import Contender, Row, measure, synchronize
+from tilestep.bench.results import Group, Result, environment
 from tilestep.bench.sections import LEARNING_RATE, MAX_GRAD_NORM, OURS, Peer, Settings, adamw_bytes, free, step_of
 
 __all__ = ["BASELINE", "ITERATION", "MODES", "STEP", "geometric_mean", "run_e2e"]
@@ -259,21 +259,19 @@ def _rows(
     architecture: Architecture,
     mode: str,
     trainings: Sequence[_Training],
-    timings: Sequence[Timing],
-    steps: Sequence[Timing],
+    timings: Sequence[Row],
+    steps: Sequence[Row],
     batch: int,
 ) -> list[Group]:
-    gpu = trainings[0].device.type == "cuda"
     alone = {timing.contender: timing for timing in steps}
     baseline = next((timing.wall for timing in timings if timing.contender == BASELINE), None)
     rows = []
-    for training, timing in zip(trainings, timings, strict=True):
-        row = Row.of(timing, None, gpu)
+    for training, row in zip(trainings, timings, strict=True):
         row.setup_seconds = training.setup_seconds
-        step = alone[timing.contender].wall if timing.contender in alone else None
-        if timing.wall is not None:
-            row.speedup = baseline.median / timing.wall.median if baseline is not None else None
-            row.share = step.median / timing.wall.median if step is not None else None
+        step = alone[row.contender].wall if row.contender in alone else None
+        if row.wall is not None:
+            row.speedup = baseline.median / row.wall.median if baseline is not None else None
+            row.share = step.median / row.wall.median if step is not None else None
         rows.append(row)
     parameters = trainings[0].parameters
     elements = sum(parameter.numel() for parameter in parameters)
@@ -289,7 +287,7 @@ def _rows(
     title = (
         f"{architecture.name}, {mode}: {elements / 1e6:,.4g} M parameters in {len(parameters)} tensors, batch {batch}"
     )
-    alone_rows = [Row.of(timing, None, gpu) for timing in steps]
+    alone_rows = list(steps)
     return [
         Group(f"iteration, {title}", rows, tags={**tags, "work": ITERATION}),
         Group(f"clip + Adam alone, {title}", alone_rows, tags={**tags, "work": STEP}),

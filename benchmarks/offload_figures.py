@@ -29,15 +29,15 @@ import typer
 from shard_contenders import TINY, Shape, make_model
 
 import tilestep
-from tilestep.bench.measure import Contender, Timing, measure, spread, synchronize
-from tilestep.bench.results import Group, Result, Row, environment
+from tilestep.bench.measure import Contender, Row, measure, spread, synchronize
+from tilestep.bench.results import Group, Result, environment
 from tilestep.bench.sections import free, gpu_workloads, make_parameters
 from tilestep.memory.copies import HostMemory, available
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.offloaded import OffloadedOptimizer, plan_for
 from tilestep.memory.streaming import StreamedState
-from tilestep.side_stream import SideStream
+from tilestep.schedules.side_stream import SideStream
 
 BACK_TO_BACK = 3
 """Iterations for one figure: what an update leaves for the next forward is hidden there only if one follows at once."""
@@ -122,14 +122,13 @@ def update_group(
     return group
 
 
-def bandwidth(timing: Timing) -> float | None:
+def bandwidth(timing: Row) -> float | None:
     """Bytes a second until all copies are done: what runs in other streams is in the wall time alone."""
     return timing.bytes_moved / (timing.wall.median * 1e-3) if timing.wall and timing.bytes_moved else None
 
 
-def row_of(timing: Timing, limit: float | None) -> Row:
-    row = Row.of(timing, None, gpu=False)
-    row.bandwidth = bandwidth(timing)
+def row_of(row: Row, limit: float | None) -> Row:
+    row.bandwidth = bandwidth(row)
     row.of_limit = row.bandwidth / limit if row.bandwidth and limit else None
     return row
 

@@ -29,7 +29,7 @@ import torch
 from torch.func import functional_call
 
 import tilestep
-from tilestep.demo import GPT, Size
+from tilestep.bench.demo import GPT, Size
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
 EPS = 1e-8

@@ -11,7 +11,7 @@ from torch import Tensor
 import tilestep
 from tilestep.bench import measure as bandwidth
 from tilestep.bench.measure import Contender, measure
-from tilestep.bench.results import Group, Row
+from tilestep.bench.results import Group
 from tilestep.bench.sections import OURS, Settings, free, llama_of, make_parameters, measured_group
 
 __all__ = ["LOOP", "SoapLoop", "soap_groups"]
@@ -124,8 +124,7 @@ def soap_groups(settings: Settings) -> list[Group]:
     )
     free(device)
     rounds = 2 if settings.quick else min(settings.rounds, ROUNDS)
-    timings = measure(contenders(FREQUENCY, FREQUENCY), device, rounds, warmup=1, traced=False, busy=False)
-    rows = [Row.of(timing, None, device.type == "cuda") for timing in timings]
+    rows = measure(contenders(FREQUENCY, FREQUENCY), device, rounds, warmup=1, traced=False, busy=False)
     turning = Group(f"SOAP, mean of {FREQUENCY} steps of which one turns the bases, {workload.title}", rows)
     free(device)
     for group in (plain, turning):

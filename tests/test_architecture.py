@@ -21,7 +21,14 @@ LAYERS = (
     ("compat", "cache"),
     ("rules", "graph", "linalg", "storage"),
     ("backends", "native", "tuning", "schedule"),
-    ("tensor_watch", "placement", "accumulation", "guards", "combinations", "side_stream"),
+    (
+        "tensor_watch",
+        "placement",
+        "combinations",
+        "schedules.side_stream",
+        "schedules.accumulation",
+        "schedules.guards",
+    ),
     (
         "norm",
         "runtime",
@@ -35,7 +42,7 @@ LAYERS = (
     ("optimizer", "memory.memory", "schedules.schedule"),
     ("amp", "schedules", "memory"),
     ("describe", "planning", "tracing", "checking"),
-    ("bench", "demo", "cli", "integrations"),
+    ("bench", "cli", "integrations"),
 )
 """From the ground up. A module imports from its own layer and from those before it."""
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 
 import tilestep
-from tilestep.guards import CompiledRegion, guard_model
+from tilestep.schedules.guards import CompiledRegion, guard_model
 
 BLOCKS = 12
 """More than dynamo traces one function for."""

@@ -494,15 +494,15 @@ def of_demo() -> None:
     """The module `demo`.
 
     >>> import torch
-    >>> from tilestep.demo import GPT, Size
+    >>> from tilestep.bench.demo import GPT, Size
     >>> GPT(Size(layers=1, width=8, heads=2, context=16))(torch.zeros(3, 16, dtype=torch.long)).shape
     torch.Size([3, 16, 256])
 
-    >>> from tilestep.demo import documentation
+    >>> from tilestep.bench.demo import documentation
     >>> bytes(documentation()[:400].tolist()).decode().isprintable() or documentation().numel() > 100_000
     True
 
-    >>> from tilestep.demo import Recipe
+    >>> from tilestep.bench.demo import Recipe
     >>> recipe = Recipe(torch.device("cpu"), steps=100)
     >>> [round(recipe.rate(step), 2) for step in (0, 9, 54, 99)]
     [0.1, 1.0, 0.55, 0.1]
@@ -512,7 +512,7 @@ def of_demo() -> None:
 def of_accumulation() -> None:
     """The module `accumulation`.
 
-    >>> from tilestep.accumulation import gradientless
+    >>> from tilestep.schedules.accumulation import gradientless
     >>> import torch
     >>> gradientless(torch.is_grad_enabled)()
     False
@@ -745,7 +745,7 @@ def of_taps() -> None:
     """The package `taps`.
 
     >>> import torch
-    >>> from tilestep.taps.taps import names_of
+    >>> from tilestep.taps import names_of
     >>> names_of([{"params": [torch.zeros(1), torch.zeros(1)]}])[0]
     ['0.0', '0.1']
     """

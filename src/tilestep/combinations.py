@@ -10,7 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -126,16 +126,6 @@ def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
         )
 
 
-class Wrappable(Protocol):
-    """Something that looks at gradients, and has to know what else reduces them over ranks.
-
-    `wrapped` adapts to a module with its parameters that is being wrapped, or raises in the wrapper's constructor.
-    """
-
-    def holds(self, param: Any) -> bool: ...
-    def wrapped(self, wrapper: nn.Module, kind: str) -> None: ...
-
-
 _following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 """Those to be told, with the modules of their model: FSDP1 has taken the parameters away when it says what it wraps."""
 
@@ -160,8 +150,9 @@ def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
     return [wrapper for wrapper in wrappers if "_parameters" in vars(wrapper) and any(map(holds, wrapper.parameters()))]
 
 
-def follow_wrappers(follower: Wrappable, model: nn.Module | None = None) -> None:
+def follow_wrappers(follower: Any, model: nn.Module | None = None) -> None:
     """Have something told of every wrapper that comes around its parameters from now on, as long as it lives."""
+    # Its `holds(param)` says which these are; `wrapped(wrapper, kind)` adapts, or raises in the wrapper's constructor.
     _following[follower] = weakref.WeakSet(() if model is None else model.modules())
     if not _watching:
         _watching.append(watch_all_submodules(_look_at))

@@ -17,6 +17,12 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a device; on a CPU nothing is outstanding."""
+    if has_streams(device):
+        torch.cuda.synchronize(device)
+
+
 is_forked = False
 """Whether this process is a fork of one that may have had OpenMP's threads."""
 

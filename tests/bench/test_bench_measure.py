@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilestep.bench.measure import Contender, Spread, Timing, measure, spread, trace
+from tilestep.bench.measure import Contender, Row, Spread, measure, spread, trace
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_a_failing_contender_is_reported_and_the_others_are_measured() -> None:
 
     failed, fine = measure([Contender("fails", fails_later), Contender("fine", lambda: None)], CPU, rounds=4, warmup=1)
     assert failed.failure == "RuntimeError: out of something"
-    assert failed.wall is None and failed.trace is None and calls == 3
+    assert failed.wall is None and failed.calls is None and failed.peak_bytes is None and calls == 3
     assert fine.failure is None and fine.wall is not None and fine.wall.count == 4
 
 
@@ -62,10 +62,11 @@ def test_a_failing_preparation_fails_its_contender() -> None:
 
 def test_bandwidth_is_bytes_over_device_time_where_there_is_one() -> None:
     wall, device = spread([4.0, 4.0, 4.0]), spread([2.0, 2.0, 2.0])
-    assert Timing("cpu", 8_000_000, wall=wall).bandwidth == pytest.approx(2e9)
-    assert Timing("gpu", 8_000_000, wall=wall, device=device).bandwidth == pytest.approx(4e9)
-    assert Timing("unknown", 0, wall=wall).bandwidth is None
-    assert Timing("failed", 8, failure="no").bandwidth is None
+    assert Row("cpu", wall=wall, bytes_moved=8_000_000).note_bandwidth().bandwidth == pytest.approx(2e9)
+    gpu = Row("gpu", wall=wall, device=device, bytes_moved=8_000_000).note_bandwidth(limit=8e9)
+    assert gpu.bandwidth == pytest.approx(4e9) and gpu.of_limit == pytest.approx(0.5)
+    assert Row("unknown", wall=wall).note_bandwidth(limit=8e9).bandwidth is None
+    assert Row("failed", bytes_moved=8, failure="no").note_bandwidth().bandwidth is None
 
 
 def test_spread_of_one_value() -> None:

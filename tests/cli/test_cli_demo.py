@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilestep import cli
-from tilestep.demo import (
+from tilestep.bench.demo import (
     TURN,
     Entry,
     Recipe,

@@ -22,7 +22,7 @@ import tilestep
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep.side_stream import SideStream
+from tilestep.schedules.side_stream import SideStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -35,8 +35,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import tilestep
 from tilestep.placement import Ranks
+from tilestep.schedules.side_stream import SideStream
 from tilestep.schedules.zero import ranks
-from tilestep.side_stream import SideStream
 
 GPUS = torch.cuda.device_count()
 

@@ -20,8 +20,8 @@ from rank_processes import all_pass
 from sharded_twins import TINY, Elementwise
 
 import tilestep
-from tilestep import side_stream
 from tilestep.placement import Ranks, ReductionGroup
+from tilestep.schedules import side_stream
 from tilestep.schedules.zero import gradients, parameters, schedule
 
 SIMULATED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,7 +13,7 @@ import torch
 
 import tilestep
 from tilestep import cli
-from tilestep.demo import _one_ahead
+from tilestep.bench.demo import _one_ahead
 from tilestep.tracing.lanes import length, overlap, union
 
 PNG = b"\x89PNG"

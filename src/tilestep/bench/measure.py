@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -23,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ..devices import has_streams, is_host
+from ..backends.cpp.compile import compiler
+from ..devices import has_streams, is_host, synchronize
+from ..tracing.lanes import exported
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,7 @@ def trace(call: Callable[[], object], device: torch.device) -> Trace:
         call()
         if gpu:
             torch.cuda.synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(exported))
-        events = json.loads(exported.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    events = exported(profiler)["traceEvents"]
     categories = [event.get("cat") for event in events]
     kernels = categories.count("kernel")
     if gpu and not kernels:
@@ -126,32 +123,38 @@ class Spread:
 
 
 @dataclass
-class Timing:
-    """What one contender took. Times in milliseconds, memory in bytes; None where the device has no such figure.
+class Row:
+    """What one contender took; a row of tables and of results.
 
-    `host` is the time until the call returns, `wall` until the work is done, `device` what the GPU was busy for
-    when the host is ahead of it. `failure` says why there are no figures.
+    Times in milliseconds, memory in bytes, bandwidth in bytes a second; None where there is no such figure. `host` is
+    the time until the call returns, `wall` until the work is done, `device` what the GPU was busy for when the host is
+    ahead of it. `of_limit` is the bandwidth as a fraction of a limit's. `failure` says why there are no figures.
+    End to end, `speedup` is over the baseline, `share` what the step alone would be of the iteration, and
+    `setup_seconds` the first three steps with all that is built for them.
     """
 
     contender: str
-    bytes_moved: int = 0
     host: Spread | None = None
     wall: Spread | None = None
     device: Spread | None = None
-    trace: Trace | None = None
+    launches: int | None = None
+    calls: int | None = None
+    peak_bytes: int | None = None
+    bytes_moved: int = 0
+    bandwidth: float | None = None
+    of_limit: float | None = None
     failure: str | None = None
+    speedup: float | None = None
+    share: float | None = None
+    setup_seconds: float | None = None
 
-    @property
-    def busy(self) -> Spread | None:
-        """The time to set against a bandwidth: device time on a GPU, wall time on a CPU."""
-        return self.device or self.wall
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes moved a second, or None if the traffic is unknown."""
-        if self.busy is None or not self.bytes_moved or self.busy.median == 0:
-            return None
-        return self.bytes_moved / (self.busy.median * 1e-3)
+    def note_bandwidth(self, limit: float | None = None) -> Row:
+        """Have the bandwidth that its times tell, where the traffic is known, and what part of a limit that is."""
+        busy = self.device or self.wall  # device time on a GPU, wall time on a CPU
+        known = busy is not None and self.bytes_moved and busy.median != 0
+        self.bandwidth = self.bytes_moved / (busy.median * 1e-3) if busy is not None and known else None
+        self.of_limit = self.bandwidth / limit if self.bandwidth and limit else None
+        return self
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -162,12 +165,6 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, low, high, len(values))
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; on a CPU nothing is outstanding."""
-    if has_streams(device):
-        torch.cuda.synchronize(device)
-
-
 def measure(
     contenders: Sequence[Contender],
     device: torch.device,
@@ -176,9 +173,9 @@ def measure(
     traced: bool = True,
     busy: bool = True,
     until: float | None = None,
-) -> list[Timing]:
+) -> list[Row]:
     """Measure contenders in interleaved rounds, each round in another order."""
-    runs = [_Run(contender, Timing(contender.name, contender.bytes_moved)) for contender in contenders]
+    runs = [_Run(contender, Row(contender.name, bytes_moved=contender.bytes_moved)) for contender in contenders]
     for run in runs:
         for _ in range(warmup):
             run.guarded(_wall, device, False)
@@ -195,49 +192,54 @@ def measure(
         if traced:
             run.guarded(_traced, device)
         run.finish()
-    return [run.timing for run in runs]
+    return [run.row.note_bandwidth() for run in runs]
 
 
 @dataclass
 class _Run:
     contender: Contender
-    timing: Timing
+    row: Row
     host: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
 
     def guarded(self, action: Callable[..., None], *arguments: object) -> None:
         """Prepare and act, unless the contender has failed; note it if it fails now."""
-        if self.timing.failure is not None:
+        if self.row.failure is not None:
             return
         try:
             if self.contender.prepare is not None:
                 self.contender.prepare()
             action(self, *arguments)
         except Exception as failure:  # any peer may fail in any way; the others' figures still count
-            self.timing.failure = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            self.row.failure = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
     def finish(self) -> None:
-        if self.timing.failure is None and self.wall:
-            self.timing.host = spread(self.host)
-            self.timing.wall = spread(self.wall)
-            self.timing.device = spread(self.device) if self.device else None
+        if self.row.failure is None and self.wall:
+            self.row.host = spread(self.host)
+            self.row.wall = spread(self.wall)
+            self.row.device = spread(self.device) if self.device else None
+
+
+def timed(call: Callable[[], object], device: torch.device, repeat: int = 1) -> tuple[float, float]:
+    """Milliseconds of a call until it has returned and until its work is done, in the mean of so many in a row."""
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    returned = time.perf_counter()
+    synchronize(device)
+    return (returned - begin) * 1e3 / repeat, (time.perf_counter() - begin) * 1e3 / repeat
 
 
 def _wall(run: _Run, device: torch.device, keep: bool) -> None:
     synchronize(device)
     if is_host(device) and keep:
         time.sleep(SETTLE_SECONDS)
-    repeat = run.contender.repeat
-    begin = time.perf_counter()
-    for _ in range(repeat):
-        run.contender.call()
-    returned = time.perf_counter()
-    synchronize(device)
-    done = time.perf_counter()
+    host, wall = timed(run.contender.call, device, run.contender.repeat)
     if keep:
-        run.host.append((returned - begin) * 1e3 / repeat)
-        run.wall.append((done - begin) * 1e3 / repeat)
+        run.host.append(host)
+        run.wall.append(wall)
 
 
 def _device(run: _Run, delay: _Delay) -> None:
@@ -258,7 +260,9 @@ def _traced(run: _Run, device: torch.device) -> None:
     for pause in (0.0, 0.2, 1.0):
         time.sleep(pause)
         with contextlib.suppress(NotRecorded):
-            run.timing.trace = trace(run.contender.call, device)
+            seen = trace(run.contender.call, device)
+            run.row.launches = seen.launches if has_streams(device) else None
+            run.row.calls, run.row.peak_bytes = seen.calls, seen.peak_bytes
             return
 
 
@@ -398,15 +402,14 @@ def loop_over_tensors(sizes: Sequence[int], dtype: torch.dtype) -> Contender | N
 
 
 def _compiled(function: str) -> Callable[..., None] | None:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
+    command = compiler()
+    if command is None:
         return None
     flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "loop.cpp", Path(folder) / "loop.so"
         source.write_text(SOURCE)
-        command = [*compiler.split(), *flags, str(source), "-o", str(library)]
-        if subprocess.run(command, capture_output=True).returncode != 0:
+        if subprocess.run([*command, *flags, str(source), "-o", str(library)], capture_output=True).returncode != 0:
             return None
         compiled = getattr(ctypes.CDLL(str(library)), function)
     compiled.restype = None

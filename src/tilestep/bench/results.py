@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import timeit
@@ -21,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .._version import __version__
+from ..backends.cpp.compile import compiler_version
 from ..devices import has_streams
-from .measure import Spread, Timing
+from .measure import Row, Spread
 
 
 def device_name(device: torch.device) -> str:
@@ -47,7 +47,7 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
         "device": device_name(device),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "compiler": _compiler(),
+        "compiler": next(iter(compiler_version().splitlines()), "none"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
@@ -82,11 +82,6 @@ def _commit() -> str:
     return (commit + "+changes" if changed else commit) or "not a git checkout"
 
 
-def _compiler() -> str:
-    command = os.environ.get("CXX") or next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), "")
-    return (command and _first_line([*command.split(), "--version"])) or "none"
-
-
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -98,50 +93,6 @@ def _cpu_model() -> str:
 
 FORMAT = 1
 OURS = "tilestep"  # what tables call it, or begin with
-
-
-@dataclass
-class Row:
-    """One contender's figures in one group.
-
-    Times in milliseconds, memory in bytes, bandwidth in bytes a second; None where there is no such figure.
-    `of_limit` is the bandwidth as a fraction of the group's limit. `failure` says why a contender has no figures.
-    End to end, `speedup` is over the baseline, `share` what the step alone would be of the iteration, and
-    `setup_seconds` the first three steps with all that is built for them.
-    """
-
-    contender: str
-    host: Spread | None = None
-    wall: Spread | None = None
-    device: Spread | None = None
-    launches: int | None = None
-    calls: int | None = None
-    peak_bytes: int | None = None
-    bytes_moved: int = 0
-    bandwidth: float | None = None
-    of_limit: float | None = None
-    failure: str | None = None
-    speedup: float | None = None
-    share: float | None = None
-    setup_seconds: float | None = None
-
-    @classmethod
-    def of(cls, timing: Timing, limit: float | None, gpu: bool) -> Row:
-        """Return the row for what was measured, against a bandwidth limit in bytes a second."""
-        trace, bandwidth = timing.trace, timing.bandwidth
-        return cls(
-            contender=timing.contender,
-            host=timing.host,
-            wall=timing.wall,
-            device=timing.device,
-            launches=trace.launches if trace and gpu else None,
-            calls=trace.calls if trace else None,
-            peak_bytes=trace.peak_bytes if trace else None,
-            bytes_moved=timing.bytes_moved,
-            bandwidth=bandwidth,
-            of_limit=bandwidth / limit if bandwidth and limit else None,
-            failure=timing.failure,
-        )
 
 
 @dataclass

@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from ..devices import has_streams
 from ..norm import clip_grad_norm_, total_norm
 from ..optimizer import Optimizer
 from . import measure as bandwidth
-from .measure import Contender, Timing, measure
-from .results import OURS, Group, Result, Row, environment
+from .measure import Contender, Row, measure
+from .results import OURS, Group, Result, environment
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,6 @@ def adamw_bytes(parameters: Sequence[Tensor], clip: bool, master_weights: bool =
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
 
-Build = Callable[[Sequence[Tensor]], Any]
-
 
 @dataclass(frozen=True)
 class Peer:
@@ -135,24 +134,21 @@ def _tilestep(parameters: Sequence[Tensor], **options: Any) -> Any:
     return Optimizer(parameters, "AdamW", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
 
 
-def _of_peer(module: str, name: str, **options: Any) -> Build:
-    def build(parameters: Sequence[Tensor]) -> Any:
-        own = {"storage_dtype": str(parameters[0].dtype).removeprefix("torch.")} if module == "heavyball" else {}
-        adamw = getattr(importlib.import_module(module), name)
-        return adamw(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options, **own)
-
-    return build
+def _of_peer(parameters: Sequence[Tensor], module: str, name: str, **options: Any) -> Any:
+    own = {"storage_dtype": str(parameters[0].dtype).removeprefix("torch.")} if module == "heavyball" else {}
+    adamw = getattr(importlib.import_module(module), name)
+    return adamw(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options, **own)
 
 
-_optimi = _of_peer("optimi", "AdamW", betas=(0.9, 0.999), eps=1e-8, kahan_sum=False)
-_flashoptim = _of_peer("flashoptim", "FlashAdamW", quantize=False, master_weight_bits=None)
-_heavyball = _of_peer("heavyball", "AdamW", betas=(0.9, 0.999))
+_optimi = partial(_of_peer, module="optimi", name="AdamW", betas=(0.9, 0.999), eps=1e-8, kahan_sum=False)
+_flashoptim = partial(_of_peer, module="flashoptim", name="FlashAdamW", quantize=False, master_weight_bits=None)
+_heavyball = partial(_of_peer, module="heavyball", name="AdamW", betas=(0.9, 0.999))
 
 
 PEERS = [
     Peer("torch default", _torch_adamw),
-    Peer("torch foreach", lambda parameters: _torch_adamw(parameters, foreach=True)),
-    Peer("torch fused", lambda parameters: _torch_adamw(parameters, fused=True)),
+    Peer("torch foreach", partial(_torch_adamw, foreach=True)),
+    Peer("torch fused", partial(_torch_adamw, fused=True)),
     Peer("torch compiled", _torch_compiled, compiled=True),
     Peer("torch-optimi", _optimi, module="optimi"),
     Peer("flashoptim", _flashoptim, module="flashoptim", gpu_only=True),
@@ -208,7 +204,7 @@ class Settings:
             return MEBIBYTE
         return (1024 if has_streams(self.device) else 256) * MEBIBYTE
 
-    def measure(self, contenders: Sequence[Contender], device: torch.device, rounds: int | None = None) -> list[Timing]:
+    def measure(self, contenders: Sequence[Contender], device: torch.device, rounds: int | None = None) -> list[Row]:
         """Measure with these settings, in at most so many rounds."""
         chosen = min(self.rounds, rounds or self.rounds)
         return measure(contenders, device, rounds=2 if self.quick else chosen, warmup=1 if self.quick else 3)
@@ -255,12 +251,9 @@ def _norm_groups(workload: Workload, settings: Settings) -> list[Group]:
 def run_step(settings: Settings) -> Result:
     """Measure AdamW with and without a clip: bf16 and float32 parameters, and bf16 ones with float32 masters."""
     result = Result("step", environment(settings.device))
-    on_gpu = has_streams(settings.device)
     # On a GPU torch's default is its foreach version.
-    names = [
-        peer.name for peer in peers(settings.device, settings.compiled) if not on_gpu or peer.name != "torch default"
-    ]
-    competing = peers(settings.device, settings.compiled, names)
+    same = "torch default" if has_streams(settings.device) else ""
+    competing = [peer for peer in peers(settings.device, settings.compiled) if peer.name != same]
     for workload in gpu_workloads(settings.quick):
         float32 = dataclasses.replace(workload, dtype=torch.float32)
         _step_group(result, settings, workload, MAX_GRAD_NORM, competing)
@@ -282,18 +275,16 @@ def _step_group(
     weights = ", float32 master weights and moments" if master else ""
     title = f"{'clip + ' if clip else ''}AdamW{weights}, {workload.title}"
     settings.say(f"step: {title}")
+
+    def with_masters() -> Contender:
+        parameters = make_parameters(workload, device)
+        optimizer = Optimizer(parameters, "AdamW", lr=1e-4, master_weights=True, max_grad_norm=clip)
+        return Contender(OURS, optimizer.step, adamw_bytes(parameters, clip is not None, master_weights=True))
+
     builds: list[Callable[[], Contender]] = [
-        lambda peer=peer: _step_contender(peer, workload, device, clip)  # type: ignore[misc]
-        for peer in competing or ()
+        partial(_step_contender, peer, workload, device, clip) for peer in competing or ()
     ]
-    if master:
-
-        def with_masters() -> Contender:
-            parameters = make_parameters(workload, device)
-            optimizer = Optimizer(parameters, "AdamW", lr=1e-4, master_weights=True, max_grad_norm=clip)
-            return Contender(OURS, optimizer.step, adamw_bytes(parameters, clip is not None, master_weights=True))
-
-        builds = [with_masters]
+    builds += [with_masters] if master else []
     room = _room(settings, workload, bytes_an_element=16 if master else 4 * workload.dtype.itemsize)
     if room < 1:
         result.notes.append(f"left out, memory does not suffice: {title}")
@@ -363,11 +354,10 @@ def measured_group(
     rounds: int | None = None,
 ) -> Group:
     """Measure contenders and limits in the same rounds; the fastest limit is what the others are held against."""
-    timings = settings.measure([*contenders, *limits], device, rounds)
-    reached = [(timing.bandwidth, timing.contender) for timing in timings[len(contenders) :] if timing.bandwidth]
+    rows = settings.measure([*contenders, *limits], device, rounds)
+    reached = [(row.bandwidth, row.contender) for row in rows[len(contenders) :] if row.bandwidth]
     limit, limit_name = max(reached, default=(None, ""))
-    rows = [Row.of(timing, limit, gpu=has_streams(device)) for timing in timings]
-    return Group(title, rows, limit, limit_name)
+    return Group(title, [row.note_bandwidth(limit) for row in rows], limit, limit_name)
 
 
 def _room(settings: Settings, workload: Workload, bytes_an_element: int) -> int:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -445,33 +446,27 @@ def _parameters(subject: Subject, dtype: torch.dtype = torch.float32, shapes: An
     return [torch.nn.Parameter(draw(shape, dtype, subject.device, seed)) for seed, shape in enumerate(wanted, start=1)]
 
 
-def _follows(dtype: torch.dtype, **options: Any) -> Item:
-    def follows_the_formula(subject: Subject) -> str:
-        trial = Trial(subject, _parameters(subject, dtype), options).run()
-        return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
-
-    return follows_the_formula
+def formula(subject: Subject, dtype: torch.dtype, **options: Any) -> str:
+    """Steps of parameters of a dtype are those of the formula."""
+    trial = Trial(subject, _parameters(subject, dtype), options).run()
+    return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
 
 
-def _keeps(state_dtype: str) -> Item:
+def formats(subject: Subject, state_dtype: str) -> str:
     """States kept in a format: steps agree from what it has kept, and it keeps what the formula gives."""
-
-    def follows_the_formula(subject: Subject) -> str:
-        shapes = subject.shapes(_LARGE)
-        try:
-            trial = Trial(subject, _parameters(subject, shapes=shapes), {"state_dtype": state_dtype}).run(3)
-        except StateError as error:
-            return f"refused: {error}"
-        changed = sum(
-            value.dtype is not torch.float32 and name != "step" and "_scales" not in name
-            for index in range(len(shapes))
-            for name, value in trial.state(index).items()
-        )
-        if not changed:
-            return "the rule has no state that is kept so"
-        return f"{trial.steps} steps with {changed} states kept so agree with the rule's own code in float64"
-
-    return follows_the_formula
+    shapes = subject.shapes(_LARGE)
+    try:
+        trial = Trial(subject, _parameters(subject, shapes=shapes), {"state_dtype": state_dtype}).run(3)
+    except StateError as error:
+        return f"refused: {error}"
+    changed = sum(
+        value.dtype is not torch.float32 and name != "step" and "_scales" not in name
+        for index in range(len(shapes))
+        for name, value in trial.state(index).items()
+    )
+    if not changed:
+        return "the rule has no state that is kept so"
+    return f"{trial.steps} steps with {changed} states kept so agree with the rule's own code in float64"
 
 
 def sizes(subject: Subject) -> str:
@@ -670,18 +665,15 @@ def _told(trial: Trial, before: list[torch.Tensor]) -> None:
 
 
 ITEMS: dict[str, Item] = {
-    "float32": _follows(torch.float32),
-    "float64": _follows(torch.float64),
-    "bfloat16": _follows(torch.bfloat16),
-    "float16": _follows(torch.float16),
-    "bfloat16 with float32 master": _follows(torch.bfloat16, master_weights=True),
+    **{name: partial(formula, dtype=getattr(torch, name)) for name in ("float32", "float64", "bfloat16", "float16")},
     **{
-        f"bfloat16 with {choice}": _follows(torch.bfloat16, master_weights=choice)
+        f"bfloat16 with {'float32 master' if choice is True else choice}": partial(
+            formula, dtype=torch.bfloat16, master_weights=choice
+        )
         for choice in MASTER_FORMATS
-        if choice is not True
     },
-    **{f"{name} states": _keeps(name) for name in STATE_FORMATS if name != "float32"},
-    "bfloat16 rounded at random": _follows(torch.bfloat16, rounding="stochastic"),
+    **{f"{name} states": partial(formats, state_dtype=name) for name in STATE_FORMATS if name != "float32"},
+    "bfloat16 rounded at random": partial(formula, dtype=torch.bfloat16, rounding="stochastic"),
     "sizes": sizes,
     "layouts": layouts,
     "param groups": groups,

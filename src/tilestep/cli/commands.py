@@ -155,8 +155,8 @@ def demo(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from ..bench.demo import GPT, Recipe, entries, picture, table, train
     from ..bench.results import device_name
-    from ..demo import GPT, Recipe, entries, picture, table, train
     from ..devices import has_streams
 
     require_plotting()
@@ -461,15 +461,14 @@ def trace(
     """
     from rich.console import Console
 
-    from ..demo import Size, Traced, train_traced
+    from ..bench.demo import Recipe, Size, train_traced
 
     require_plotting()
     console = Console()
     if script is None:
         size = Size(layers, width, 1 if width % 64 else width // 64, context)
-        schedule = "" if during is During.neither else during.value
-        traced = Traced(chosen_device(device), iterations, optimizer, size, batch, bf16, clip, schedule)
-        reports = [train_traced(traced, out)]
+        recipe = Recipe(chosen_device(device), steps=iterations, batch=batch, max_grad_norm=clip, size=size)
+        reports = [train_traced(recipe, out, optimizer, bf16, during.value)]
     else:
         reports = _script(script, arguments or [], out)
     for report in reports:

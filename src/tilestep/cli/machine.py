@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..backends.cpp.compile import FLAGS, compiler, compiler_version
+from ..backends.cpp.compile import FLAGS, compiler
 from ..cache import cache_directory, forget_directory
 from ..native import module
 
@@ -35,8 +35,7 @@ extern "C" int64_t probe(int64_t n) {
 
 
 def facts() -> dict[str, str]:
-    """The compiler that builds kernels, where they are kept, and whether the native extension is there."""
-    said = compiler_version().splitlines()
+    """Where kernels are kept, and whether the native extension is there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = str(cache_directory())
@@ -46,7 +45,7 @@ def facts() -> dict[str, str]:
         extension = "not built (no compiler)"
     else:
         extension = "built" if module(0) is not None else "not built yet (steps of 16 tensors and more begin it)"
-    return {"compiler": said[0] if said else "none", "cache": folder, "extension": extension}
+    return {"cache": folder, "extension": extension}
 
 
 def complaints() -> list[str]:

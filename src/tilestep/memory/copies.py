@@ -224,18 +224,26 @@ def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> l
             end += taken
             left -= taken
     close(len(tiles))
-    return [(tiles, range(tensors.start, tensors.stop)) for tiles, tensors in chunks]
+    return chunks
+
+
+def cut_tiles(segment: Segment, room: int) -> list[tuple[range, range]]:
+    """The places of tiles and tensors of a segment's chunks, of at most so many tiles each."""
+    counts, strided = (-(-segment.tiles.numel // segment.tiles.size)).tolist(), set(segment.own_strided)
+    return sizes_of_chunks(counts, [place in strided for place in range(len(counts))], room)
+
+
+def walked_part(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
+    """What some tiles have of a tensor, first and one past the last as tiles walk it; not above the first for none."""
+    start, size = int(segment.tiles.first_tile[place]), segment.tiles.size
+    return max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
 
 
 def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]:
     """Cut a segment so that each chunk's part of some arrays takes about so many bytes."""
-    tiles, entries = segment.tiles, segment.entries
-    width = sum(entries[0].arrays[name].element_size() for name in names)
-    counts = (-(-tiles.numel // tiles.size)).tolist()
-    strided = set(segment.own_strided)
-    whole = [place in strided for place in range(len(entries))]
-    per_chunk = max(room // max(width * tiles.size, 1), 1)
-    chunks = [Chunk(*bounds) for bounds in sizes_of_chunks(counts, whole, per_chunk)]
+    width = sum(segment.entries[0].arrays[name].element_size() for name in names)
+    per_chunk = max(room // max(width * segment.tiles.size, 1), 1)
+    chunks = [Chunk(*bounds) for bounds in cut_tiles(segment, per_chunk)]
     for chunk in chunks:
         lay_out(chunk, segment, names)
     return chunks
@@ -243,14 +251,12 @@ def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]
 
 def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
     """Find the bytes of a chunk on the host, and give them places in a buffer."""
-    tiles = segment.tiles
     for name in names:
         begins = np.zeros(len(chunk.tensors), dtype=np.int64)
         runs = chunk.runs[name] = []
         for position, place in enumerate(chunk.tensors):
             array = segment.entries[place].arrays[name]
-            first = max(chunk.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
-            stop = min((chunk.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
+            first, stop = walked_part(segment, chunk.tiles, place)
             if stop <= first:
                 continue
             # Rows of packed neighbours are even, and so are the places at which tiles cut them.

@@ -15,7 +15,7 @@ from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
 from ..runtime.gradients import copy_to
 from ..runtime.segment import Segment, TileRange
-from .copies import HostMemory, sizes_of_chunks
+from .copies import HostMemory, cut_tiles, walked_part
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, checksums
 
 
@@ -32,7 +32,7 @@ class HostState(StateOnHost):
         self._versions = -1
         self._sums: torch.Tensor | None = None
         self._entries: list[Entry] = []
-        self._norm: DeviceNorm | None = None
+        self._norm: SharedNorm | None = None  # of gradients on the device, where nothing is updated
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Have copies of these parameters."""
@@ -92,8 +92,15 @@ class HostState(StateOnHost):
             self.copies.wait(list(self.mirrors.values()))
             return [source.norm() for source in sources]
         if self._norm is None:
-            self._norm = DeviceNorm(self.device, self._entries)
-        return [self._norm.launch([self.mirror_of[id(entry.param)].sent for entry in self._norm.entries])]
+            self._norm = SharedNorm(self.device, self._entries)
+            self._addresses = torch.zeros(len(self._entries), dtype=torch.int64, device=self.device)
+            self._total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        sent = [self.mirror_of[id(entry.param)].sent for entry in self._entries]
+        dense = [one if one is None or is_dense(one) else one.contiguous() for one in sent]
+        addresses = [0 if one is None else one.data_ptr() for one in dense]
+        copy_to(self._addresses, np.asarray(addresses, dtype=np.int64))
+        self._norm.launch(self._addresses, self._total)
+        return [self._total]
 
     def sync_masters(self) -> None:
         """Copy parameters that other code has written to; through `param.data` their sums tell of it, not versions."""
@@ -126,24 +133,6 @@ class HostState(StateOnHost):
         self.drop_gradients()
 
 
-class DeviceNorm:
-    """The norm pass over gradients that are on the device, of parameters that are updated elsewhere."""
-
-    def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
-        self.entries = list(entries)
-        self._table = SharedNorm(device, self.entries)
-        self._addresses = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
-        self._total = torch.zeros(1, dtype=torch.float64, device=device)
-
-    def launch(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Compute their sum of squares, float64[1] on the device."""
-        dense = [one if one is None or is_dense(one) else one.contiguous() for one in gradients]
-        addresses = [0 if one is None else one.data_ptr() for one in dense]
-        copy_to(self._addresses, np.asarray(addresses, dtype=np.int64))
-        self._table.launch(self._addresses, self._total)
-        return self._total
-
-
 class HostUpdate(ChunkedPasses):
     """Runs the tile passes of a segment on the host."""
 
@@ -157,12 +146,9 @@ class HostUpdate(ChunkedPasses):
             for index in range(len(program.tiles))
         ]
         tiles = segment.tiles
-        counts = (-(-tiles.numel // tiles.size)).tolist()
-        strided = set(segment.own_strided)
         width = segment.entries[0].param.element_size()
         room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
-        whole = [place in strided for place in range(len(counts))]
-        self.chunks = [TileRange(*bounds) for bounds in sizes_of_chunks(counts, whole, room)]
+        self.chunks = [TileRange(*bounds) for bounds in cut_tiles(segment, room)]
         if not self._in_slices:
             segment.set_tile_ranges(self.chunks)
 
@@ -176,11 +162,9 @@ class HostUpdate(ChunkedPasses):
     def send(self, index: int, position: int) -> None:
         if not self._writes[index]:
             return
-        tiles, tile_range = self._segment.tiles, self.chunks[position]
-        pairs = []
+        tile_range, pairs = self.chunks[position], []
         for place in tile_range.tensors:
-            first = max(tile_range.tiles.start - int(tiles.first_tile[place]), 0) * tiles.size
-            stop = min((tile_range.tiles.stop - int(tiles.first_tile[place])) * tiles.size, int(tiles.numel[place]))
+            first, stop = walked_part(self._segment, tile_range.tiles, place)
             mirror = self._mirrors[place]
             if stop > first and mirror.present:
                 first, stop = self._segment.element_at(place, first), self._segment.element_at(place, stop)

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ..accumulation import GradientHooks, TakesGradients
 from ..backends.spec import KernelSpec, pass_traffic, total_traffic
 from ..compat import ready, version_of
-from ..devices import has_streams, is_host
+from ..devices import is_host, synchronize
 from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
@@ -27,7 +26,8 @@ from ..placement import is_distributed
 from ..placement.local import local_part
 from ..runtime import Stale, grad_dtype, is_dense
 from ..runtime.segment import Segment, same_walk
-from ..side_stream import Event, SideStream
+from ..schedules.accumulation import GradientHooks, TakesGradients
+from ..schedules.side_stream import Event, SideStream
 from .copies import HostMemory, check_device, gigabytes
 from .memory import StateMemory
 
@@ -52,42 +52,23 @@ def measure_bandwidths(device: torch.device) -> Bandwidths:
     buffers = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
     target.zero_()
     source.zero_()
-    inward, outward = SideStream(device), SideStream(device)
+    into = functools.partial(SideStream(device).copy, [(buffers[0], source)])
+    out = functools.partial(SideStream(device).copy, [(target, buffers[1])])
 
-    def into() -> None:
-        inward.copy([(buffers[0], source)])
+    def rate(size: int, *actions: Callable[[], object]) -> float:
+        """Bytes a second in the fastest of some runs, after one that is not counted."""
+        seconds = []
+        for _ in range(_ROUNDS + 1):
+            synchronize(device)
+            begin = time.perf_counter()
+            for action in actions:
+                action()
+            synchronize(device)
+            seconds.append(time.perf_counter() - begin)
+        return size / min(seconds[1:])
 
-    def out() -> None:
-        outward.copy([(target, buffers[1])])
-
-    def both() -> None:
-        into()
-        out()
-
-    def on_host() -> None:
-        target.copy_(source)
-
-    def rate(action: Callable[[], None], size: int) -> float:
-        return size / _seconds(action, device)
-
-    return Bandwidths(rate(into, _SIZE), rate(out, _SIZE), rate(both, _SIZE), rate(on_host, 2 * _SIZE))
-
-
-def _seconds(action: Callable[[], None], device: torch.device) -> float:
-    """The fastest of some runs, after one that is not counted."""
-    seconds = []
-    for _ in range(_ROUNDS + 1):
-        _synchronize(device)
-        begin = time.perf_counter()
-        action()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if has_streams(device):
-        torch.cuda.synchronize(device)
+    on_host = functools.partial(target.copy_, source)
+    return Bandwidths(rate(_SIZE, into), rate(_SIZE, out), rate(_SIZE, into, out), rate(2 * _SIZE, on_host))
 
 
 @dataclass(frozen=True)

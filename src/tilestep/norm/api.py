@@ -10,11 +10,11 @@ from typing import TypeGuard
 
 import torch
 
-from ..accumulation import refuse_taken
 from ..compat import UPDATE, marked, opaque
 from ..devices import has_streams
 from ..errors import GradientError
 from ..placement.local import as_real, resolved
+from ..schedules.accumulation import refuse_taken
 from .plan_cache import Recipe, find_recipe
 from .sharded import as_from_torch, sharded_norm
 

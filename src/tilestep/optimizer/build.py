@@ -19,8 +19,8 @@ from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
 from ..placement import (
-    Exchanges,
     LocalGradients,
+    MatrixExchange,
     ReductionGroup,
     SharedSums,
     checked_part,
@@ -28,6 +28,7 @@ from ..placement import (
     is_distributed,
     is_whole,
     local_state,
+    take_in_matrix,
 )
 from ..placement.local import ComplexMembers, as_complex, as_real, first_index, local_part
 from ..rules import Rule
@@ -37,6 +38,7 @@ from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys, sorted_for
 from .masters import MASTER_KEYS, Masters, check_master
 from .parameters import (
+    Listed,
     Optimizer,
     check_not_shared,
     check_pairs,
@@ -159,9 +161,7 @@ class _Kind:
 _Kinds = dict[tuple[Any, ...], _Kind | None]  # None for one whose parameters of each shape are a kind of their own
 
 
-def _kind_of(
-    optimizer: Optimizer, known: _Kinds, listed: tuple[str, int, dict[str, Any], torch.Tensor], part: torch.Tensor
-) -> _Kind:
+def _kind_of(optimizer: Optimizer, known: _Kinds, listed: Listed, part: torch.Tensor) -> _Kind:
     """The graph and the kernels of a parameter, of which a part is here; looked up once for all of a kind."""
     label, group_index, group, param = listed
     whole = optimizer.placement.wholes.get(param)
@@ -197,16 +197,15 @@ def _kind_of(
             check_complex_states(label, formats)
         if is_distributed(param):
             check_cut_blocks(label, param, formats)
-        spec = kernel_spec(graph, formats, compute_dtype(part), part.device.type)
-        taps = optimizer.taps
-        if taps is not None:
+        make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
+        spec = make()
+        if optimizer.taps is not None:
             if param.is_complex():
                 raise GradientError(
                     f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
                     "of its own without them"
                 )
-            make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
-            spec = taps.spec(spec, make, part.device)
+            spec = optimizer.taps.spec(spec, make, part.device)
         known[alike] = _Kind(graph, spec, part, group, rule)
     found = known[alike]
     assert found is not None
@@ -255,7 +254,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     together = begins_together(optimizer)
     every = ahead or together
     home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state, all_that_train=every)])
-    requests, kinds, exchanges = BufferRequests(), _Kinds(), Exchanges()
+    requests, kinds, exchanges = BufferRequests(), _Kinds(), dict[Any, MatrixExchange]()
     planned: list[_Planned] = []
     dormant: list[torch.Tensor] = []
     for listed in listed_once(optimizer):
@@ -265,7 +264,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
             continue
         one = _planned(optimizer, kinds, listed, state.get(param, {}), requests)
         if one.spec.program.matrices.scratch and not is_whole(param):
-            one.exchange = exchanges.add(label, param, everywhere=bool(one.graph.matrix_states))
+            one.exchange = take_in_matrix(exchanges, label, param, everywhere=bool(one.graph.matrix_states))
         planned.append(one)
     fill_buffers(requests, home)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
@@ -346,7 +345,7 @@ def _watched(optimizer: Optimizer) -> WatchedState:
 def _planned(
     optimizer: Optimizer,
     kinds: _Kinds,
-    listed_param: tuple[str, int, dict[str, Any], torch.Tensor],
+    listed_param: Listed,
     values: Mapping[str, Any],
     requests: BufferRequests,
     live: Mapping[str, Any] | None = None,

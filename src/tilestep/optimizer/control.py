@@ -428,18 +428,14 @@ def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
 
 def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> None:
     """Let all ranks know the norm of all gradients, and whether one of them overflowed."""
-    if has_whole_norm:
-        whole, inputs.power_sum = inputs.power_sum, None
-        _agree(inputs, group, has_whole_norm=False)
-        inputs.power_sum = whole
-        return
-    numbers = [number for number in (inputs.power_sum, inputs.loss, inputs.found_inf) if number is not None]
+    own_sum = None if has_whole_norm else inputs.power_sum
+    numbers = [number for number in (own_sum, inputs.loss, inputs.found_inf) if number is not None]
     if not numbers:
         return
     device = numbers[0].device
-    if len(numbers) == 1 and numbers[0].dtype is torch.float64 and numbers[0] is inputs.power_sum:
+    if len(numbers) == 1 and own_sum is not None and own_sum.dtype is torch.float64:
         # What computes it does so anew at every step, for the decision alone.
-        inputs.power_sum = numbers[0] if numbers[0].dim() == 1 else numbers[0].reshape(1)
+        inputs.power_sum = own_sum if own_sum.dim() == 1 else own_sum.reshape(1)
         group.add(inputs.power_sum)
         return
     if inputs.loss is not None:
@@ -450,8 +446,8 @@ def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -
     if inputs.loss is not None:
         *together, count = together.split(1)
         together = torch.cat(together)
-        inputs.loss = together[int(inputs.power_sum is not None) :][:1] / count
-    if inputs.power_sum is not None:
+        inputs.loss = together[int(own_sum is not None) :][:1] / count
+    if own_sum is not None:
         inputs.power_sum = together[:1]
     if inputs.found_inf is not None:
         inputs.found_inf = together[-1].to(inputs.found_inf.dtype)
@@ -582,5 +578,5 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
             )
     joint = JointGradNorm(given, group)
     for optimizer in given:
-        optimizer.control.joint = optimizer.schedule.updating(optimizer).control.joint = joint
+        optimizer.control.joint = joint
         optimizer.attach(("joint norm",))

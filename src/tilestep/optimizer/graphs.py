@@ -29,8 +29,6 @@ KEEP = "between replays parameters stay where they are, and gradients with zero_
 
 ON_CPU = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
 
-BY_RANKS = "several ranks decide its steps together; for DTensors run the steps outside graphs"
-
 
 def note_lost(lost: list[str], what: str, _: object) -> None:
     """For a weak reference to call: something that a graph reads is gone."""
@@ -94,6 +92,14 @@ def require_no_waits(optimizer: Optimizer) -> None:
             require(not waits, f"rule {rule.name} decomposes matrices in some steps, and ranks step together")
 
 
+def _require_capturable(plan: StepPlan) -> None:
+    """Raise for parameters whose updates no graph can hold."""
+    by_ranks = "several ranks decide its steps together; for DTensors run the steps outside graphs"
+    require(plan.mesh_ranks is None, by_ranks)
+    require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
+    require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
+
+
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`."""
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
@@ -102,9 +108,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     require(bool(devices), "no parameter of the optimizer trains")
     require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")
     plan.engines[0].require_kernels(alone=alone)
-    require(plan.mesh_ranks is None, BY_RANKS)
-    require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
-    require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
+    _require_capturable(plan)
     try:
         plan.prepare()
     except Stale:
@@ -137,9 +141,7 @@ def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
     require(
         len(plan.engines) == 1, f"its parameters are on {len(plan.engines)} devices; a graph holds the steps of one"
     )
-    require(plan.mesh_ranks is None, BY_RANKS)
-    require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
-    require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
+    _require_capturable(plan)
     engine, gradients = plan.engines[0], plan.gradients()
     seen = engine.check_capture(gradients[0])
     require(

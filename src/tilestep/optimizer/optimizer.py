@@ -366,7 +366,7 @@ class Optimizer(torch.optim.Optimizer):
                 "grad_norm: no step has found out the norm of its gradients; make the optimizer with "
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
             )
-        control = self._last_control()
+        control = self.control.numbers
         wide = any(param.dtype in _WIDE for group in self.param_groups for param in group["params"])
         dtype = torch.float64 if wide else torch.float32
         return torch.zeros((), dtype=dtype, device="cpu") if control is None else control[NORM].to(dtype, copy=True)
@@ -374,7 +374,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> torch.Tensor:
         """Steps that were skipped since the optimizer was made, an int64 scalar on the device, not yet read."""
-        control = self._last_control()
+        control = self.control.numbers
         return torch.zeros((), dtype=torch.int64, device="cpu") if control is None else control[SKIPPED].to(torch.int64)
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
@@ -492,10 +492,6 @@ class Optimizer(torch.optim.Optimizer):
     def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
         return self.schedule.unscale(self, unscale, *args, **kwargs)
-
-    def _last_control(self) -> torch.Tensor | None:
-        """The control numbers of the last step, on a device; None before any."""
-        return self.schedule.updating(self).control.numbers  # type: ignore[no-any-return]
 
     def _current_plan(self) -> StepPlan:
         updating = self.schedule.updating(self)
@@ -715,13 +711,6 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.graphs = Graphs()
-        if "_skip" in state:
-            # Pickled before they were one object.
-            names = {"policy": "_skip", "history": "_history", "numbers": "_known_control"}
-            kept = {name: vars(self).pop(own) for name, own in names.items() if own in state}
-            self.control = StepControl(kept["policy"])
-            vars(self.control).update(kept)
-        vars(self).setdefault("taps", None)
         self.attached = () if self.taps is None else self.taps.attached
         if "_rule" in state:
             self._ready = True

@@ -91,16 +91,11 @@ def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool
     )
 
 
-class Grouped(Protocol):
-    """An optimizer, as far as its parameters and their state are concerned."""
+class Optimizer(Protocol):
+    """`optimizer.Optimizer`, for the functions that its methods are made of."""
 
     param_groups: list[dict[str, Any]]
     state: Any
-
-
-class Optimizer(Grouped, Protocol):
-    """`optimizer.Optimizer`, for the functions that its methods are made of."""
-
     attached: tuple[str, ...]
     control: Any
     is_evaluating: bool
@@ -127,8 +122,12 @@ class Optimizer(Grouped, Protocol):
     def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> Any: ...
 
 
-def iter_params(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
-    """Every parameter in order: what messages call it, index of its group, its group, and itself."""
+Listed = tuple[str, int, dict[str, Any], torch.Tensor]
+"""What messages call a parameter, index of its group, its group, and itself."""
+
+
+def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
+    """Every parameter in order."""
     listed = []
     for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
@@ -138,15 +137,15 @@ def iter_params(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torc
     return listed
 
 
-def listed_once(optimizer: Grouped) -> list[tuple[str, int, dict[str, Any], torch.Tensor]]:
+def listed_once(optimizer: Optimizer) -> list[Listed]:
     """As `iter_params`, without the further places of parameters that a group lists several times."""
-    seen: dict[int, tuple[str, int, dict[str, Any], torch.Tensor]] = {}
+    seen: dict[int, Listed] = {}
     for one in iter_params(optimizer):
         seen.setdefault(id(one[3]), one)
     return list(seen.values())
 
 
-def further_rounds(optimizer: Grouped) -> tuple[frozenset[int], ...]:
+def further_rounds(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
     """For parameters that a group lists several times, which torch updates as often: those of each further round."""
     ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     if len(set(ids)) == len(ids):
@@ -169,6 +168,6 @@ def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
         raise GradientError(f"{LISTED_TWICE}, which torch updates twice, and {caller} once: list it once")
 
 
-def param_states(optimizer: Grouped) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+def param_states(optimizer: Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """Every parameter that has state, with it; not what else a user keeps in the optimizer's state."""
     return [(param, state) for param, state in optimizer.state.items() if isinstance(param, torch.Tensor)]

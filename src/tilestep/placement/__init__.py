@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .local import LocalGradients, checked_part, distribute, is_distributed, is_whole, local_state
-from .matrices import Exchanges
+from .matrices import MatrixExchange, take_in_matrix
 from .peers import WAYS, PeerMemory, share_memory
 from .placement import LOCAL, Origin, Pieces, Placement
 from .reduction import ARRIVED, Awaited, Ranks, ReductionGroup, SharedSums

@@ -17,20 +17,16 @@ from .reduction import group_of
 Bounds = tuple[tuple[int, int], tuple[int, int]]  # first row and the one after the last; the same of columns
 
 
-class Exchanges:
-    """The exchanges of an optimizer: one for the matrices that the same ranks share and work on in the same way."""
-
-    def __init__(self) -> None:
-        self._exchanges: dict[tuple[Any, tuple[int, ...], bool], MatrixExchange] = {}
-
-    def add(self, label: str, param: Any, *, everywhere: bool) -> tuple[MatrixExchange, int]:
-        """Take in a matrix."""
-        mesh = param.device_mesh
-        cuts = tuple(at for at, cut in enumerate(param.placements) if not cut.is_replicate() and mesh.size(at) > 1)
-        key = mesh, cuts, everywhere
-        if key not in self._exchanges:
-            self._exchanges[key] = MatrixExchange(mesh, cuts, everywhere)
-        return self._exchanges[key], self._exchanges[key].add(label, param)
+def take_in_matrix(
+    exchanges: dict[Any, MatrixExchange], label: str, param: Any, *, everywhere: bool
+) -> tuple[MatrixExchange, int]:
+    """The exchange of matrices that the same ranks share and work on in the same way, and the number of one in it."""
+    mesh = param.device_mesh
+    cuts = tuple(at for at, cut in enumerate(param.placements) if not cut.is_replicate() and mesh.size(at) > 1)
+    key = mesh, cuts, everywhere
+    if key not in exchanges:
+        exchanges[key] = MatrixExchange(mesh, cuts, everywhere)
+    return exchanges[key], exchanges[key].add(label, param)
 
 
 class MatrixExchange:

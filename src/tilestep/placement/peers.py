@@ -7,7 +7,7 @@ import functools
 import socket
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,39 +16,14 @@ from ..devices import has_streams
 from .reduction import Ranks
 
 
-class PeerMemory(Protocol):
-    """Flat memory of one rank, and what stands for that of the others."""
-
-    memory: torch.Tensor
-
-    def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
-        """Elements of a rank's memory, which copies read."""
-
-    def meet(self) -> None:
-        """Let what comes next in the current stream wait until all ranks are here in theirs."""
-
-
-class SharedMemory(PeerMemory, Protocol):
-    """A way to have such memory; what fails is a `RuntimeError`."""
-
-    offer: bytes
-    """What another rank must know to find it."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None: ...
-
-    def find(self, rank: int, offers: Sequence[bytes]) -> None:
-        """Find the others' memory; `offers` are those of all ranks, of which this one is `rank`."""
-
-    def meet_first(self, group: Any) -> None:
-        """Get ready to meet; all ranks of the group call it."""
-
-
 class MappedMemory:
-    """Memory of torch's allocator, which the other ranks map by CUDA's IPC.
+    """Flat memory of torch's allocator, which the other ranks map by CUDA's IPC.
 
     So it is counted as any other, and can be given to further processes as any other. Ranks meet in a word of
-    symmetric memory.
+    symmetric memory. What fails is a `RuntimeError`.
     """
+
+    offer: bytes  # what another rank must know to find it
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         _require_nvidia(device)
@@ -58,7 +33,7 @@ class MappedMemory:
         self._addresses: dict[int, int] = {}
 
     def find(self, rank: int, offers: Sequence[bytes]) -> None:
-        """Map the others' memory."""
+        """Map the others' memory; `offers` are those of all ranks, of which this one is `rank`."""
         driver, device = Driver.of_this_process(), self.memory.device
         for other, offer in enumerate(offers):
             if other != rank:
@@ -99,12 +74,13 @@ def _require_nvidia(device: torch.device) -> None:
         raise RuntimeError(f"only NVIDIA's GPUs read each other's memory, and the parameters are on {device}")
 
 
-WAYS: tuple[type[SharedMemory], ...] = (MappedMemory, OwnMemory)
+PeerMemory = MappedMemory | OwnMemory
+WAYS: tuple[type[PeerMemory], ...] = (MappedMemory, OwnMemory)
 """The first is as good as memory that is not shared. The others have a price, and are for those who ask for them."""
 
 
 def share_memory(
-    numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks, ways: Sequence[type[SharedMemory]]
+    numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks, ways: Sequence[type[PeerMemory]]
 ) -> tuple[PeerMemory | None, str]:
     """Zeroed memory that the ranks that split the state read from each other, and why there is none.
 
@@ -124,22 +100,17 @@ def share_memory(
 
 
 def _tried(
-    way: type[SharedMemory], numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    way: type[PeerMemory], numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks
 ) -> tuple[PeerMemory | None, str]:
     """As `share_memory` in one way: each part of it on all ranks, before any begins with the next."""
-    made: list[SharedMemory] = []
-
-    def find() -> None:
-        made[0].find(ranks.rank, offers)
-
-    def meet_first() -> None:
-        made[0].meet_first(ranks.shard)
-
+    made: list[PeerMemory] = []
     if reason := _together(ranks, lambda: made.append(way(numel, dtype, device))):
         return None, reason
-    offers = ranks.each(made[0].offer)
-    reason = _together(ranks, find) or _together(ranks, meet_first) or _together(ranks, lambda: _verify(made[0], ranks))
-    return (None, reason) if reason else (made[0], "")
+    (memory,), offers = made, ranks.each(made[0].offer)
+    reason = _together(ranks, lambda: memory.find(ranks.rank, offers))
+    reason = reason or _together(ranks, lambda: memory.meet_first(ranks.shard))
+    reason = reason or _together(ranks, lambda: _verify(memory, ranks))
+    return (None, reason) if reason else (memory, "")
 
 
 def _together(ranks: Ranks, work: Any) -> str:
@@ -162,7 +133,7 @@ _SAMPLE = 64
 
 
 @torch.no_grad()
-def _verify(made: SharedMemory, ranks: Ranks) -> None:
+def _verify(made: PeerMemory, ranks: Ranks) -> None:
     """Read what the others have written: machines are known on which copies between GPUs bring something else."""
     sample = made.memory[:_SAMPLE]
     sample.fill_(ranks.rank + 1)

@@ -2,6 +2,195 @@
 
 from __future__ import annotations
 
-from .changes import Change, Changes
-from .stats import Stats, StatsPlot, StepStats
-from .taps import Taps, names_of, require_no_taps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..backends.spec import KernelSpec
+from ..backends.spec import Taps as KernelTaps
+from ..backends.taps import taps_fit
+from ..compat import is_fake
+from ..devices import is_host
+from ..errors import RuleError
+from ..placement import Origin
+from ..runtime import DeviceEngine, segment_class
+from ..runtime.taps import SegmentTaps
+from .changes import Change, Changes, Names
+from .stats import Measurer, Stats, StatsPlot, StepStats
+
+_NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
+
+_OPTIONS = ("stats", "track_changes")  # options that are the optimizer's, and no param group's
+
+
+def require_no_taps(group: Mapping[str, Any]) -> None:
+    """Raise for a param group that asks for what only a whole optimizer gives."""
+    for key in _OPTIONS:
+        if key in group:
+            raise ValueError(f"{key} is an option of the optimizer, for all of its parameters: no param group has it")
+
+
+def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
+    """A name for each parameter, and the place of each by `id`: as given with named parameters, else "group.index"."""
+    names = Names([], {})
+    for number, group in enumerate(groups):
+        given = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            if id(param) not in names.places:
+                names.places[id(param)] = len(names.names)
+                names.names.append(given[index] if given else f"{number}.{index}")
+    return names
+
+
+def _counts_versions(param: torch.Tensor) -> bool:
+    """Whether a parameter has memory, and tells of writes to it."""
+    return not (is_lazy(param) or param.is_meta or is_fake(param) or param.is_inference())
+
+
+class Taps:
+    """What an optimizer gives out beside its updates; None stands for nothing."""
+
+    def __init__(self, stats: Stats | None, track_changes: bool) -> None:
+        if stats is not None and not isinstance(stats, Stats):
+            raise TypeError(f"Invalid stats: {stats!r}; it takes tilestep.Stats(every=...), or None")
+        if not isinstance(track_changes, bool):
+            raise TypeError(f"Invalid track_changes: {track_changes!r}; it is True or False")
+        self.asked, self.tracks = stats, track_changes
+        self.calls = 0  # steps that were called
+        self.measured: StepStats | None = None
+        self.changes = Changes() if track_changes else None
+        self.measures = False  # whether the step that is being taken measures
+        self._measurer: Measurer | None = None
+        self._first: tuple[list[str], torch.Tensor] | None = None
+        self._room: dict[int, tuple[SegmentTaps, int]] = {}  # where each parameter is measured, by `id`
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """What was asked for, as `combinations.REFUSED` calls it."""
+        return (*(("stats",) if self.asked is not None else ()), *(("track_changes",) if self.tracks else ()))
+
+    def spec(self, spec: KernelSpec, make: Callable[[KernelTaps], KernelSpec], device: torch.device) -> KernelSpec:
+        """What kernels are built from that mark changed weights, where they can; refuses what has no statistics."""
+        graph = spec.program.graph
+        if self.asked is not None and "update" in graph.states:
+            raise RuleError(
+                f"rule {graph.title}: stats have update_norm and update_max of what a step adds, and could not tell "
+                "those of its state 'update' from them; call the state by another name"
+            )
+        if self.tracks and segment_class(device).has_taps and taps_fit(spec):
+            return make(KernelTaps(changes=True))
+        return spec
+
+    def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:
+        """Make room in tables that were just made."""
+        engines: Sequence[DeviceEngine] = tables.engines
+        owner = optimizer.placement.owner(optimizer)
+        names = names_of(owner.param_groups)
+        handles = {id(param): param for group in owner.param_groups for param in group["params"]}
+        rows: dict[int, Origin] = {}
+        for engine, params in zip(engines, tables.members):
+            for entry, param in zip(engine.entries, params):
+                origin = optimizer.placement.origin(param)
+                if origin is not None and id(origin.param) in handles:
+                    rows[id(entry)] = origin
+        before, self._room = self._room, {}
+        for engine in engines:
+            for segment in engine.segments:
+                segment.tap(stats=self.asked is not None, changes=self.tracks)
+                assert segment.taps is not None
+                segment.taps.measures = self.measures
+                for position, entry in enumerate(segment.entries):
+                    if id(entry) in rows:
+                        key = id(rows[id(entry)].param)
+                        self._room[key] = segment.taps, position
+                        if self.measures and key in before:
+                            segment.taps.carry(position, *before[key])
+        self._measurer = None
+        if self.asked is not None and engines:
+            specs = {
+                names.places[id(rows[id(entry)].param)]: segment.spec
+                for engine in engines
+                for segment in engine.segments
+                for entry in segment.entries
+                if id(entry) in rows
+            }
+            if owner is not optimizer:
+                # Of parameters whose pieces are on other ranks, too, the columns are there.
+                for group in owner.param_groups:
+                    for param in group["params"]:
+                        place = names.places[id(param)]
+                        specs[place] = specs.get(place) or spec_of(owner.rule_of(group), group, param)
+            ordered = [specs[place] for place in sorted(specs)]
+            numels = [param.numel() for param in handles.values()]
+            places = {key: names.places[id(origin.param)] for key, origin in rows.items()}
+            self._measurer = Measurer(engines, places, names.names, numels, ordered, tables.sharers)
+            if self._first is not None and self._first[0] == names.names:
+                self._measurer.first.copy_(self._first[1])
+            self._first = names.names, self._measurer.first
+        if self.changes is not None:
+            # What a sharded optimizer does not update here is another rank's.
+            others = tables.dormant if owner is optimizer else ()
+            self.changes.attach(tables, rows, list(handles.values()), names, list(filter(_counts_versions, others)))
+
+    def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
+        """Before a step's passes: decide whether they measure; whether they need more than kernels."""
+        is_due = self.asked is not None and (self.calls + 1) % self.asked.every == 0
+        self.measures = is_due or (captured and self.asked is not None)
+        looks = self.measures
+        for engine in engines:
+            for segment in engine.segments:
+                assert segment.taps is not None
+                segment.taps.measures, segment.taps.has_run = self.measures, False
+                looks |= segment.taps.goes_round
+        return looks
+
+    def finish(self) -> None:
+        """After a step's passes: make the table of what was measured."""
+        self.calls += 1
+        measures, self.measures = self.measures, False
+        if measures and self._measurer is not None:
+            made = self._measurer
+            self.measured = StepStats(made.names, made.columns, made.table(), self.calls)
+
+    @property
+    def stats(self) -> StepStats:
+        """The last finished statistics."""
+        if self.asked is None:
+            raise RuntimeError(_NO_STATS.format("stats"))
+        if self.measured is None:
+            raise RuntimeError(
+                f"stats: no step has measured yet; with every={self.asked.every} call number {self.asked.every} of "
+                "step() is the first"
+            )
+        self.measured.follow()
+        return self.measured
+
+    def first_nonfinite(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        present: Callable[[], Iterable[tuple[Any, torch.Tensor]]],
+        sharers: Any,
+    ) -> str | None:
+        """Name of the parameter whose gradient was not finite first: in a measured step, else among those there now."""
+        if self.asked is None:
+            raise RuntimeError(_NO_STATS.format("first_nonfinite"))
+        names, places = names_of(groups)
+        if self.measured is not None:
+            # A stream of updates writes `first` after them, and before this.
+            self.measured.follow()
+        seen = -1 if self._measurer is None else int(self._measurer.first)
+        if seen < 0:
+            gradients = {places[id(param)]: gradient for param, gradient in present() if gradient.numel()}
+            device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+            if sharers is not None and self._measurer is not None:
+                device = self._measurer.device
+            wrong = torch.zeros(len(names), dtype=torch.float64, device=device)
+            for place, gradient in gradients.items():
+                wrong[place] = (~gradient.isfinite().all()).to(device, torch.float64, non_blocking=not is_host(device))
+            if sharers is not None:
+                sharers.largest(wrong)
+            flags = wrong.tolist()
+            seen = flags.index(1.0) if any(flags) else -1
+        return names[seen] if seen >= 0 else None

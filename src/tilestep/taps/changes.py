@@ -114,33 +114,15 @@ class Changes:
                     if origin is None:
                         continue
                     places.append(position)
-                    handle, member = origin.param, members[id(entry)]
-                    is_part = is_distributed(member)
-                    watched = taps.watched[position] = [local_part(member), member] if is_part else [member]
-                    one = _Tracked(
-                        names.places[id(handle)],
-                        handle,
-                        entry.param,
-                        taps.bits(position),
-                        taps.writes[position : position + 1],
-                        watched,
-                        self._sharers is None or self._sharers.leads(member),
-                        _Whole(member, entry.param).index if is_part else origin.logical,
-                    )
-                    tracked[id(handle)] = one
+                    writes = taps.writes[position : position + 1]
+                    one = self._track(names, origin, members[id(entry)], entry.param, taps.bits(position), writes)
+                    taps.watched[position] = one.watched
+                    tracked[id(origin.param)] = one
         for param in dormant:
             # No step writes to it; other code may.
-            part, is_part = local_part(param), is_distributed(param)
-            tracked[id(param)] = _Tracked(
-                names.places[id(param)],
-                param,
-                part,
-                torch.zeros(0, dtype=torch.int32, device=part.device),
-                np.zeros(1, dtype=np.int64),
-                [part, param] if is_part else [param],
-                self._sharers is None or self._sharers.leads(param),
-                _Whole(param, part).index if is_part else Origin(param).logical,
-            )
+            part, writes = local_part(param), np.zeros(1, dtype=np.int64)
+            bits = torch.zeros(0, dtype=torch.int32, device=part.device)
+            tracked[id(param)] = self._track(names, Origin(param), param, part, bits, writes)
         for key, one in tracked.items():
             earlier = self._tracked.get(key)
             if earlier is not None and earlier.handle is one.handle:
@@ -156,6 +138,16 @@ class Changes:
         for engine in tables.engines:
             engine.wrote = self._note
         self._see_writes()
+
+    def _track(
+        self, names: Names, origin: Origin, member: Any, part: torch.Tensor, bits: torch.Tensor, writes: np.ndarray
+    ) -> _Tracked:
+        """The bits of a parameter, of which an optimizer updates a part of a member, a DTensor or a piece of it."""
+        handle, is_part = origin.param, is_distributed(member)
+        watched = [local_part(member), member] if is_part else [member]
+        leads = self._sharers is None or self._sharers.leads(member)
+        logical = _Whole(member, part).index if is_part else origin.logical
+        return _Tracked(names.places[id(handle)], handle, part, bits, writes, watched, leads, logical)
 
     def _note(self, written: list[torch.Tensor]) -> None:
         """Count tensors that a step has written, as autograd does."""

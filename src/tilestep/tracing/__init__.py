@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import statistics
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from ..compat import ITERATION
-from .lanes import Intervals, Iteration, length, read_events, split
+from .lanes import Intervals, Iteration, exported, length, read_events, split
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -286,10 +285,7 @@ def collecting(out: Path) -> Iterator[list[Report]]:
 
 
 def _written(profiler: torch.profiler.profile, out: Path | None, picture: bool, title: str) -> Report:
-    with tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(exported))
-        trace = json.loads(exported.read_text(encoding="utf-8", errors="replace"))
+    trace = exported(profiler)
     report = report_on(trace["traceEvents"])
     if out is None:
         return report

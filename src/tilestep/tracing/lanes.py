@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from ..compat import HOST_UPDATE, ITERATION, REPLAY, UPDATE
@@ -134,6 +137,14 @@ class Events:
     def stop(self) -> float:
         """The last moment."""
         return max([call.stop for call in self.calls] + [work.stop for work in self.works], default=0.0)
+
+
+def exported(profiler: Any) -> dict[str, Any]:
+    """The Chrome trace of one of torch's profilers, which has its events as `traceEvents`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8", errors="replace"))  # type: ignore[no-any-return]
 
 
 _CALLS = ("cpu_op", "user_annotation")

@@ -18,8 +18,8 @@ from torch import nn
 
 import tilestep
 from tilestep import native
-from tilestep.accumulation import GradientHooks, GradReadiness
 from tilestep.compat import backward_pass
+from tilestep.schedules.accumulation import GradientHooks, GradReadiness
 
 WITHOUT, WITH = "Python", "C++"
 

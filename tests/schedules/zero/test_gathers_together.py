@@ -22,10 +22,10 @@ from tilestep import compat
 from tilestep.backends.cpp.run import CpuSegment
 from tilestep.placement import Ranks, peers
 from tilestep.placement import reduction as groups
+from tilestep.schedules.side_stream import Mark, SideStream
 from tilestep.schedules.zero import buckets as shard_buckets
 from tilestep.schedules.zero import parameters
 from tilestep.schedules.zero.parameters import GatherGroup
-from tilestep.side_stream import Mark, SideStream
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tilestep
-from tilestep import side_stream
-from tilestep.side_stream import SideStream
+from tilestep.schedules import side_stream
+from tilestep.schedules.side_stream import SideStream
 
 
 class Event:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ...compat import before_gathering, fsdp_module_type, opaque
-from ...guards import guard_forwards, guard_model, guard_sharers, unguard_forwards
-from ...side_stream import SideStream
+from ..guards import guard_forwards, guard_model, guard_sharers, unguard_forwards
+from ..side_stream import SideStream
 from .groups import Group, Grouping
 
 

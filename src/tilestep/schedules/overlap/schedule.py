@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,16 @@ from ...combinations import kind_of, refusal, refuse, refuse_replaced, split_kin
 from ...compat import is_capturing, uncompiled
 from ...devices import has_streams
 from ...errors import CaptureError
-from ...guards import guard_sharers
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.optimizer import Attached, AttachedType
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
-from ...side_stream import SideStream
 from ...tensor_watch import memory_of, taken_gradients
+from ..guards import guard_sharers
 from ..schedule import Schedule
+from ..side_stream import SideStream
 from .deferred import DeferredUpdates
 from .groups import Group, Grouping
 from .tracker import BackwardTracker, CommHook, scale_error, wrappers
@@ -52,18 +52,8 @@ class OverlapReport:
         return f"updates run: {self.during} ({self.reason}{': ' + times if times else ''})"
 
 
-class Clock(Protocol):
-    """Tells when a device has come to a point of its work."""
-
-    def mark(self) -> Any:
-        """The point after all that was asked for so far."""
-
-    def between(self, earlier: Any, later: Any) -> float:
-        """Milliseconds between two points; may wait for the later one."""
-
-
 class DeviceClock:
-    """The current stream's time."""
+    """Tells when a device has come to a point of its work, by the current stream's time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,7 +70,7 @@ class DeviceClock:
         return earlier.elapsed_time(later)
 
 
-def device_clock(device: torch.device) -> Clock | None:
+def device_clock(device: torch.device) -> DeviceClock | None:
     """A device's clock; None for a CPU, beside whose host nothing runs."""
     return DeviceClock(device) if has_streams(device) else None
 
@@ -90,7 +80,7 @@ class Trial:
 
     # Numbers do not depend on the schedule, so trying costs none. The host waits for the device once, when it chooses.
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
         self._marks: list[Any] = []
         self._blocks: list[tuple[str, list[Any]]] = []

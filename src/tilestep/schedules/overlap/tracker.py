@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...accumulation import GradientRounds, TakesGradients, gradientless
 from ...amp import GradScaler
 from ...combinations import wrappers_around
 from ...compat import backward_pass, count_scaled_losses, local_parts, ready, step_is_ordinary, version_of
@@ -24,7 +23,8 @@ from ...optimizer.parameters import iter_params
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
 from ...runtime import JointNorm, Stale
-from ...side_stream import SideStream
+from ..accumulation import GradientRounds, TakesGradients, gradientless
+from ..side_stream import SideStream
 from .deferred import DeferredUpdates
 from .groups import Group, Grouping
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from ...devices import has_streams
-from ...placement import WAYS, PeerMemory, share_memory
+from ...placement import WAYS, PeerMemory, Ranks, share_memory
 from ...runtime import is_dense
-from .ranks import Ranks
 
 ALIGNMENT = 16  # elements to which parameters and sections are aligned: 16 bytes in 8-bit types, more in others
 LEAST_PADDING = 2**20  # bytes of padding that are worth another mesh

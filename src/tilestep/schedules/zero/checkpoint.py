@@ -21,11 +21,12 @@ from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
 from ...optimizer.masters import MASTER_KEYS
 from ...optimizer.states import TRAINING, StateTemplate, fill_buffers, storages
+from ...placement import Ranks
 from ...rules import Rule
 from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
 from .buckets import Box, boxes, memory_order
 from .core import Member, Sharding
-from .ranks import Ranks, rank_monitor
+from .ranks import rank_monitor
 
 
 class ShardedTensorPiece(torch.Tensor):

@@ -193,7 +193,7 @@ class Sharding:
         groups = [self._group_of_pieces(group, optimizer.rule_of(group)) for group in optimizer.param_groups]
         if not any(piece.requires_grad for group in groups for _, piece in group["params"]):
             groups.append(self._anchor_group())
-        rule, defaults, control = optimizer.rule_of({}), optimizer.defaults, optimizer.control
+        rule, defaults = optimizer.rule_of({}), optimizer.defaults
         inner = Optimizer.__new__(Optimizer)
         inner.placement, inner.schedule, inner.taps = self.placement, self.schedule, optimizer.taps
         Optimizer.__init__(
@@ -202,13 +202,10 @@ class Sharding:
             rule,
             max_grad_norm=defaults.get("max_grad_norm"),
             master_weights=defaults.get("master_weights", False),
-            skip_nonfinite=control.policy.nonfinite,
-            skip_above=control.policy.above,
-            track_grad_norm=control.policy.tracks_norm,
             **{key: defaults[key] for key in rule.hyperparameters},
         )
-        inner.control.joint, inner.control.history = control.joint, control.history
-        inner.workspace_limit = optimizer.workspace_limit
+        # What steps are decided from, and what outlives them, is the same for both.
+        inner.control, inner.workspace_limit = optimizer.control, optimizer.workspace_limit
         return inner
 
     def _anchor_group(self) -> dict[str, Any]:

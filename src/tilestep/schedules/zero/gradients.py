@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ...accumulation import GradientRounds, TakesGradients, gradientless
 from ...compat import copy_all, is_capturing, zero_all
+from ...placement import Ranks
 from ...runtime.capturing import require
-from ...side_stream import SideStream
-from .agree import HyperparameterDigest
+from ..accumulation import GradientRounds, TakesGradients, gradientless
+from ..side_stream import SideStream
 from .buckets import Bucket, Options, allocate, view_of
-from .ranks import Ranks
+from .ranks import HyperparameterDigest
 
 
 class GradientBucket:

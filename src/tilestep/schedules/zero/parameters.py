@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ...compat import is_capturing, is_compiled, version_of
-from ...guards import guard_model, guard_sharers
 from ...placement import ARRIVED, PeerMemory
 from ...runtime.segment import Segment, TileRange
-from ...side_stream import Mark, SideStream
 from ...tensor_watch import FixedTensors, sum_of_versions
+from ..guards import guard_model, guard_sharers
+from ..side_stream import Mark, SideStream
 from .buckets import Bucket, Options
 
 _NOTHING = nullcontext()

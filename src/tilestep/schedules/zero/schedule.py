@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...accumulation import gradientless
 from ...combinations import refuse, refuse_replaced
 from ...compat import is_capturing, load_hooks, route_unscaling, uncompiled
 from ...errors import GradientError
@@ -29,15 +28,15 @@ from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...placement.local import REAL_INSTEAD
 from ...runtime.capturing import PREPARE, require
-from ...side_stream import SideStream
+from ..accumulation import gradientless
 from ..schedule import Schedule
-from .agree import HyperparameterDigest, apart_from_others, attempt_together, validate_across_ranks
+from ..side_stream import SideStream
 from .buckets import Options
 from .checkpoint import full_state_dict, local_state, sharded_states, steps_behind
 from .core import ANCHOR, STRUCTURE, Sharding, hyperparameters
 from .gradients import GradientSync
 from .parameters import ParameterSync, UpdateInParts
-from .ranks import ranks_of
+from .ranks import HyperparameterDigest, apart_from_others, attempt_together, ranks_of, validate_across_ranks
 
 
 @dataclass
@@ -133,8 +132,6 @@ class ShardedSchedule(Schedule):
             inner.__dict__.pop(name, None)
             if hasattr(optimizer, name):
                 setattr(inner, name, getattr(optimizer, name))
-        inner.control.checks_overflow = optimizer.control.checks_overflow
-        inner.control.gradients_scaled = optimizer.control.gradients_scaled
         # Pieces and their gradients are where they were at the last step, and what that has made of them: this cuts
         # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
         unmoved = not captures and self._ready is self._stepped
@@ -335,7 +332,6 @@ class ShardedSchedule(Schedule):
 
     def _own_state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         with sharded_states(self._optimizer, self.sharding):
-            self._optimizer.control.numbers = self.sharding.inner.control.numbers
             return plain()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
@@ -613,6 +609,8 @@ def shard(
     optimizer.drop_plan()
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     schedule = ShardedSchedule(optimizer, sharding)
+    # What each rank has counted alone; what they go on with is in the state.
+    optimizer.control.numbers = None
     if state is not None:
         schedule.load_state_dict(state)
         # Before, each rank has remembered losses of its own.

@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import native
-from .combinations import follow_wrappers, refuse
-from .compat import (
+from .. import native
+from ..combinations import follow_wrappers, refuse
+from ..compat import (
     after_backward,
     backward_pass,
     count_gradient_hooks,
@@ -24,9 +24,9 @@ from .compat import (
     is_last_gradient_hook,
     watch_clips,
 )
-from .errors import GradientError
+from ..errors import GradientError
+from ..tensor_watch import survey
 from .side_stream import SideStream
-from .tensor_watch import survey
 
 _NONE: Set[int] = frozenset()
 

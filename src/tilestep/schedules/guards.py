@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .compat import (
+from ..compat import (
     compiled_call,
     guard_parameters,
     is_being_compiled,
@@ -29,6 +29,7 @@ class Waits(Protocol):
 
     @property
     def is_pending(self) -> bool: ...
+    def knows(self, param: Any) -> bool: ...  # whether it may be on its way at some time
     def wait(self, param: Any) -> None: ...
 
 
@@ -138,17 +139,11 @@ def _guard(module: nn.Module, waits: Waits) -> list[Any]:
     return [module.register_forward_pre_hook(before_forward)]
 
 
-class Knows(Waits, Protocol):
-    """What also knows which parameters may be on their way at some time."""
-
-    def knows(self, param: Any) -> bool: ...
-
-
-_sharers: weakref.WeakSet[Knows] = weakref.WeakSet()  # those whose parameters modules of other models may have
+_sharers: weakref.WeakSet[Waits] = weakref.WeakSet()  # those whose parameters modules of other models may have
 _watching: list[Any] = []
 
 
-def guard_sharers(waits: Knows) -> None:
+def guard_sharers(waits: Waits) -> None:
     """Make look-ups of known parameters in any module wait: in those there are, and in those made later."""
     # Again when it knows more parameters.
     _sharers.add(waits)
@@ -166,16 +161,16 @@ def _look_at(module: nn.Module, param: Any) -> None:
         _guard_sharer(waits, module, param)
 
 
-def _guard_sharer(waits: Knows, module: nn.Module, param: Any) -> None:
+def _guard_sharer(waits: Waits, module: nn.Module, param: Any) -> None:
     if waits.knows(param):
         _guard(module, waits)
 
 
-_late: weakref.WeakSet[Knows] = weakref.WeakSet()  # those for which modules of any model wait when they are called, too
+_late: weakref.WeakSet[Waits] = weakref.WeakSet()  # those for which modules of any model wait when they are called, too
 _forwards: list[Any] = []
 
 
-def guard_forwards(waits: Knows) -> None:
+def guard_forwards(waits: Waits) -> None:
     """After `guard_sharers`: have modules wait that get a parameter unseen, as `functional_call` gives it to them."""
     _late.add(waits)
     if not _forwards:
@@ -185,7 +180,7 @@ def guard_forwards(waits: Knows) -> None:
     weakref.finalize(waits, _unwatch_forwards).atexit = False
 
 
-def unguard_forwards(waits: Knows) -> None:
+def unguard_forwards(waits: Waits) -> None:
     """Have no module wait for it any more when it is called: whoever comes next finds all parameters there."""
     _late.discard(waits)
     _unwatch_forwards()
@@ -228,6 +223,9 @@ class _Both:
     def compiled(self, value: bool) -> None:
         for waits in self._all:
             waits.compiled = value
+
+    def knows(self, param: Any) -> bool:
+        return any(waits.knows(param) for waits in self._all)
 
     def wait(self, param: Any) -> None:
         for waits in self._all:

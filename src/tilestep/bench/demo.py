@@ -10,19 +10,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .bench.measure import Trace, spread, synchronize, trace
-from .bench.results import device_name
-from .devices import has_streams
-from .optimizer import Optimizer
-from .schedules.overlap import overlap
-from .tracing import Report, profile
+from ..devices import has_streams
+from ..optimizer import Optimizer
+from ..schedules.overlap import overlap
+from ..tracing import Report, profile
+from .measure import Trace, spread, timed, trace
+from .results import device_name
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class _Training:
             loss = self.model.loss(text)
             self.optimizer.zero_grad()
             loss.backward()
-            returned, done = _timed(self.take, self.recipe.device)
+            returned, done = timed(self.take, self.recipe.device)
             self.host.append(returned)
             self.wall.append(done)
             self.schedule.step()
@@ -232,15 +231,6 @@ class _Training:
         losses = [loss.item() for loss in self.losses]
         traced = trace(self.take, self.recipe.device)
         return Run(self.name, losses, final, self.host, self.wall, traced, self.seconds)
-
-
-def _timed(take: Take, device: torch.device) -> tuple[float, float]:
-    synchronize(device)
-    begin = time.perf_counter()
-    take()
-    returned = time.perf_counter()
-    synchronize(device)
-    return (returned - begin) * 1e3, (time.perf_counter() - begin) * 1e3
 
 
 def _split(text: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -337,41 +327,44 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
 WARM_UP = 3
 
 
-@dataclass(frozen=True)
-class Traced:
-    """What to train."""
+def train_traced(recipe: Recipe, out: Path, rule: str = "AdamW", bf16: bool = False, during: str = "neither") -> Report:
+    """Train some iterations outside the trace and the recipe's steps inside, and write the trace.
 
-    device: torch.device  # where
-    iterations: int  # how many are traced
-    optimizer: str  # a rule's name, or "torch": torch's fused AdamW with its clip
-    size: Size  # of the model
-    batch: int  # sequences an iteration
-    bf16: bool  # whether parameters are bfloat16
-    clip: float = 1.0  # the global norm that gradients are clipped to; 0 for no clip
-    during: str = ""  # "backward" or "forward", see `tilestep.overlap`; empty for steps between them
-
-
-def train_traced(traced: Traced, out: Path) -> Report:
-    """Train some iterations outside the trace and some inside, and write the trace."""
-    torch.manual_seed(0)
-    model = GPT(traced.size).to(traced.device, torch.bfloat16 if traced.bf16 else torch.float32)
-    parameters = list(model.parameters())
-    take = _torch_step(parameters, traced) if traced.optimizer == "torch" else _tilestep_step(model, traced)
-    text = documentation().to(traced.device)
-    window = torch.arange(traced.size.context + 1, device=traced.device)
-
-    keep_near = _one_ahead(traced.device)
+    `rule` is a rule's name, or "torch" for torch's fused AdamW with its clip; `during` is "backward" or "forward", see
+    `tilestep.overlap`, or "neither" for steps between them. A `max_grad_norm` of 0 clips nothing.
+    """
+    torch.manual_seed(recipe.seed)
+    model = GPT(recipe.size).to(recipe.device, torch.bfloat16 if bf16 else torch.float32)
+    parameters, is_torch, clip = list(model.parameters()), rule == "torch", recipe.max_grad_norm
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+        if is_torch
+        else Optimizer(parameters, rule, max_grad_norm=clip or None)
+    )
+    if isinstance(optimizer, Optimizer) and during != "neither":
+        optimizer = overlap(optimizer, model, "backward" if during == "backward" else "forward", bucket_cap_mb=1.0)
+    text = documentation().to(recipe.device)
+    window = torch.arange(recipe.size.context + 1, device=recipe.device)
+    keep_near = _one_ahead(recipe.device)
 
     def iterate() -> None:
         keep_near()
-        starts = torch.randint(len(text) - len(window), (traced.batch, 1), device=traced.device)
+        starts = torch.randint(len(text) - len(window), (recipe.batch, 1), device=recipe.device)
         model.loss(text[starts + window].long()).backward()
-        take()
+        if is_torch and clip:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        optimizer.zero_grad()
 
     for _ in range(WARM_UP):
         iterate()
-    with profile(out, title=_title(traced, parameters)) as profiled:
-        for _ in range(traced.iterations):
+    millions = sum(parameter.numel() for parameter in parameters) / 1e6
+    name = "torch's fused AdamW" if is_torch else f"tilestep's {rule}"
+    name += "" if during == "neither" else f" during {during}"
+    clips = "clip by norm; " if clip else ""
+    title = f"{name}, {clips}GPT of {millions:.1f} M parameters, {device_name(recipe.device)}"
+    with profile(out, title=title) as profiled:
+        for _ in range(recipe.steps):
             iterate()
     return profiled.report
 
@@ -389,36 +382,3 @@ def _one_ahead(device: torch.device) -> Callable[[], None]:
             ends[0].synchronize()
 
     return wait
-
-
-def _torch_step(parameters: Sequence[torch.Tensor], traced: Traced) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-
-    def take() -> None:
-        if traced.clip:
-            torch.nn.utils.clip_grad_norm_(parameters, traced.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return take
-
-
-def _tilestep_step(model: GPT, traced: Traced) -> Callable[[], None]:
-    optimizer = Optimizer(model.parameters(), traced.optimizer, max_grad_norm=traced.clip or None)
-    if traced.during:
-        during: Literal["backward", "forward"] = "backward" if traced.during == "backward" else "forward"
-        optimizer = overlap(optimizer, model, during, bucket_cap_mb=1.0)
-
-    def take() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return take
-
-
-def _title(traced: Traced, parameters: Sequence[torch.Tensor]) -> str:
-    millions = sum(parameter.numel() for parameter in parameters) / 1e6
-    name = "torch's fused AdamW" if traced.optimizer == "torch" else f"tilestep's {traced.optimizer}"
-    name += f" during {traced.during}" if traced.during else ""
-    clip = "clip by norm; " if traced.clip else ""
-    return f"{name}, {clip}GPT of {millions:.1f} M parameters, {device_name(traced.device)}"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compat import UPDATE, current_stream_number, is_capturing, marked
-from .devices import has_streams
+from ..compat import UPDATE, current_stream_number, is_capturing, marked
+from ..devices import has_streams
 
 Event = torch.cuda.Event | None  # a point in a stream's order; None on a CPU, where all before it has happened
 _NOTHING: AbstractContextManager[None] = nullcontext()
