@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..describe import describe, spec_for
+from ..backends.spec import total_traffic
+from ..describe import spec_for
 from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..rules import Rule
@@ -111,8 +112,9 @@ def footprint(
     grad_sync_dtype: torch.dtype | None = None,
 ) -> Footprint:
     """What a rule keeps and moves for the elements of a matrix."""
-    kept: dict[str, Any] = {"master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
-    spec = spec_for(rule, hyperparameters, dtype=dtype, **kept)
+    spec = spec_for(
+        rule, hyperparameters, dtype=dtype, master_weights=master_weights, state_dtype=state_dtype, rounding=rounding
+    )
     graph, notes, state = spec.program.graph, [], 0.0
     for name, storage in spec.storages.items():
         if name in ("grad", *spec.program.matrices.scratch):
@@ -131,9 +133,8 @@ def footprint(
         notes.append("the time of matrix products")
     if spec.draws:
         notes.append("the arithmetic of random bits, for " + ", ".join(spec.draws))
-    described = describe(rule, hyperparameters, backend="cpp", dtype=dtype, **kept)
     gradient = (grad_sync_dtype or dtype).itemsize
-    moved = described.bytes_read + described.bytes_written + gradient - dtype.itemsize
+    moved = sum(total_traffic(spec)) + gradient - dtype.itemsize
     return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))
 
 
