@@ -76,6 +76,32 @@ def test_one_build_while_everything_moves() -> None:
     assert tilestep.compile_count() == before + 1
 
 
+def test_gradients_with_gaps_are_one_build_more() -> None:
+    before = tilestep.compile_count()
+    (param,) = parameters((4, 5))
+    optimizer = tilestep.AdamW([param], max_grad_norm=1.0, lr=0.1)
+    stepped(optimizer)
+    plain = tilestep.compile_count()
+    for gradient in (torch.ones(5, 4).t(), torch.ones(4, 5), torch.ones(1, 5).expand(4, 5), torch.ones(4, 10)[:, ::2]):
+        param.grad = gradient
+        optimizer.step()
+        assert tilestep.compile_count() == plain + 1
+    (twin,) = parameters((4, 5))
+    other = tilestep.AdamW([twin], max_grad_norm=1.0, lr=0.1)
+    for _ in range(5):
+        stepped(other)
+    assert torch.equal(param, twin) and tilestep.compile_count() == plain + 1 > before
+
+
+def test_parameters_with_gaps_are_one_build() -> None:
+    before = tilestep.compile_count()
+    for rule in (tilestep.AdamW, tilestep.Adafactor):
+        base = torch.ones(4, 10)
+        stepped(rule([torch.nn.Parameter(base[:, ::2])]))
+        assert bool((base[:, ::2] != 1).all()) and bool((base[:, 1::2] == 1).all())
+    assert tilestep.compile_count() == before + 2
+
+
 def test_another_signature_is_another_build() -> None:
     before = tilestep.compile_count()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):

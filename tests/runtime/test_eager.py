@@ -92,6 +92,34 @@ def test_one_warning_says_that_nothing_can_be_built(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:tilestep found no")
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_gradients_with_gaps_whose_kernels_cannot_be_built(steps_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may be from the cache of a machine that has a compiler."""
+    monkeypatch.delenv("CXX")
+    compile.compiler.cache_clear()
+    if compile.compiler() is None:
+        pytest.skip("no C++ compiler")
+
+    def steps(weight: torch.nn.Parameter, gradients: list[torch.Tensor]) -> tilestep.Optimizer:
+        optimizer = tilestep.AdamW([weight], lr=0.1)
+        for number, gradient in enumerate(gradients):
+            if number == steps_before:
+                monkeypatch.setenv("CXX", "/nowhere")
+                compile.compiler.cache_clear()
+            weight.grad = gradient
+            optimizer.step()
+        return optimizer
+
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 5), [torch.randn(4, 5) for _ in range(4)]
+    weight, twin = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    optimizer = steps(weight, gradients[:steps_before] + [g.t().contiguous().t() for g in gradients[steps_before:]])
+    assert eager_segments(optimizer) and optimizer.state[weight]["step"] == 4
+    assert not eager_segments(steps(twin, gradients))
+    torch.testing.assert_close(weight, twin)
+
+
+@pytest.mark.filterwarnings("ignore:tilestep found no")
 def test_buffers_may_change_places() -> None:
     @tilestep.rule
     def swap(param: Any, grad: Any, other: Any) -> tuple[Any, ...]:

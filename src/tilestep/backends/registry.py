@@ -78,13 +78,16 @@ def build_segment(device: torch.device, *args: object) -> Segment:
         return EagerSegment(*args)  # type: ignore[arg-type]
 
 
-def load_ahead(spec: KernelSpec, device: torch.device) -> None:
-    """Build or load what the first step on a CPU would wait for; a GPU's kernels are built beside each other later."""
+def load_ahead(spec: KernelSpec, device: torch.device, *, gaps: bool) -> None:
+    """Build or load what the first step on a CPU would wait for; a GPU's kernels are built beside each other later.
+
+    gaps: whether tensors lie in memory so that they are walked by coordinates.
+    """
     if segment_class(device).__name__ == "CpuSegment":
         from .cpp.run import load
 
         with suppress(BuildError):
-            load(spec)
+            load(spec, gaps=gaps)
 
 
 def control_kernels(control: torch.Tensor) -> Any:

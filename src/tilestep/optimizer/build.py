@@ -32,7 +32,7 @@ from ..placement import (
 )
 from ..placement.local import ComplexMembers, as_complex, as_real, first_index, local_part
 from ..rules import Rule
-from ..runtime import DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, kernel_spec, load_ahead
+from ..runtime import DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, is_dense, kernel_spec, load_ahead
 from ..storage import entries_of
 from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys, sorted_for
@@ -217,6 +217,7 @@ def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
     kinds, by_device = _Kinds(), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
+    gaps: set[tuple[int, torch.device]] = set()
     at_home, state = optimizer.memory.is_beside, vars(optimizer)["state"]
     for listed in listed_once(optimizer):
         label, _, group, param = listed
@@ -231,9 +232,13 @@ def check_params(optimizer: Optimizer) -> None:
         spec = _kind_of(optimizer, kinds, listed, part).spec
         if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
             by_device.setdefault(part.device, []).append((label, part))
-            specs[id(spec), part.device] = spec
-    for (_, device), spec in specs.items():
-        load_ahead(spec, device)
+            key = id(spec), part.device
+            specs[key] = spec
+            by_rows = spec.program.slices.views or spec.has_blocks
+            if not part.is_contiguous() and (by_rows or not is_dense(part)):
+                gaps.add(key)
+    for key, spec in specs.items():
+        load_ahead(spec, key[1], gaps=key in gaps)
     for tensors in by_device.values():
         check_not_shared(tensors)
 

@@ -336,7 +336,11 @@ class Optimizer(torch.optim.Optimizer):
         """As `rebuild`, with gradients; without state that a step would have made if it fails."""
         with unchanged_on_error(self):
             plan = self.rebuild()
-            return plan, plan.prepare()
+            try:
+                return plan, plan.prepare()
+            except Stale:  # what only the gradients ask for could not be built: the next plan does without
+                plan = self.rebuild()
+                return plan, plan.prepare()
 
     def take_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]

@@ -14,6 +14,7 @@ import torch
 from ... import devices
 from ...devices import thread_count
 from ...errors import BuildError
+from ...runtime.gradients import Stale
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ...tuning import tile_shape
 from ..spec import KernelSpec
@@ -71,15 +72,18 @@ class CpuSlices:
         return torch.from_numpy(self._slots[slot])
 
 
-_libraries: dict[int, ctypes.CDLL] = {}
+_libraries: dict[tuple[int, bool], ctypes.CDLL] = {}
+_without_gaps: set[int] = set()
+"""Specs, by identity, whose next segment is to fail as the last one did when a gradient first had gaps."""
 
 
-def load(spec: KernelSpec) -> ctypes.CDLL:
-    """The kernels of a spec, built or from the cache."""
-    if id(spec) not in _libraries:
-        _libraries[id(spec)] = load_library(spec.name, source.source(spec), _flags(spec))
-        weakref.finalize(spec, _libraries.pop, id(spec), None)
-    return _libraries[id(spec)]
+def load(spec: KernelSpec, *, gaps: bool = False) -> ctypes.CDLL:
+    """The kernels of a spec, built or from the cache; those for tensors with gaps take twice as long to build."""
+    key = (id(spec), gaps)
+    if key not in _libraries:
+        _libraries[key] = load_library(spec.name, source.source(spec, gaps=gaps), _flags(spec))
+        weakref.finalize(spec, _libraries.pop, key, None)
+    return _libraries[key]
 
 
 def _flags(spec: KernelSpec) -> tuple[str, ...]:
@@ -102,7 +106,9 @@ class CpuSegment(Segment):
     ) -> None:
         self.tile_size = tile_shape(spec, grads.device).span
         super().__init__(spec, entries, groups, grads, control)
-        library = load(spec)
+        self._gaps = self._has_gaps or id(spec) in _without_gaps
+        _without_gaps.discard(id(spec))
+        library = load(spec, gaps=self._gaps)
         count = len(self.entries)
         program = spec.program
         compute = np.float64 if spec.compute is torch.float64 else np.float32
@@ -123,7 +129,7 @@ class CpuSegment(Segment):
         self._scalar = [getattr(library, f"scalar_pass_{index}") for index in range(len(program.scalars))]
         self._launch = Launch()
         self._argument = ctypes.byref(self._launch)
-        self._tile = [self._functions(library, index) for index in range(len(program.tiles))]
+        self._tile = self._all_functions(library)
         self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
         self.tap_partials = np.zeros((1, 1))
         self.upload()
@@ -133,13 +139,13 @@ class CpuSegment(Segment):
         assert self.taps is not None
         if self.taps.by_kernels and stats:
             try:
-                library = load(self.spec.measuring)
+                library = load(self.spec.measuring, gaps=self._gaps)
             except BuildError as error:
                 # The plain kernels may be from the cache, of a machine with a compiler.
                 warn_of_failure(error)
                 self.taps.by_kernels, self.reads_gradients = False, True
             else:
-                self._measuring = [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
+                self._measuring = self._all_functions(library)
                 self.tap_partials = np.zeros((self.tiles.count, len(self.taps.columns)))
         self.upload()
 
@@ -153,6 +159,27 @@ class CpuSegment(Segment):
     def _passes(self) -> list[list[tuple[Any, tuple[Any, ...]]]]:
         return self._measuring if self.measures else self._tile
 
+    @property
+    def _has_gaps(self) -> bool:
+        return bool((self.layout_index >= 0).any())
+
+    def _take_gaps(self) -> None:
+        """Have kernels that walk gaps: from the first gradient on that has some."""
+        if self._gaps or not self._has_gaps:
+            return
+        try:
+            self._tile = self._all_functions(load(self.spec, gaps=True))
+            if self._measuring:
+                self._measuring = self._all_functions(load(self.spec.measuring, gaps=True))
+        except BuildError as error:
+            # The others may be from the cache, of a machine with a compiler: the next segment is eager.
+            _without_gaps.add(id(self.spec))
+            raise Stale("kernels for gradients with gaps could not be built") from error
+        self._gaps = True
+
+    def _all_functions(self, library: ctypes.CDLL) -> list[list[tuple[Any, tuple[Any, ...]]]]:
+        return [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
+
     def _functions(self, library: ctypes.CDLL, index: int) -> list[tuple[Any, tuple[Any, ...]]]:
         """The functions of a tile pass and of what precedes it, with their arguments."""
         functions: list[tuple[Any, tuple[Any, ...]]] = []
@@ -164,6 +191,7 @@ class CpuSegment(Segment):
 
     def upload(self) -> None:
         """Point the launch record at the tables as they are now."""
+        self._take_gaps()
         launch = self._launch
         launch.tensors, launch.tiles, launch.tile_size = len(self.entries), self.tiles.count, self.tiles.size
         launch.hyper_count = self.hyper.shape[1]

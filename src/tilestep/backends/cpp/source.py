@@ -142,17 +142,17 @@ def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
 _OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
 
 
-def slice_function(spec: KernelSpec, tile: TilePass) -> str:
+def slice_function(spec: KernelSpec, tile: TilePass, gaps: bool) -> str:
     """The function of a pass that reads, makes or is over slices."""
-    return "\n".join(_SlicePass(spec, tile).lines())
+    return "\n".join(_SlicePass(spec, tile, gaps).lines())
 
 
 class _SlicePass:
     """Writes one function, from the outermost loop to the innermost."""
 
-    def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
+    def __init__(self, spec: KernelSpec, tile: TilePass, gaps: bool) -> None:
         assert tile.view is not None
-        self.spec, self.tile, self.view = spec, tile, tile.view
+        self.spec, self.tile, self.view, self.gaps = spec, tile, tile.view, gaps
         self.slices = spec.program.slices
         self.scalar = scalar_type(spec)
         self.unscales = spec.program.unscales(tile)
@@ -214,7 +214,7 @@ class _SlicePass:
             *self._slot_lines(),
             *(f"    double part_{slot} = {neutral(reduction)};" for slot, reduction in self.tile.reductions),
         ]
-        lines.append("    const int64_t* layout = nullptr;" if self.tile.over is not None else layout_line(spec))
+        lines.append(layout_line(spec, self.gaps and self.tile.over is None))
         lines += self._matrix_loop()
         for slot, _ in self.tile.reductions:
             lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
@@ -260,7 +260,8 @@ class _SlicePass:
             lines.append(f"        {self.scalar} chunk_{slot} = {neutral(reduction)};")
         for slot, reduction in self.row_parts:
             lines.append(f"        {self.scalar} row_{slot} = {neutral(reduction)};")
-        lines += for_layouts(self._run_loop, touches_blocks(self.spec, self.tile) or self.tile.over is not None)
+        once = touches_blocks(self.spec, self.tile) or self.tile.over is not None or not self.gaps
+        lines += for_layouts(self._run_loop, once)
         for slot, reduction in self.tile.reductions:
             lines.append("        " + combine(reduction, f"part_{slot}", f"chunk_{slot}"))
         for slot, _ in self.row_parts:
@@ -343,7 +344,7 @@ _RUN = 1024
 """Elements of a run, which are summed in the type computed in before that is added to a float64 sum."""
 
 
-def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
+def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> str:
     scalar = scalar_type(spec)
     columns = max(len(spec.program.columns), 1)
     unscales = index == spec.program.unscaling_pass
@@ -371,7 +372,7 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
     for slot, reduction in tile.reductions:
         lines.append(f"    double part_{slot} = {neutral(reduction)};")
     lines += taps.tile_lines() if taps is not None else []
-    lines.append(layout_line(spec))
+    lines.append(layout_line(spec, gaps))
     clause = "".join(f" reduction({COMBINERS[value.operation]} : chunk_{slot})" for slot, value in tile.reductions)
     parts = [f"{scalar} chunk_{slot} = {neutral(value)};" for slot, value in tile.reductions]
     totals = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
@@ -385,7 +386,7 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
             return loop
         return ["    if (skips) {", *_run_loop(body, taps.skipped(body)), "    } else {", *loop, "    }"]
 
-    lines += for_layouts(runs, spec.has_blocks)
+    lines += for_layouts(runs, spec.has_blocks or not gaps)
     lines += taps.partials() if taps is not None else []
     for slot, _ in tile.reductions:
         lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
@@ -394,7 +395,7 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass) -> str:
 
 
 def for_layouts(write: Callable[[bool], list[str]], once: bool) -> list[str]:
-    """The loops for tensors without gaps and with gaps, or those that do for both."""
+    """The loops for tensors without gaps and with gaps, or those that do for all that there are."""
     if once:
         return write(False)
     loops = [[line if line[0] == "#" else f"  {line}" for line in write(gaps)] for gaps in (False, True)]
@@ -433,8 +434,8 @@ def _finish(spec: KernelSpec, tile: TilePass) -> list[str]:
     return [*lines, "  }"]
 
 
-def source(spec: KernelSpec) -> str:
-    """The whole translation unit of a spec."""
+def source(spec: KernelSpec, *, gaps: bool = True) -> str:
+    """The whole translation unit of a spec; without `gaps` for tensors whose elements all lie without them."""
     parts = [spec.header("//", "C++"), PRELUDE.strip(), GRADIENT_SCALE.strip()]
     parts += [BLOCKS_PRELUDE.strip()] if spec.has_blocks else []
     parts += format_functions(spec.storages.values())
@@ -443,7 +444,10 @@ def source(spec: KernelSpec) -> str:
         parts.append(SLICES_PRELUDE.strip())
     for index, (scalar_pass, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         parts.append(scalar_function(spec, index, scalar_pass))
-        parts += [slice_function(spec, slice_pass) for slice_pass in spec.program.slices_before(index)]
+        parts += [slice_function(spec, slice_pass, gaps) for slice_pass in spec.program.slices_before(index)]
         if tile is not None:
-            parts.append(slice_function(spec, tile) if tile.view else _tile_function(spec, index, tile))
+            if tile.view:
+                parts.append(slice_function(spec, tile, gaps))
+            else:
+                parts.append(_tile_function(spec, index, tile, gaps))
     return "\n\n".join(parts) + "\n"

@@ -202,8 +202,10 @@ def combine(reduction: Value, total: str, part: str) -> str:
     return f"{total} = {function}({total}, double({part}));"
 
 
-def layout_line(spec: KernelSpec) -> str:
-    """The layout of a tensor whose elements lie with gaps."""
+def layout_line(spec: KernelSpec, gaps: bool) -> str:
+    """The layout of a tensor whose elements lie with gaps, if there are such tensors."""
+    if not gaps:
+        return "    const int64_t* layout = nullptr;"
     width = f"(1 + MAX_DIMS * {2 + len(spec.arrays) + bool(spec.draws)})"
     row = f"launch->layouts + launch->layout_index[t] * {width}"
     return f"    const int64_t* layout = launch->layout_index[t] < 0 ? nullptr : {row};"
