@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from ..backends.spec import (
     SKIPPED,
     UNSCALE,
 )
-from ..combinations import FSDP1, refuse
+from ..combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..errors import GradientError
 from ..placement import ReductionGroup
 from ..placement.local import local_part
@@ -236,6 +236,38 @@ class DeviceControl:
             self._apply_limits(inputs, build_only=True)
 
 
+class DataParallelRanks:
+    """The ranks of every DistributedDataParallel around an optimizer's parameters, whenever that is made."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self._own: set[int] = set()
+        self._wrappers: list[Any] = [
+            weakref.ref(wrapper) for wrapper in wrappers_around(self.holds) if kind_of(wrapper) == DDP
+        ]
+        follow_wrappers(self)
+
+    def holds(self, param: Any) -> bool:
+        """Whether something is a parameter of the optimizer."""
+        optimizer = self._optimizer()
+        if optimizer is not None and not self._own:
+            self._own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return id(param) in self._own
+
+    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
+        """Follow a DistributedDataParallel that is being made."""
+        if kind == DDP:
+            self._wrappers.append(weakref.ref(wrapper))
+
+    def average(self, values: torch.Tensor) -> None:
+        """Replace numbers by their means over the ranks."""
+        self._own = set()  # other groups and parameters may come until the next wrapper does
+        self._wrappers = [reference for reference in self._wrappers if reference() is not None]
+        groups = {wrapper.process_group for reference in self._wrappers if (wrapper := reference()) is not None}
+        for group in sorted(groups, key=dist.get_process_group_ranks):
+            ReductionGroup([group]).average(values)
+
+
 class StepControl:
     """What the steps of an optimizer are decided from, and what outlives them."""
 
@@ -247,6 +279,8 @@ class StepControl:
         self.checks_overflow = False  # set by `GradScaler` for one step: gradients that are not finite are an overflow
         self.gradients_scaled: bool | None = None  # set by `GradScaler`: whether gradients carry a loss scale
         self.joint: JointGradNorm | None = None  # what shares its norm with other optimizers
+        self.copies: DataParallelRanks | ReductionGroup | None = None
+        """Ranks that have other data and the same parameters, and so the same norms; not known yet where it is None."""
         self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
 
     def __getstate__(self) -> dict[str, Any]:
@@ -304,6 +338,8 @@ class StepControl:
         if unscales not in plan.built_ahead:
             build_ahead(engines, unscales, partial(_decision_launches, plan, inputs))
             plan.built_ahead.add(unscales)
+        if inputs.loss is not None:
+            inputs.loss = self._mean_loss(optimizer, inputs.loss)
         if inputs.needs_norm:
             self._find_norm(optimizer, plan, inputs)
         self.history.has_norm = inputs.needs_norm
@@ -325,6 +361,16 @@ class StepControl:
             own.overflow = control.overflow if own.check_overflow else None
             control.update(own, captured=captured)
         plan.decided_plainly = not captured and not inputs.needs_norm and inputs.is_trivial
+
+    def _mean_loss(self, optimizer: Optimizer, loss: torch.Tensor) -> torch.Tensor:
+        """The mean loss of the ranks that have copies of the parameters, each of which would decide by its own."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return loss
+        if self.copies is None:
+            self.copies = DataParallelRanks(optimizer)
+        loss = loss.clone()  # it may be the caller's
+        self.copies.average(loss)
+        return loss
 
     def expected(self, optimizer: Optimizer, plan: StepPlan) -> StepInputs:
         """What a step is decided from, for a capture; the norm pass is run if anything asks for it."""

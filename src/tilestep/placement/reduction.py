@@ -125,6 +125,11 @@ class ReductionGroup:
         for group, takes_host in self._groups:
             self._all_reduce(group, takes_host, values, dist.ReduceOp.SUM)
 
+    def average(self, values: torch.Tensor) -> None:
+        """Replace numbers by their means over the ranks of process groups, as `add` does by their sums."""
+        self.add(values)
+        values.div_(math.prod(dist.get_world_size(group) for group, _ in self._groups))
+
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over the ranks; NaN on one gives NaN on all."""
         is_nan = values.isnan()
@@ -247,6 +252,11 @@ class Ranks:
     def with_others(self, groups: Sequence[Any]) -> ReductionGroup:
         """Reductions over the ranks that split the state, and then over groups with other parts of the model."""
         return ReductionGroup([self.shard, *groups], self.monitor)
+
+    @property
+    def other_copies(self) -> ReductionGroup:
+        """Reductions over the ranks that hold the same part of the state."""
+        return ReductionGroup([] if self.replicate is None else [self.replicate], self.monitor, ranks=())
 
     @property
     def can_be_captured(self) -> bool:

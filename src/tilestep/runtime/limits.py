@@ -145,7 +145,8 @@ class Sigma(StepLimit):
 
     A step is skipped if its global norm, or the loss that `step(loss=...)` was given, is more than `factor` standard
     deviations above the mean of those of the `window` steps before. All finite norms and losses enter the window, those
-    of skipped steps too, so that skipping ends after a lasting rise. Ranks that step together use their mean loss.
+    of skipped steps too, so that skipping ends after a lasting rise. Ranks that step together use their mean loss, also
+    those of a DistributedDataParallel; where gradients are summed by hand, give each rank the mean.
 
     Args:
         factor: standard deviations; above 0.

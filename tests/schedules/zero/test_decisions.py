@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rank_processes import each_passes
 from sharded_twins import TINY, Elementwise, Pair, inputs, train, two_groups
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import tilestep
 
@@ -342,7 +343,44 @@ def clips_of_some_parameters() -> None:
         pair.optimizer.clip_grad_norm_(1.0, [torch.zeros(1)])
 
 
+def a_mean_loss_decides_where_ranks_have_copies() -> None:
+    """Of the state, and of the model under DistributedDataParallel, which may come around it after the first steps."""
+    limit = tilestep.Sigma(2, window=4, warmup=3)
+    for way in ("copies", "ddp", "wrapped later", "forward"):
+        model = Elementwise()
+        used: nn.Module = model
+        optimizer = tilestep.SGD(model.parameters(), lr=0.01, skip_above=limit)
+        alone = tilestep.SGD([nn.Parameter(torch.ones(1))], lr=0.0, skip_above=limit)
+        if way == "copies":
+            mesh = init_device_mesh(torch.get_default_device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
+            tilestep.shard(optimizer, model, mesh)
+        elif way != "wrapped later":
+            used = nn.parallel.DistributedDataParallel(model)
+        if way == "forward":
+            tilestep.overlap(optimizer, used, during="forward")
+        for step in range(8):
+            if way == "wrapped later" and step == 2:
+                used = nn.parallel.DistributedDataParallel(model)
+            used(torch.ones(1, 7)).sum().backward()
+            # A spike on the second rank alone.
+            loss = torch.tensor(1.0 + step % 2 / 10 + (50 * dist.get_rank() if step == 5 else 0), dtype=torch.float64)
+            losses = loss.clone()
+            dist.all_reduce(losses)
+            before = loss.clone()
+            optimizer.step(loss=loss)
+            optimizer.zero_grad()
+            assert torch.equal(loss, before)
+            alone.param_groups[0]["params"][0].grad = torch.ones(1)
+            alone.step(loss=losses / 2)
+            assert int(optimizer.skipped_steps) == int(alone.skipped_steps) == (step >= 5), (way, step)
+        weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+        others = [torch.empty_like(weights) for _ in range(2)]
+        dist.all_gather(others, weights)
+        assert torch.equal(*others), way
+
+
 CHECKS = [
+    a_mean_loss_decides_where_ranks_have_copies,
     a_scaler_in_any_order,
     a_scaler_of_fp16_parameters,
     torch_s_own_scaler_in_any_order,

@@ -206,6 +206,7 @@ class Sharding:
         )
         # What steps are decided from, and what outlives them, is the same for both.
         inner.control, inner.workspace_limit = optimizer.control, optimizer.workspace_limit
+        inner.control.copies = self.ranks.other_copies
         return inner
 
     def _anchor_group(self) -> dict[str, Any]:
