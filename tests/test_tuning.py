@@ -89,6 +89,16 @@ def test_masters_have_shapes_of_their_own() -> None:
     assert default_shape(random, "cuda") == TileShape(512, 2, 8)
 
 
+def test_what_has_much_arithmetic_has_more_elements_a_thread() -> None:
+    """Codes of four bits and random bits; sums stay as they were cut."""
+    wide, narrow = TileShape(512, 1, 16, 3), TileShape(1024, 4, 8, 3)
+    masters: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": "int8"}
+    assert default_shape(spec_of("AdamW", **masters, state_dtype="int4"), "cuda") == wide
+    assert default_shape(spec_of("AdamW", **masters, state_dtype="int8"), "cuda") == narrow
+    assert default_shape(spec_of("AdamW", **masters, state_dtype="int8", rounding="stochastic"), "cuda") == wide
+    assert default_shape(spec_of("LAMB", **masters, state_dtype="int4"), "cuda") == narrow
+
+
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
 def test_stages_are_tried_for_blocks_where_the_gpu_has_them(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch

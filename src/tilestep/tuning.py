@@ -60,7 +60,7 @@ CANDIDATES: Mapping[str, tuple[TileShape, ...]] = {
 STAGED: Mapping[str, tuple[TileShape, ...]] = {
     "cuda": tuple(
         TileShape(tile, warps, tiles, stages)
-        for tile, warps in ((512, 2), (512, 4), (1024, 4), (1024, 8))
+        for tile, warps in ((512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8))
         for tiles in (4, 8, 16)
         for stages in (2, 3)
         if tile * tiles <= 8192
@@ -110,6 +110,10 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
         if wide or (spec.draws and spec.reduction_count):
             # Arithmetic is what these wait for, or registers, and not memory.
             return TileShape(512, 2, 8)
+        has_much = spec.draws or any(array.elements == 2 for array in spec.arrays)
+        if has_much and len(spec.arrays) <= 6 and not spec.reduction_count:
+            # Sixteen elements a thread: what is of a block, and of the loop, is worked out for twice as many.
+            return TileShape(512, 1, 16, 3)
         return TileShape(1024, 4, 8, 3)
     # Statistics take registers: two warps' tiles of 512 took 1.6 times as long with them.
     if has_master and spec is not None and spec.grad.dtype.itemsize == 2 and not (spec.draws or spec.taps.stats):

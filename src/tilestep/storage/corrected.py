@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .format import Array, Term, isnan, maximum, minimum, near_bits, where
+from .format import Array, Term, maximum, minimum, near_bits
 from .masters import Widened, master_format
 
 
@@ -38,4 +38,5 @@ class Corrected(Widened):
         # A float32 of 2^31 ends at 256: the sum, whose bits count them, is the difference rounded to even.
         counted = (rest + 0x4B400000).of_bits() + (1.5 * 2.0**31 - 1.5 * 2.0**23)
         low = maximum(minimum(counted, 1.5 * 2.0**31 + 127 * 256), 1.5 * 2.0**31 - 127 * 256)
-        return high, where(isnan(value), 0, low.bits()).of_bits(torch.int8).named("low")
+        # Beside NaN the correction says nothing: none makes a number of it.
+        return high, low.bits().of_bits(torch.int8).named("low")

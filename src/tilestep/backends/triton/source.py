@@ -11,11 +11,13 @@ from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
 from ..spec import MAX_DIMS, KernelSpec, describe
 from ..taps import FAR, NEAR, PassTaps, taps_of
 from .text import (
+    BLOCKS_SHAPE,
     HELPERS,
     POINTERS,
     REDUCTIONS,
     TileBody,
     TritonNames,
+    along_rows,
     decorator,
     format_functions,
     is_16_bits,
@@ -131,7 +133,7 @@ class TapText:
             for name, size in sizes.items()
             for slot, kind in kinds.items()
         ]
-        shape = "(1, 1)" if self._in_blocks else "(TILE,)"
+        shape = "one_block.shape" if self._in_blocks else "(TILE,)"
         return [*made, f"{indent}tap_keep = (tl.zeros({shape}, tl.float64) + skip) == 0.0"]
 
     def before(self, body: TileBody, *, strided: bool) -> None:
@@ -154,7 +156,7 @@ class TapText:
             byte, eight = "lane // 8", "8"
             masked = " & mask" if body.mask else ""
             if self._in_blocks:
-                byte, eight, masked = f"(block_lane * {BLOCK // 8} + lane // 8)", "[1, 8]", " & (block_lane >= 0)"
+                byte, eight, masked = f"(block_lane * {BLOCK // 8} + lane // 8)", along_rows(8), " & (block_lane >= 0)"
             lines += [
                 f"{indent}tap_place = tl.multiple_of(tl.max_contiguous({bytes_} + {byte}, {eight}), {eight})",
                 f"{indent}tap_there = (lane % 8 == 0){masked}",
@@ -183,7 +185,7 @@ class TapText:
             flag = f"tap_other_0 & {inside}" if inside else "tap_other_0"
             # 8 neighbours, which one or two threads have, are a byte; one whose bits are set is not written. Neighbours
             # that lie apart: bits count along the parameter's memory, as in the other kernel.
-            shape = f"(TILE // {BLOCK}, {BLOCK})" if self._in_blocks else "(TILE,)"
+            shape = BLOCKS_SHAPE if self._in_blocks else "(TILE,)"
             packed = [
                 "tap_set = tl.reshape(tl.where(tap_flag, 1 << lane % 8, 0), (TILE // 8, 8))",
                 "tap_set = tl.broadcast_to(tl.sum(tap_set, 1, keep_dims=True), (TILE // 8, 8))",
@@ -813,8 +815,9 @@ _NO_BREAK = "\0=\0"
 _CONSTANTS = "TILE: tl.constexpr, SPAN: tl.constexpr, UNSCALE: tl.constexpr"
 """Constants of a tile pass: elements held at once, elements of a program, whether gradients lose their scale."""
 
-_STAGES = ", STAGES: tl.constexpr"
-"""Of passes over blocks also how many tiles of whole blocks are computed or on their way at once."""
+_BLOCK_CONSTANTS = ", STAGES: tl.constexpr, RUNS: tl.constexpr"
+"""Of passes over blocks also how many tiles of whole blocks are computed or on their way at once, and how many runs of
+neighbours a thread has of a block."""
 
 
 _PARTS = (("part", "TILE"), ("rest", BLOCK))
@@ -841,15 +844,26 @@ class _Kernel(TileMath):
 
     @property
     def _constants(self) -> str:
-        return _CONSTANTS + (_STAGES if self.spec.has_blocks else "")
+        return _CONSTANTS + (_BLOCK_CONSTANTS if self.spec.has_blocks else "")
 
     def _lanes(self) -> list[str]:
         if not self.spec.has_blocks:
             return ["    lane = tl.arange(0, TILE)"]
+        # Runs are far from each other, so that threads beside each other have neighbours; what is worked out once for a
+        # block is so once for all runs of a thread. One run is no dimension: Triton would move halves of bytes.
+        places = {"block_lane": f"TILE // {BLOCK}", "one_block": "1"}
+        lanes = {"pair_lane": BLOCK // 2, "lane": BLOCK}
+        run = "tl.arange(0, RUNS)[None, :, None]"
         return [
-            f"    block_lane = tl.arange(0, TILE // {BLOCK})[:, None]",
-            f"    pair_lane = tl.arange(0, {BLOCK // 2})[None, :]",
-            f"    lane = tl.arange(0, {BLOCK})[None, :]",
+            "    if RUNS == 1:",
+            *(f"        {name} = tl.arange(0, {size})[:, None]" for name, size in places.items()),
+            *(f"        {name} = tl.arange(0, {size})[None, :]" for name, size in lanes.items()),
+            "    else:",
+            *(f"        {name} = tl.arange(0, {size})[:, None, None]" for name, size in places.items()),
+            *(
+                f"        {name} = {run} * ({size} // RUNS) + tl.arange(0, {size} // RUNS)[None, None, :]"
+                for name, size in lanes.items()
+            ),
         ]
 
     def _whole_pointers(self, indent: str) -> list[str]:
@@ -912,7 +926,7 @@ class _Kernel(TileMath):
         if not self.spec.has_blocks:
             return [f"{indent}mask = lane < stop - start", f"{indent}index = start + lane"]
         lines = [
-            f"block = start // {BLOCK} + tl.arange(0, 1)[:, None]",
+            f"block = start // {BLOCK} + one_block",
             f"block_mask = block * {BLOCK} < stop",
             # In 32 bits, whose division is a few instructions: blocks of a tensor are fewer.
             "first_line = (block.to(tl.int32) // per_row.to(tl.int32)).to(tl.int64)",
@@ -965,7 +979,7 @@ class _Kernel(TileMath):
         """What reductions begin with; with blocks apart for what is walked with a mask."""
         shapes = {"part": "(TILE,)"}
         if self.spec.has_blocks:  # a row for each block; with a mask one block, as its indices take registers
-            shapes = {"part": f"(TILE // {BLOCK}, {BLOCK})", "rest": f"(1, {BLOCK})"}
+            shapes = {"part": BLOCKS_SHAPE, "rest": "lane.shape"}
         parts = [
             f"{indent}{name}_{slot} = tl.full({shape}, {REDUCTIONS[reduction.operation][0]}, tl.{self.type})"
             for slot, reduction in self.tile.reductions

@@ -198,8 +198,11 @@ def larger_number(left, right):
 
 @triton.jit
 def block_max(value):
-    """The largest of integers without a sign in each row."""
-    return tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True)
+    """The largest of integers without a sign in each row, of which the runs may be a dimension of their own."""
+    largest = tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True)
+    if len(value.shape) == 3:
+        largest = tl.max(largest, 2, keep_dims=True)
+    return largest.to(tl.int32, bitcast=True)
 
 
 def _pack_bytes(place: int) -> str:
@@ -471,6 +474,18 @@ def to_bfloat16_pairs(value):
         )
 
 
+@triton.constexpr_function
+def halves_of(shape):
+    """A shape with the last dimension in pairs."""
+    return (*shape[:-1], shape[-1] // 2, 2)
+
+
+@triton.constexpr_function
+def twice_as_long(shape):
+    """A shape with the last dimension twice as long."""
+    return (*shape[:-1], shape[-1] * 2)
+
+
 _PACKED_PAIRS = tl.constexpr(
     "{ .reg .b32 one, two, three, four; shl.b32 one, $5, 4; add.u32 one, one, $1; shl.b32 two, $6, 4;"
     " add.u32 two, two, $2; shl.b32 three, $7, 4; add.u32 three, three, $3; shl.b32 four, $8, 4;"
@@ -481,8 +496,8 @@ _PACKED_PAIRS = tl.constexpr(
 
 @triton.jit
 def packed_pairs(codes):
-    """Integers of which the lowest byte has four bits, a row for each block, with their neighbours' in bytes."""
-    left, right = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+    """Integers of which the lowest byte has four bits, in rows, with their neighbours' in bytes."""
+    left, right = tl.split(tl.reshape(codes, halves_of(codes.shape)))
     if INTERPRETED:
         return (left + (right << 4)).to(tl.uint8)
     else:
@@ -495,8 +510,7 @@ def packed_pairs(codes):
 def nibbles(pairs):
     """The integers that `packed_pairs` has packed."""
     bits = pairs.to(tl.int32)
-    joined = tl.join(bits & 15, (bits >> 4) & 15)
-    return tl.reshape(joined, (pairs.shape[0], pairs.shape[1] * 2))
+    return tl.reshape(tl.join(bits & 15, (bits >> 4) & 15), twice_as_long(pairs.shape))
 
 
 def _spread_nibbles() -> tl.constexpr:
@@ -528,7 +542,7 @@ def nibbles_plus(pairs, number: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-        return tl.reshape(tl.join(lower, upper), (pairs.shape[0], pairs.shape[1] * 2))
+        return tl.reshape(tl.join(lower, upper), twice_as_long(pairs.shape))
 
 
 @triton.jit

@@ -325,8 +325,8 @@ class TileBody:
         if array.elements == BLOCK and not self.mask and self.shapes is None:
             # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
             # another, and its numbers would be moved between threads with two barriers.
-            pointer = f"tl.multiple_of({pointer} + lane, [1, 16])"
-            element = f"tl.broadcast_to({element}, (TILE // {BLOCK}, {BLOCK}))"
+            pointer = f"tl.multiple_of({pointer} + lane, {along_rows(16)})"
+            element = f"tl.broadcast_to({element}, {BLOCKS_SHAPE})"
             mask = "(lane == 0) & (block_lane >= 0)"
         masked = f", mask={mask}" if mask else ""
         self.lines.append(f"{self.indent}tl.store({pointer}, {element}{masked})")
@@ -365,6 +365,15 @@ class TileBody:
             self._store(array, element)
 
 
+BLOCKS_SHAPE = "(block_lane + lane).shape"
+"""Of a tile of blocks: a row for each, in runs of neighbours of which a thread has a part each."""
+
+
+def along_rows(count: int) -> str:
+    """So many neighbours in a tile of blocks, as hints for pointers say it."""
+    return f"[1, {count}] if RUNS == 1 else [1, 1, {count}]"
+
+
 _MASKS = {1: "mask", 2: "pair_mask", BLOCK: "block_mask"}
 """The mask of an array with an entry for so many elements, where tiles are of blocks."""
 
@@ -377,7 +386,7 @@ matrices height width local rest column_tiles row_tiles column_tile row_tile mat
 first_matrix first_column first_line corner even_corner matrices_left rows_left columns_left pitch even_pitch
 place even_place odd_place
 random stream origin steps_taken stream_keys key_0 key_1 element_index element_low element_high
-block block_lane block_mask pair_lane pair_mask columns_of_row per_row line_column first_column packed_columns
+block block_lane block_mask one_block pair_lane pair_mask columns_of_row per_row line_column first_column packed_columns
 block_matrix block_across block_column block_line block_inside code_place code_mask code_index code_low code_high
 """
 
