@@ -9,7 +9,8 @@ against it, with quartiles of the ratios of times that follow each other, of the
 with `--threads 1` of the thread's own time. `--peers` measures the optimizers of other libraries after
 `torch.nn.utils.clip_grad_norm_`, each in a process of its own that may take so many seconds: on 24 of the 219 tensors
 first, then on all where time is left. One that cannot be imported or run says why. `--memory` measures the peak of a
-step and of a backward pass that takes it, in place of times. With `--out`, formats.json is written there after every
+step and of a backward pass that takes it, in place of times. `--free-bits` measures what rounding at random takes
+without its random bits: the states are wrong. With `--out`, formats.json is written there after every
 row.
 """
 
@@ -36,6 +37,8 @@ from plain_loops import disagreement, plain_step
 
 import tilestep
 from tilestep import native
+from tilestep.backends.triton import text as triton_text
+from tilestep.graph import Builder, Value
 from tilestep.tuning import TileShape, forced_shape
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -45,6 +48,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "int8 states": {"state_dtype": "int8"},
     "int8 states, int8 masters": {"state_dtype": "int8", "master_weights": "int8"},
     "float8_e4m3 states, int8 masters": {"state_dtype": "float8_e4m3", "master_weights": "int8"},
+    "int4 states": {"state_dtype": "int4"},
     "int4 states, int8 masters": {"state_dtype": "int4", "master_weights": "int8"},
     "stochastic int8 states": {"state_dtype": "int8", "rounding": "stochastic"},
     "stochastic int8 states, int8 masters": {
@@ -179,6 +183,12 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
     }
 
 
+def index_bits() -> Value:
+    """What stands for an element's random bits where these are to cost nothing."""
+    build = Builder()
+    return build.apply("bit_and", build.load("low", dtype="int32"), build.integer(0xFFFF), dtype="int32")
+
+
 def run_kernels(optimizer: Any) -> None:
     """The norm and the passes of a step, without what the host does before them."""
     for engine in optimizer.plan.engines:
@@ -284,6 +294,9 @@ def main() -> None:
         "--peers", type=float, nargs="?", const=60.0, help="other libraries' optimizers, this many seconds for each"
     )
     parser.add_argument("--peer", default="", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--free-bits", action="store_true", help="rounding at random by elements' indices, which cost next to nothing"
+    )
     parser.add_argument("--memory", action="store_true", help="peaks of memory in place of times")
     given = parser.parse_args()
     if given.rounds < 4:
@@ -295,12 +308,16 @@ def main() -> None:
         measure_peer(given.peer, elements, device, given.rounds, given.peers)
         return
     native.wait()
+    if given.free_bits:
+        given.only = given.only or "stochastic"
+        triton_text.bits_graph = lambda slot: index_bits()
     if given.memory:
         print(json.dumps(measure_memory(elements)), flush=True)
         return
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "commit": os.environ.get("COMMIT", ""),
+        **({"note": "random bits that cost nothing: elements' indices"} if given.free_bits else {}),
         "torch": torch.__version__,
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
         "rows": [],
