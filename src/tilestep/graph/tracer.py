@@ -288,6 +288,7 @@ class Recorder(TensorDispatch):
         self.named: dict[tuple[str, str], Value] = {}
         self.moving: set[int] = set()  # values that are hyperparameters given as functions of the step, by identity
         self.reads_shape = False
+        self.casts = False  # whether the function that runs is a cast that the rule has written
         self.keep_alive: list[Any] = []
         self.refused: RuleError | None = None
         self.idle: list[RuleError] = []
@@ -416,7 +417,7 @@ class Recorder(TensorDispatch):
             if isinstance(result, torch.Tensor):  # operations with several results say themselves what they lack
                 lowering.check_dtype(base, result.dtype, getattr(args[0], "dtype", None) if args else None)
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
-            if base == "_to_copy" and value.level > Level.TENSOR:
+            if base == "_to_copy" and self.casts and value.level > Level.TENSOR:
                 lowering.check_width(args[0].dtype, result.dtype)
             if base in lowering.CONVERTING:
                 value = lowering.converted(self.build, value, result.dtype)
@@ -547,6 +548,7 @@ class Reads(ScalarCalls):
             )
         if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, (args, kwargs)):
             self.recorder.reads_shape = True
+        self.recorder.casts = name in _CASTS
         return super().__torch_function__(func, types, args, kwargs)
 
     def _count(self, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
