@@ -205,6 +205,15 @@ def block_max(value):
     return largest.to(tl.int32, bitcast=True)
 
 
+@triton.jit
+def largest_in_block(value):
+    """The largest of numbers in each row, as `block_max`; NaN where one is."""
+    largest = tl.reduce(value, 1, maximum, keep_dims=True)
+    if len(value.shape) == 3:
+        largest = tl.reduce(largest, 2, maximum, keep_dims=True)
+    return largest
+
+
 def _pack_bytes(place: int) -> str:
     """The bytes at a place of four integers."""
     pair = f"0x00{place + 4}{place}"

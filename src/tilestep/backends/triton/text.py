@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -212,6 +212,58 @@ class _FusingWriter(_QuickWriter):
         return f"tl.fma({factors[0]}, {factors[1]}, {other})"
 
 
+class _PairsWriter(_FusingWriter):
+    """Finds the largest of a block, and what codes of roots are made of, by the roots that a rule takes too.
+
+    Where codes share a byte, arithmetic is what a step waits for. Numbers below float32's normal ones have the root 0.
+    """
+
+    def write(self, values: Iterable[Value]) -> None:
+        ordered = list(values)
+        uses = Counter(id(arg) for value in ordered for arg in value.args)
+        self._shorter: dict[int, tuple[str, Sequence[Value]]] = {}
+        for value in ordered:
+            for operations, spelling in _SHORTER:
+                chain = _chain(value, operations)
+                between = _all_args(chain[:-1]) if chain else []
+                taken = Counter(id(arg) for part in (value, *between) for arg in part.args)
+                if chain and all(uses[id(part)] == taken[id(part)] for part in between):
+                    self._shorter[id(value)] = spelling, chain[-1].args
+                    for part in between:
+                        self.bind(part, "")
+        super().write(ordered)
+
+    def template(self, value: Value) -> str:
+        if id(value) in self._shorter:
+            spelling, args = self._shorter[id(value)]
+            written = spelling.format(*(self.expressions.get(id(arg), "") for arg in args))
+            return written.replace("{", "{{").replace("}", "}}")
+        return super().template(value)
+
+
+_SHORTER = (
+    (("root", "where", "mul"), "(tl.sqrt({0}) * tl.sqrt({1}))"),
+    (("sqrt", "of_bits", "block_max", "bits", "add"), "largest_in_block(tl.sqrt({0}))"),
+    (("block_max", "bit_and", "bits"), "bits_of(largest_in_block(absolute({0})))"),
+)
+"""Operations, each on the one behind it, and how all of them are said of what the last one is on."""
+
+
+def _chain(value: Value, operations: Sequence[str]) -> list[Value]:
+    """A value and what it is worked out from, if these are the operations; of the larger of two, from the first."""
+    chain = [value]
+    for operation in operations[1:]:
+        args = chain[-1].args[_is_larger(chain[-1]) :]
+        chain += args[:1] if args and args[0].operation == operation else []
+    return chain if tuple(link.operation for link in chain) == tuple(operations) else []
+
+
+def _all_args(chain: Sequence[Value]) -> list[Value]:
+    """What the links of a chain are worked out from, but for constants."""
+    args = {id(arg): arg for link in chain for arg in link.args if arg.operation != "constant"}
+    return list(args.values())
+
+
 def _is_larger(value: Value) -> bool:
     """Whether a value is the larger of two, the second where one is NaN."""
     return value.operation == "where" and value.args[0].operation == "gt" and value.args[0].args == value.args[1:]
@@ -230,14 +282,17 @@ def _has_root(value: Value) -> bool:
     return value.operation != "div" and left.level in SCALAR_LEVELS and _has_root(right)
 
 
-def writer_of(spec_type: str, indent: str, names: Names, quick: bool = False, fuses: bool = False) -> Writer:
+def writer_of(
+    spec_type: str, indent: str, names: Names, quick: bool = False, fuses: bool = False, in_pairs: bool = False
+) -> Writer:
     """A writer of Triton statements."""
 
     def declare(name: str, expression: str, value: Value) -> str:
         return f"{indent}{name} = {expression}"
 
     spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{spec_type})"}
-    kind = _BytesWriter if not quick else _FusingWriter if fuses else _QuickWriter
+    fusing = _PairsWriter if in_pairs else _FusingWriter
+    kind = _BytesWriter if not quick else fusing if fuses else _QuickWriter
     return kind(spelling, declare, _constant(spec_type), names)
 
 
@@ -391,8 +446,8 @@ block_matrix block_across block_column block_line block_inside code_place code_m
 """
 
 _ELSEWHERE = """
-absolute add add_count add_largest add_squares bytes_plus differs gradient_scale_of larger larger_number loop_bound
-nibbles_plus quick_float8_element quick_quotient smaller to_bfloat16_pairs
+absolute add add_count add_largest add_squares bytes_plus differs gradient_scale_of larger larger_number
+largest_in_block loop_bound nibbles_plus quick_float8_element quick_quotient smaller to_bfloat16_pairs
 """
 """Helpers that no operation is spelled with."""
 
@@ -425,7 +480,7 @@ def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]
         if not codec.is_element:
             functions.append(_function(f"join_{title}", arrays, [codec.loaded], quick))
         random = ["random"] if codec.is_random else []
-        functions.append(_function(f"split_{title}", ["number", *random], codec.stored, is_quick))
+        functions.append(_function(f"split_{title}", ["number", *random], codec.stored, is_quick, codec.is_packed))
     return functions
 
 
@@ -437,8 +492,10 @@ def random_functions(slots: Iterable[int]) -> list[list[str]]:
     return functions
 
 
-def _function(name: str, parameters: Iterable[str], roots: Iterable[Value], quick: bool = False) -> list[str]:
-    writer = writer_of("float32", "    ", TritonNames(["number"]), quick, quick)
+def _function(
+    name: str, parameters: Iterable[str], roots: Iterable[Value], quick: bool = False, in_pairs: bool = False
+) -> list[str]:
+    writer = writer_of("float32", "    ", TritonNames(["number"]), quick, quick, in_pairs)
     writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
     values = ancestors(roots)
     for value in values:
