@@ -40,6 +40,16 @@ def too_many(param, grad, momentum_buffer, *, lr=0.1):
     return param - lr * grad
 
 
+@tilestep.rule
+def misspelt(param, grad, *, lr=0.1):
+    return param - lrr * grad  # noqa: F821
+
+
+@tilestep.rule
+def divided_by_zero(param, grad, *, lr=0.1):
+    return param - lr * grad / 0
+
+
 NOT_A_RULE = 3
 CALLS = 0
 

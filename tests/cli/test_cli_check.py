@@ -81,6 +81,7 @@ def test_a_composed_rule_passes() -> None:
     ("name", "text"),
     [
         ("branching", "branches on (or reads) data"),
+        ("misspelt", "name 'lrr' is not defined"),
         ("untranslatable", "has no translation"),
         ("too_many", "returned 1 value, it must return 2"),
         ("of_a_wrong_shape", "it must keep its shape"),
@@ -100,6 +101,12 @@ def test_a_rule_that_is_not_the_same_each_time_fails() -> None:
     text = found.text
     assert "the parameter of a float32 tensor of shape" in text and "where the formula gives" in text
     assert f"authored.py:{line_of('drift * CALLS')}" in text
+
+
+def test_a_rule_that_gives_no_numbers_fails_by_that() -> None:
+    assert (
+        "the rule's own code, in float64, makes a float32 tensor" in checked("authored:divided_by_zero", "float32").text
+    )
 
 
 def line_of(text: str) -> int:

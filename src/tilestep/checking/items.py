@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,6 +137,8 @@ def compare(
         return  # formulas with extrema are not defined there
     compute = torch.float64 if param.dtype is torch.float64 else torch.float32
     wanted = expected(rule, before, hyperparameters, torch.float64)
+    if not wanted["param"].isfinite().all() and before.param.isfinite().all():
+        raise CheckFailure(f"the rule's own code, in float64, makes {label} infinite or NaN", "param")
     # How far a last place of the gradient carries a decomposition: computing in float64 twice does not show it.
     nudged = replace(before, grad=torch.nextafter(before.grad, before.grad * 2)) if coarse else before
     rough = expected(rule, nudged if compute is torch.float64 else before, hyperparameters, compute)
@@ -414,11 +417,18 @@ def timed(label: str, check: Callable[[], str], where: Subject | str) -> Verdict
         place = where if isinstance(where, str) else where.line_of(failure.buffer)
         passed, text = False, f"{failure}; see {place}"
     except Exception as error:  # whatever goes wrong with a rule of the user's is the verdict
-        place = where if isinstance(where, str) else where.rule.where
+        place = _failing_line(error, where if isinstance(where, str) else where.rule.where)
         reason = " ".join(str(error).split()) or type(error).__name__
         named = reason if place.rpartition(":")[0] in reason else f"{reason}; see {place}"
         passed, text = False, named
     return Verdict(label, passed, text, time.perf_counter() - begin)
+
+
+def _failing_line(error: Exception, place: str) -> str:
+    """The line of the rule's file that an error came from; the rule's own, if the error does not tell."""
+    file = place.rpartition(":")[0]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{lines[-1]}" if lines else place
 
 
 def trace_all(rule: Rule, values: Mapping[str, Any], graphs: dict[int, Graph]) -> dict[int, RuleError]:

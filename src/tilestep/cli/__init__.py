@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
 
 import typer
 
@@ -26,9 +29,26 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line: exit code 0 on success, 1 on failure (one line says why), 2 on bad usage."""
     try:
         build_app()(args=arguments, prog_name="tilestep")
-    except FAILURES as failure:
+    except Exception as failure:
         if os.environ.get("TILESTEP_TRACEBACK"):
             raise
-        reason = " ".join(str(failure).split()) or type(failure).__name__
-        print(f"error: {reason}  (TILESTEP_TRACEBACK=1 shows where)", file=sys.stderr)
+        print(f"error: {reason_of(failure)}  (TILESTEP_TRACEBACK=1 shows where)", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def reason_of(failure: Exception) -> str:
+    """Return what went wrong as one line."""
+    reason = " ".join(str(failure).split())
+    if not (isinstance(failure, FAILURES) and reason):
+        reason = f"{type(failure).__name__}: {reason}".removesuffix(": ")
+    return reason + _user_line(failure, reason)
+
+
+def _user_line(failure: Exception, reason: str) -> str:
+    """Return where the failure came through the user's own code, the last place, if the reason does not say it."""
+    own, installed = str(Path(__file__).parents[1]), sysconfig.get_paths()
+    folders = (own, *(installed[name] for name in ("stdlib", "purelib", "platlib", "scripts")), "<")
+    for frame in reversed(traceback.extract_tb(failure.__traceback__)):
+        if not frame.filename.startswith(folders):
+            return "" if frame.filename in reason else f"; see {frame.filename}:{frame.lineno}"
+    return ""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,14 +61,23 @@ def chosen_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def require_folder(out: Path) -> None:
+    """Check that results can be written to a folder, which need not be there yet, before they take minutes to make."""
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{there} is a file, not a folder; name another one", param_hint="--out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"the folder {there} cannot be written to; name another one", param_hint="--out")
+
+
 def require_plotting() -> None:
     """Check that pictures can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("the picture needs matplotlib: pip install matplotlib")
 
 
-def load_rule(name: str) -> Rule:
-    """The rule of this name."""
+def load_rule(name: str, option: str = "RULE") -> Rule:
+    """The rule of this name, given as the value of an option."""
     from ..rules import Rule, registry, rule
 
     if ":" not in name:
@@ -74,12 +86,21 @@ def load_rule(name: str) -> Rule:
             return registry[names[name.lower()]]
         close = difflib.get_close_matches(name.lower(), names, n=3)
         hint = f"did you mean {' or '.join(names[key] for key in close)}?" if close else "name it module:function?"
-        raise typer.BadParameter(f"no rule is called {name!r}; {hint}", param_hint="RULE")
-    imported = _imported(*name.split(":", 1))
+        raise typer.BadParameter(f"no rule is called {name!r}; {hint}", param_hint=option)
+    try:
+        imported = _imported(*name.split(":", 1))
+    except typer.BadParameter as error:
+        error.param_hint = option
+        raise
     return imported if isinstance(imported, Rule) else rule(imported)
 
 
 def _imported(module_name: str, attributes: str) -> Any:
+    file = Path(module_name)
+    if file.suffix == ".py" or module_name.startswith(".") or not (module_name and attributes):
+        parts = [part.removesuffix(".py") for part in file.parts]
+        name = ".".join(part for part in parts if part.isidentifier())
+        raise typer.BadParameter(f"name the module and the function: {name or 'module'}:{attributes or 'function'}")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -87,13 +108,18 @@ def _imported(module_name: str, attributes: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports something that is not
-        raise typer.BadParameter(f"no module is called {module_name!r}", param_hint="RULE") from None
+        message = f"no module is called {module_name!r}, in this folder or among those that are installed"
+        raise typer.BadParameter(message) from None
+    except SystemExit as error:
+        raise typer.BadParameter(f"the code of {module_name} ends the process when it is imported") from error
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):
-            raise typer.BadParameter(f"{module_name} has no {attributes!r}", param_hint="RULE")
+            close = difflib.get_close_matches(attribute, dir(value))
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise typer.BadParameter(f"{module_name} has no {attributes!r}{hint}")
         value = getattr(value, attribute)
     if not callable(value):
-        raise typer.BadParameter(f"{module_name}:{attributes} is no function", param_hint="RULE")
+        raise typer.BadParameter(f"{module_name}:{attributes} is no function")
     return value
 
 
@@ -119,8 +145,21 @@ def _value(text: str) -> Any:
         return text
 
 
+@contextlib.contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Say which option had a value that is refused inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
 def parse_formats(
-    state_dtype: str, masters: str, rounding: str = "nearest", otherwise: bool | str = False
+    state_dtype: str,
+    masters: str,
+    rounding: str = "nearest",
+    otherwise: bool | str = False,
+    masters_option: str = "--masters",
 ) -> dict[str, Any]:
     """What options say of storage formats; `otherwise` is the kind of masters where `masters` says none."""
     from ..optimizer.masters import check_choice
@@ -128,13 +167,13 @@ def parse_formats(
     from ..storage import state_format
 
     kind = {"true": True, "": False, "false": False}.get(masters.lower(), masters)
-    try:
+    with _naming(masters_option):
         check_choice(kind)
+    with _naming("--rounding"):
         check_rounding({"rounding": rounding})
-        if state_dtype:
+    if state_dtype:
+        with _naming("--state-dtype"):
             state_format(state_dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     return {"state_dtype": state_dtype or None, "master_weights": kind or otherwise, "rounding": rounding}
 
 

@@ -27,6 +27,7 @@ from .arguments import (
     mesh_of,
     parse_formats,
     parse_settings,
+    require_folder,
     require_plotting,
 )
 
@@ -77,6 +78,7 @@ def bench(
     from ..native import wait
 
     require_plotting()
+    require_folder(out)
     console = Console()
 
     def say(line: str) -> None:
@@ -160,8 +162,9 @@ def demo(
     from ..devices import has_streams
 
     require_plotting()
+    require_folder(out)
     console = Console()
-    formats = parse_formats(state_dtype, master_weights, rounding)
+    formats = parse_formats(state_dtype, master_weights, rounding, masters_option="--master-weights")
     recipe = Recipe(chosen_device(device), steps=steps, seed=seed, **formats)
     parameters = list(GPT(recipe.size).parameters())
     count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"
@@ -464,6 +467,7 @@ def trace(
     from ..bench.demo import Recipe, Size, train_traced
 
     require_plotting()
+    require_folder(out)
     console = Console()
     if script is None:
         size = Size(layers, width, 1 if width % 64 else width // 64, context)
