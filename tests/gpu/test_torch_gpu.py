@@ -23,8 +23,12 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.fixture(scope="module")
 def outcomes() -> Iterator[dict[tuple[int, torch.dtype], Future[str]]]:
-    """Every case, run by as many processes as there are cores: most of the time is the compiler's."""
-    workers = min(14, os.cpu_count() or 1)
+    """Every case, run by as many processes as there are cores: most of the time is the compiler's.
+
+    Each has a CUDA context: those of all of pytest's processes together are no more than that.
+    """
+    beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = max(min(14, (os.cpu_count() or 1) // beside), 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield {
             (place, dtype): pool.submit(compared, name, kwargs, dtype, "cuda")
