@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from twins import make_params, train
 
 import tilestep
@@ -82,6 +84,37 @@ def test_what_was_written_trains_on(choice: Any, dtype: torch.dtype) -> None:
     train([(optimizer, params), (other, fresh)], range(3, 8))
     for param, twin in zip(params, fresh):
         torch.testing.assert_close(param.float(), twin.float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("choice", [choice for choice, dtype in CHOICES if dtype is torch.bfloat16])
+def test_a_checkpoint_has_what_was_written(choice: Any, sharded: bool) -> None:
+    """Saved and loaded between a write and the next step, training goes on as without that."""
+    if sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        runs = [checkpointed(choice, sharded, loads) for loads in (False, True)]
+    finally:
+        if sharded:
+            dist.destroy_process_group()
+    assert torch.equal(*runs)
+
+
+def checkpointed(choice: Any, sharded: bool, loads: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16, bias=False).bfloat16()
+    optimizer: Any = tilestep.AdamW(model.parameters(), lr=1e-2, master_weights=choice)
+    optimizer = tilestep.shard(optimizer, model) if sharded else optimizer
+    for step in range(6):
+        model(torch.randn(8, 16).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                model.weight.mul_(1.5)
+            if loads:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return model.weight.detach().clone()
 
 
 def strip(state: dict[int, Any]) -> dict[int, Any]:

@@ -118,9 +118,11 @@ class Masters:
 
     def follow(self) -> None:
         """Forget what the masters add to parameters that other code has written to since `record_versions`."""
-        for (_, _, master), now, before in zip(self._members, self._versions_of(self._params), self._versions):
-            if before is not None and now != before:
+        now = self._versions_of(self._params)
+        for place, ((_, _, master), version) in enumerate(zip(self._members, now)):
+            if self._versions[place] not in (None, version):
                 local_part(master).zero_()
+                self._versions[place] = version
 
     def record_versions(self) -> None:
         """Parameters and masters agree now."""

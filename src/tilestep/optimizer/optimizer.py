@@ -677,6 +677,9 @@ class Optimizer(torch.optim.Optimizer):
         """What `state_dict` gives, whatever the schedule."""
         if not self.attached:
             begin_at_once(self)
+        if self._plan is not None:
+            # Of parameters that other code has written to, masters are saved as the next step would read them.
+            self._plan.sync_masters()
         with states_of_groups(self):
             state_dict = super().state_dict()
         if isinstance(state_dict.get("state"), dict):

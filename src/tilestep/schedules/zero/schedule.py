@@ -331,6 +331,9 @@ class ShardedSchedule(Schedule):
         return self._own_state_dict(plain)
 
     def _own_state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self.sync_masters(self._optimizer)
+        if self.sharding.inner.plan is not None:
+            self.sharding.inner.plan.sync_masters()
         with sharded_states(self._optimizer, self.sharding):
             return plain()
 
