@@ -115,7 +115,8 @@ def emptied(param: Any, grad: Any, zeros: Any, rates: Any, *, lr: float = 0.1) -
     return param - lr * grad, torch.zeros_like(zeros), torch.zeros_like(rates) + lr
 
 
-def test_states_that_become_one_number_compile_in_blocks_and_with_statistics() -> None:
+@pytest.mark.parametrize("runs", [1, 2])
+def test_states_that_become_one_number_compile_in_blocks_and_with_statistics(runs: int) -> None:
     require_assembler()
     graph = graph_for(emptied, emptied.hyperparameters, 2)
     storages: dict[str, Any] = {"param": Plain(torch.float32), "grad": Plain(torch.float32)}
@@ -123,7 +124,7 @@ def test_states_that_become_one_number_compile_in_blocks_and_with_statistics() -
     spec = replace(kernel_spec(graph, storages, torch.float32, "cuda"), taps=Taps(stats=True, changes=True))
     module = load_module(spec.name, triton_backend.source(spec))
     pointers = tile_pointers(spec, [*POINTERS["stats"], *POINTERS["changes"]])
-    constants = {"TILE": 512, "SPAN": 1024, "UNSCALE": False, "STAGES": 1}
+    constants = {"TILE": 512, "SPAN": 1024, "UNSCALE": False, "STAGES": 1, "RUNS": runs}
     compiled(module.emptied_tile_pass_0, pointers, spec.compute, constants)
 
 

@@ -131,10 +131,10 @@ def test_steps_are_measured_from_a_copy_where_only_plain_kernels_are_there(monke
     """As without a compiler, with a cache from before statistics were asked for."""
     load = run.load
 
-    def plain(spec: Any) -> Any:
+    def plain(spec: Any, **options: Any) -> Any:
         if spec.taps.stats:
             raise tilestep.BuildError("no compiler")
-        return load(spec)
+        return load(spec, **options)
 
     monkeypatch.setattr(run, "load", plain)
     monkeypatch.setattr(run, "warn_of_failure", lambda error: None)
