@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import inspect
 import linecache
 import random
@@ -153,11 +154,16 @@ def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
         raise RuleError(f"{caller.f_code.co_filename}:{caller.f_lineno}: {describe}: {name} {_ONCE}")
 
     before, drawn = sys.getprofile(), _numpy_states(functions)
+    # What other code does at a collection is no call of the rule: an error there is lost, and ends the watch.
+    collects = gc.isenabled()
+    gc.disable()
     sys.setprofile(watch)
     try:
         yield
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     if _numpy_states(functions) != drawn:  # numpy's functions are no calls to Python's profiling
         raise RuleError(f"{describe}: a number of numpy.random {_ONCE}")
 
