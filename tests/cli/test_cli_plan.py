@@ -50,7 +50,7 @@ def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> 
     code, out, _ = run(capfd, "100M", "--rule", "muon", "--grad-dtype", "fp32", "--grad-buffer", "bucket", "--no-clip")
     assert code == 0 and "not in it: the time of matrix products" in out and cells(out, "clip")[2] == "0.00"
     code, out, _ = run(capfd, "100M", "--remainder", "--mesh", "1")
-    assert code == 0 and cells(out, "state")[1] == "1.00"
+    assert code == 0 and cells(out, "state")[1] == "1.00" and cells(out, "collectives")[1] == "0"
     formats = ("--state-dtype", "int8", "--masters", "int8", "--mesh", "1", "--no-clip")
     code, out, _ = run(capfd, "8B", *formats)
     assert code == 0 and cells(out, "in all, without activations")[1] == "56.25"
@@ -97,3 +97,12 @@ def test_constants_of_a_machine(capfd: pytest.CaptureFixture[str], tmp_path: Pat
 def test_wrong_words_are_usage_errors(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     code, _, err = run(capfd, *words)
     assert code == 2 and "rror" in err
+    assert f"Invalid value for {'SIZE' if len(words) == 1 else words[1]}: {words[-1]!r}" in err.replace(
+        "no rule is called ", ""
+    )
+
+
+@pytest.mark.parametrize("size", ["1e9", "1.0E+9", "1000e6", "0.001e3B"])
+def test_sizes_are_numbers_as_python_writes_them(capfd: pytest.CaptureFixture[str], size: str) -> None:
+    code, out, err = run(capfd, size, "--mesh", "1")
+    assert code == 0 and out.startswith("1 B elements"), err

@@ -141,7 +141,7 @@ def run(*arguments: object) -> int:
     return int(stopped.value.code or 0)
 
 
-@pytest.mark.parametrize("optimizer", ["Lion", "torch"])
+@pytest.mark.parametrize("optimizer", ["Lion", "lion", "torch"])
 def test_the_command_traces_the_demo_s_model(optimizer: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--layers", 1, "--width", 16, "--context", 16, "--batch", 2, "--iterations", 2]
     assert run("trace", "--device", "cpu", "--optimizer", optimizer, *small, "--out", tmp_path) == 0
@@ -208,6 +208,9 @@ def test_a_script_that_traces_nothing_and_one_that_is_not_there(
     assert run("trace", "--out", tmp_path, script) == 1
     assert "tilestep.profile" in capfd.readouterr().err
     assert run("trace", "--out", tmp_path, tmp_path / "none.py") == 2
+    capfd.readouterr()
+    assert run("trace", "--optimizer", "lyon", "--out", tmp_path) == 2
+    assert "Invalid value for --optimizer: no rule is called 'lyon'; did you mean Lion?" in capfd.readouterr().err
 
 
 def test_the_document_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

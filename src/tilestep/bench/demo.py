@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..devices import has_streams
 from ..optimizer import Optimizer
+from ..rules import Rule
 from ..schedules.overlap import overlap
 from ..tracing import Report, profile
 from .measure import Trace, spread, timed, trace
@@ -327,18 +328,18 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
 WARM_UP = 3
 
 
-def train_traced(recipe: Recipe, out: Path, rule: str = "AdamW", bf16: bool = False, during: str = "neither") -> Report:
+def train_traced(recipe: Recipe, out: Path, rule: Rule | None, bf16: bool = False, during: str = "neither") -> Report:
     """Train some iterations outside the trace and the recipe's steps inside, and write the trace.
 
-    `rule` is a rule's name, or "torch" for torch's fused AdamW with its clip; `during` is "backward" or "forward", see
+    Without a `rule` it is torch's fused AdamW with its clip that trains; `during` is "backward" or "forward", see
     `tilestep.overlap`, or "neither" for steps between them. A `max_grad_norm` of 0 clips nothing.
     """
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.size).to(recipe.device, torch.bfloat16 if bf16 else torch.float32)
-    parameters, is_torch, clip = list(model.parameters()), rule == "torch", recipe.max_grad_norm
+    parameters, clip = list(model.parameters()), recipe.max_grad_norm
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-        if is_torch
+        if rule is None
         else Optimizer(parameters, rule, max_grad_norm=clip or None)
     )
     if isinstance(optimizer, Optimizer) and during != "neither":
@@ -351,7 +352,7 @@ def train_traced(recipe: Recipe, out: Path, rule: str = "AdamW", bf16: bool = Fa
         keep_near()
         starts = torch.randint(len(text) - len(window), (recipe.batch, 1), device=recipe.device)
         model.loss(text[starts + window].long()).backward()
-        if is_torch and clip:
+        if rule is None and clip:
             torch.nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -359,7 +360,7 @@ def train_traced(recipe: Recipe, out: Path, rule: str = "AdamW", bf16: bool = Fa
     for _ in range(WARM_UP):
         iterate()
     millions = sum(parameter.numel() for parameter in parameters) / 1e6
-    name = "torch's fused AdamW" if is_torch else f"tilestep's {rule}"
+    name = "torch's fused AdamW" if rule is None else f"tilestep's {rule.name}"
     name += "" if during == "neither" else f" during {during}"
     clips = "clip by norm; " if clip else ""
     title = f"{name}, {clips}GPT of {millions:.1f} M parameters, {device_name(recipe.device)}"

@@ -40,7 +40,10 @@ class Dtype(str, Enum):
         return names[self.value]
 
 
-RuleName = Annotated[str, typer.Argument(help="A rule's name in any case, or module:function.")]
+RULE_HELP = "A rule's name in any case, or module:function."
+RuleName = Annotated[str, typer.Argument(help=RULE_HELP)]
+RuleOption = Annotated[str, typer.Option(help=RULE_HELP)]
+ParamDtype = Annotated[Dtype, typer.Option(help="Of the parameters.")]
 Words = Annotated[list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")]
 Device = Annotated[str, typer.Option(help="cuda or cpu; by default the GPU if there is one.")]
 MasterWeights = Annotated[bool, typer.Option(help="With float32 masters and state.")]
@@ -61,19 +64,20 @@ def chosen_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def require_folder(out: Path) -> None:
-    """Check that results can be written to a folder, which need not be there yet, before they take minutes to make."""
+def require_plotting() -> None:
+    """Check that pictures can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("the picture needs matplotlib: pip install matplotlib")
+
+
+def require_output(out: Path) -> None:
+    """Check that pictures can be drawn, and results written to a folder, before they take minutes to make."""
+    require_plotting()
     there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise typer.BadParameter(f"{there} is a file, not a folder; name another one", param_hint="--out")
     if not os.access(there, os.W_OK | os.X_OK):
         raise typer.BadParameter(f"the folder {there} cannot be written to; name another one", param_hint="--out")
-
-
-def require_plotting() -> None:
-    """Check that pictures can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("the picture needs matplotlib: pip install matplotlib")
 
 
 def load_rule(name: str, option: str = "RULE") -> Rule:
@@ -158,10 +162,11 @@ def parse_formats(
     state_dtype: str,
     masters: str,
     rounding: str = "nearest",
-    otherwise: bool | str = False,
+    master_weights: bool = False,
+    remainder: bool = False,
     masters_option: str = "--masters",
 ) -> dict[str, Any]:
-    """What options say of storage formats; `otherwise` is the kind of masters where `masters` says none."""
+    """What options say of storage formats; `masters` goes before `remainder`, and that before `master_weights`."""
     from ..optimizer.masters import check_choice
     from ..optimizer.states import check_rounding
     from ..storage import state_format
@@ -174,7 +179,8 @@ def parse_formats(
     if state_dtype:
         with _naming("--state-dtype"):
             state_format(state_dtype)
-    return {"state_dtype": state_dtype or None, "master_weights": kind or otherwise, "rounding": rounding}
+    kind = kind or ("remainder" if remainder else master_weights)
+    return {"state_dtype": state_dtype or None, "master_weights": kind, "rounding": rounding}
 
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -182,12 +188,12 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 def elements_of(text: str) -> float:
     """A number of elements."""
-    match = re.fullmatch(r"([\d.,_]+)\s*([KMBGT]?)", text.strip().upper())
+    match = re.fullmatch(r"([\d.,_]+(?:E[+-]?\d+)?)\s*([KMBGT]?)", text.strip().upper())
     try:
         assert match is not None
         return float(match[1].replace(",", "").replace("_", "")) * _UNITS[match[2]]
     except (AssertionError, ValueError):
-        message = f"{text!r} is no number of elements, such as 1.2B or 350M"
+        message = f"{text!r} is no number of elements, such as 1.2B, 350M or 7e9"
         raise typer.BadParameter(message, param_hint="SIZE") from None
 
 
@@ -195,5 +201,6 @@ def mesh_of(text: str) -> tuple[int, int]:
     """Ranks that split the state, and copies: `8`, `8x4`."""
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
     if match is None or 0 in (sizes := (int(match[1]), int(match[2] or 1))):
-        raise typer.BadParameter(f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4")
+        message = f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4"
+        raise typer.BadParameter(message, param_hint="--mesh")
     return sizes

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import (
+    RULE_HELP,
     Device,
     Dtype,
     Masters,
     MasterWeights,
+    ParamDtype,
     Remainder,
     Rounding,
     RuleName,
+    RuleOption,
     StateDtype,
     Words,
     chosen_device,
@@ -27,8 +30,7 @@ from .arguments import (
     mesh_of,
     parse_formats,
     parse_settings,
-    require_folder,
-    require_plotting,
+    require_output,
 )
 
 if TYPE_CHECKING:
@@ -77,8 +79,7 @@ def bench(
     from ..bench.sections import Settings, run_cpu, run_norm, run_step
     from ..native import wait
 
-    require_plotting()
-    require_folder(out)
+    require_output(out)
     console = Console()
 
     def say(line: str) -> None:
@@ -161,8 +162,7 @@ def demo(
     from ..bench.results import device_name
     from ..devices import has_streams
 
-    require_plotting()
-    require_folder(out)
+    require_output(out)
     console = Console()
     formats = parse_formats(state_dtype, master_weights, rounding, masters_option="--master-weights")
     recipe = Recipe(chosen_device(device), steps=steps, seed=seed, **formats)
@@ -203,10 +203,10 @@ class Buffer(str, Enum):
 
 @app.command()
 def plan(
-    size: Annotated[str, typer.Argument(help="Elements of all parameters: 1.2B, 350M.")],
-    rule: Annotated[str, typer.Option(help="A rule's name in any case, or module:function.")] = "AdamW",
+    size: Annotated[str, typer.Argument(help="Elements of all parameters: 1.2B, 350M, 7e9.")],
+    rule: RuleOption = "AdamW",
     mesh: Annotated[str, typer.Option(help="Ranks that split the state, x copies: 8, 8x4.")] = "8",
-    dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.bf16,
+    dtype: ParamDtype = Dtype.bf16,
     master_weights: MasterWeights = True,
     remainder: Remainder = False,
     masters: Masters = "",
@@ -240,13 +240,13 @@ def plan(
     from ..planning import Constants, Job, default_constants, footprint, meshes
     from ..planning import plan as planned
 
-    loaded = load_rule(rule)
+    loaded = load_rule(rule, "--rule")
     needs = footprint(
         loaded,
         parse_settings(settings, loaded),
         dtype=dtype.of_torch,
         grad_sync_dtype=None if grad_dtype is None else grad_dtype.of_torch,
-        **parse_formats(state_dtype, masters, rounding, "remainder" if remainder else master_weights),
+        **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
     )
     split, copies = mesh_of(mesh)
     figures = default_constants() if constants is None else Constants.load(constants)
@@ -355,7 +355,7 @@ class Backend(str, Enum):
 def show(
     rule: RuleName,
     backend: Annotated[Backend, typer.Option(help="triton for GPUs, cpp for CPUs.")] = Backend.triton,
-    dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.fp32,
+    dtype: ParamDtype = Dtype.fp32,
     master_weights: MasterWeights = False,
     remainder: Remainder = False,
     masters: Masters = "",
@@ -382,7 +382,7 @@ def show(
         dtype=dtype.of_torch,
         dims=dims,
         taps=Taps(stats, changes) if stats or changes else None,
-        **parse_formats(state_dtype, masters, rounding, "remainder" if remainder else master_weights),
+        **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
     )
     console = Console()
     if not code_only:
@@ -449,7 +449,7 @@ def trace(
     out: Annotated[Path, typer.Option(help="Folder for trace.json and trace.png.")] = Path("trace"),
     device: Device = "",
     iterations: Annotated[int, typer.Option(min=1, help="Traced iterations of the demo's model.")] = 5,
-    optimizer: Annotated[str, typer.Option(help="A rule's name, or torch for torch's fused AdamW.")] = "AdamW",
+    optimizer: Annotated[str, typer.Option(help=f"{RULE_HELP} Or torch, for torch's fused AdamW.")] = "AdamW",
     layers: Annotated[int, typer.Option(min=1, help="Of the demo's model.")] = 4,
     width: Annotated[int, typer.Option(min=4, help="Of the demo's model; heads have 64.")] = 128,
     context: Annotated[int, typer.Option(min=1, help="Bytes in a sequence.")] = 64,
@@ -466,13 +466,13 @@ def trace(
 
     from ..bench.demo import Recipe, Size, train_traced
 
-    require_plotting()
-    require_folder(out)
+    require_output(out)
     console = Console()
     if script is None:
         size = Size(layers, width, 1 if width % 64 else width // 64, context)
         recipe = Recipe(chosen_device(device), steps=iterations, batch=batch, max_grad_norm=clip, size=size)
-        reports = [train_traced(recipe, out, optimizer, bf16, during.value)]
+        rule = None if optimizer.lower() == "torch" else load_rule(optimizer, "--optimizer")
+        reports = [train_traced(recipe, out, rule, bf16, during.value)]
     else:
         reports = _script(script, arguments or [], out)
     for report in reports:

@@ -209,7 +209,7 @@ class Plan:
     memory: dict[str, float]  # bytes by what they are for: parameters, gradients, state, scratch
     whole_state: float  # bytes of the state if it were not split
     sent: dict[str, float]  # bytes that a rank sends in an iteration, by collective
-    messages: int  # collectives in an iteration, each of which has a latency
+    messages: int  # collectives in an iteration, each of which has a latency; one rank sends nothing
     times: dict[str, float]  # seconds by what is done, one after the other if nothing were hidden
     exposed: dict[str, float]  # seconds of each that nothing hides
     host: float | None  # seconds of the host in an iteration; None where the number of tensors is not known
@@ -324,7 +324,7 @@ def plan(job: Job, constants: Constants) -> Plan:
             "all-reduce": 2 * copies.bytes_sent(share * size.gradient),
             "all-gather": split.bytes_sent(elements * size.parameter),
         },
-        messages=len(buckets) * (2 if job.replicate == 1 else 3) + 1 + job.clips,
+        messages=0 if job.ranks == 1 else len(buckets) * (2 if job.replicate == 1 else 3) + 1 + job.clips,
         times={**times, "latencies of both": latencies},
         exposed=exposed,
         host=host,
