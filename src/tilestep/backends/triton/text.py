@@ -255,7 +255,21 @@ def _chain(value: Value, operations: Sequence[str]) -> list[Value]:
     for operation in operations[1:]:
         args = chain[-1].args[_is_larger(chain[-1]) :]
         chain += args[:1] if args and args[0].operation == operation else []
-    return chain if tuple(link.operation for link in chain) == tuple(operations) else []
+    fits = tuple(link.operation for link in chain) == tuple(operations) and all(map(_has_its_constant, chain))
+    return chain if fits else []
+
+
+_CONSTANTS = {"add": 0.0, "bit_and": 0x7FFFFFFF}
+
+
+def _has_its_constant(link: Value) -> bool:
+    """Whether a link's last argument is what the shorter form takes it for: to no effect, or all bits but the sign."""
+    if link.operation not in ("where", *_CONSTANTS):
+        return True
+    last = link.args[-1]
+    if link.operation == "where":
+        return last.operation == "constant" and last.attribute <= _NOTHING
+    return last.operation == "constant" and last.attribute == _CONSTANTS[link.operation]
 
 
 def _all_args(chain: Sequence[Value]) -> list[Value]:
