@@ -1,13 +1,18 @@
 """What formats of states and weights do to a training: a small GPT over the bytes of this repository's source code.
 
     python benchmarks/quality.py errors [--steps 100]      # of AdamW's update, on states of a training in float32
+    python benchmarks/quality.py codes                     # of normal numbers, and of second moments after 600 steps
     python benchmarks/quality.py train [--only int8 int4]  # three seeds with each format; rows of others stay
     python benchmarks/quality.py picture                   # docs/images/formats.png, of what `train` has written
 
-The first two write to `--out`, benchmarks/results unless said: quality.json, quality-training.json.
+They write to `--out` (benchmarks/results): quality.json, quality-codes.json, quality-training.json.
 
 Errors: each format is applied to both states of every tensor of 4,096 and more elements after the last step; the
 figure is the normalized mean squared error of m / (sqrt(v) + eps), over all of them: |kept - exact|^2 / |exact|^2.
+
+Codes: the normalized mean squared error of normal numbers kept as a signed state, and of the roots of their squares
+kept as a state that is never negative; and the sum of `exp_avg_sq` after 600 steps of AdamW on normal gradients of
+constant size, over the sum of the exact one.
 
 Trainings: rows of the same text, that is of the same commit, can be compared. Seeds choose initial weights and batches.
 Weights are widened to float32 before they are used, so that runs differ by what the optimizer keeps alone, and by
@@ -147,6 +152,62 @@ def errors(steps: int, device: str) -> dict[str, Any]:
     return {"steps": steps, "formats": found}
 
 
+def codes(steps: int) -> dict[str, Any]:
+    """Errors of each format on normal numbers, and how far second moments are off after steps of constant gradients."""
+    numbers = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    pairs = {name: (kept(name, numbers, True), kept(name, numbers.square(), False)) for name in STATE_FORMATS}
+    pairs["float8_e4m3, one scale a tensor"] = (by_one_scale(numbers), by_one_scale(numbers.square()))
+    rows = [
+        {
+            "format": name,
+            "NMSE": nmse(values, numbers),
+            "NMSE of roots": nmse(squares.double().sqrt(), numbers.abs()),
+            "share of second moments that become 0": float((squares == 0).double().mean()),
+        }
+        for name, (values, squares) in pairs.items()
+    ]
+    drifts = [
+        {"beta2": beta2, "rounding": rounding, "steps": steps, **drift(beta2, rounding, steps)}
+        for beta2 in (0.999, 0.99, 0.95)
+        for rounding in ("nearest", "stochastic")
+    ]
+    return {"torch": torch.__version__, "formats": rows, "exp_avg_sq over the exact one": drifts}
+
+
+def by_one_scale(values: torch.Tensor) -> torch.Tensor:
+    """Values as float8 with one scale for the tensor gives them back."""
+    scale = values.abs().max() / 448
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def nmse(values: torch.Tensor, exact: torch.Tensor) -> float:
+    """The sum of squared differences over the sum of squares."""
+    return float((values.double() - exact.double()).square().sum() / exact.double().square().sum())
+
+
+def drift(beta2: float, rounding: str, steps: int) -> dict[str, float]:
+    """For each format the sum of `exp_avg_sq` after so many steps, over that of float32."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.rand(16, 256, generator=generator) + 0.5
+    names = ("float32", "bfloat16", "int8", "float8_e4m3", "int4")
+    weights = {name: torch.nn.Parameter(torch.ones(16, 256)) for name in names}
+    options: dict[str, Any] = {"betas": (0.9, beta2), "rounding": rounding}
+    optimizers = {
+        name: tilestep.AdamW([("weight", weight)], state_dtype={"exp_avg_sq": name}, **options)
+        for name, weight in weights.items()
+    }
+    for _ in range(steps):
+        grad = size * torch.randn(16, 256, generator=generator)
+        for name, optimizer in optimizers.items():
+            weights[name].grad = grad
+            optimizer.step()
+    sums = {
+        name: float(tilestep.full_precision(optimizer.state_dict())["state"][0]["exp_avg_sq"].double().sum())
+        for name, optimizer in optimizers.items()
+    }
+    return {name: sums[name] / sums["float32"] for name in names[1:]}
+
+
 def _curve(job: tuple[str, int, int, str]) -> dict[str, float]:
     name, seed, steps, device = job
     return trained(FORMATS[name], seed, steps, device)[1]
@@ -202,19 +263,22 @@ def picture(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("errors", "train", "picture"))
-    parser.add_argument("--steps", type=int, default=0, help="by default 100 for errors, 1000 for trainings")
+    parser.add_argument("what", choices=("errors", "codes", "train", "picture"))
+    parser.add_argument("--steps", type=int, default=0, help="by default 100 for errors, 600 for codes, 1000 for train")
     parser.add_argument("--only", nargs="*", choices=list(FORMATS), default=list(FORMATS), help="formats to train")
     parser.add_argument("--processes", type=int, default=1, help="trainings beside each other")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = given.out / ("quality.json" if given.what == "errors" else "quality-training.json")
+    files = {"errors": "quality.json", "codes": "quality-codes.json"}
+    path = given.out / files.get(given.what, "quality-training.json")
     if given.what == "picture":
         picture(json.loads(path.read_text()), Path("docs/images/formats.png"))
         return
     if given.what == "errors":
         results = errors(given.steps or 100, device)
+    elif given.what == "codes":
+        results = codes(given.steps or 600)
     else:
         before = json.loads(path.read_text())["curves"] if path.exists() else {}
         results = trainings(given.only, given.steps or 1000, device, given.processes)
