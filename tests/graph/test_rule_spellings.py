@@ -273,3 +273,53 @@ def test_only_states_that_are_used_are_there() -> None:
     rule = tilestep.rule(chooses)
     assert trace(rule, {"flag": False}).states == ("used",)
     assert trace(rule, {"flag": True}).states == ("used", "other")
+
+
+def counts_on(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    return param - ((grad.long() + 1) - grad.long())
+
+
+def counts_in_place(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    whole = grad.long()
+    whole += 1
+    return param - whole
+
+
+def divides_integers(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    return param - grad.long() // 3
+
+
+def sums_integers(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    return param - grad.long().sum()
+
+
+def overflows(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    return param - (grad > 0).to(torch.int8) * 100 * 2
+
+
+@pytest.mark.parametrize("function", [counts_on, counts_in_place, divides_integers, sums_integers, overflows])
+def test_integers_that_kernels_would_round_are_refused(function: Any) -> None:
+    """They were float32, where 2^24 + 1 is 2^24, and bytes did not overflow."""
+    with pytest.raises(RuleError, match=r"in rule .*integers of elements that may be beyond [\d,]+.* or clamp them"):
+        trace(tilestep.rule(function), {"lr": 1.0})
+
+
+def test_integers_that_are_small_or_not_computed_with_are_as_in_torch() -> None:
+    def rule(param: Any, grad: Any, *, lr: Any = 1.0, step: Any) -> Any:
+        signs = (grad > 0).long() * 2 - 1
+        near = grad.long().clamp(-1000, 1000) * 3 + 1
+        return (
+            param
+            - signs
+            - near / 4
+            - lr * grad.long().abs().to(grad.dtype)
+            - (grad > 0).sum()
+            - step.long() // 2
+            + signs.sum()
+        )
+
+    made, gradient = tilestep.rule(rule), torch.tensor([2.0**25 + 4, 1.5, -3.5, -(2.0**40)])
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = gradient
+    tilestep.Optimizer([weight], made, lr=1.0).step()
+    assert torch.equal(weight, made(torch.zeros(4), gradient, lr=1.0, step=1)[0])

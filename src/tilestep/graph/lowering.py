@@ -495,6 +495,49 @@ def check_width(given: torch.dtype, dtype: torch.dtype) -> None:
         raise Unsupported("elements in float64, which have 32 bits unless the parameter has 64; leave out the cast")
 
 
+_EXACT_AS_NUMBERS = frozenset(
+    ("neg", "abs", "sign", "sgn", "where", "maximum", "minimum", "clamp", "amax", "amin", "remainder", "fmod")
+)
+_SUMMED_EXACTLY = 2**8  # a program's part of a sum, of some ten thousand elements, is exact then
+
+
+def check_integers(build: Builder, operation: str, value: Value, operand: Any, dtype: torch.dtype) -> None:
+    """Raise for integers of elements that a kernel may round: there they are numbers of the rule's type."""
+    if dtype.is_floating_point or dtype is torch.bool or operation in CONVERTING or operation in _EXACT_AS_NUMBERS:
+        return
+    is_sum = operation == "sum" and isinstance(operand, Value)
+    asked = operand if is_sum else value
+    limit = min(2 ** (53 if build.dtype is torch.float64 else 24), torch.iinfo(dtype).max)
+    limit = min(limit, _SUMMED_EXACTLY) if is_sum else limit
+    if asked.level not in SCALAR_LEVELS and not _magnitude(asked) <= limit:
+        raise Unsupported(
+            f"integers of elements that may be beyond {limit:,}, and kernels have them as floating point numbers; cast "
+            f"back to the gradient's type before {'the sum' if is_sum else 'the arithmetic'}, or clamp them"
+        )
+
+
+def _magnitude(value: Value) -> float:
+    """What no element of a value exceeds, without its sign, as far as constants tell."""
+    operation, args = value.operation, value.args
+    if operation == "constant":
+        return abs(float(value.attribute))
+    if value.is_bool or operation in ("number", "sign"):
+        return 1.0
+    if operation in ("neg", "abs", "trunc", "round"):
+        return _magnitude(args[0])
+    if operation in ("add", "sub"):
+        return _magnitude(args[0]) + _magnitude(args[1])
+    if operation == "mul":
+        one, other = map(_magnitude, args)
+        return one * other if one and other else 0.0
+    if operation == "where":
+        return max(map(_magnitude, args[1:]))
+    clamped = {"minimum": "maximum", "maximum": "minimum"}.get(operation)
+    if clamped and args[0].operation == clamped:
+        return max(_magnitude(args[1]), _magnitude(args[0].args[1]))
+    return max(map(_magnitude, args)) if clamped else math.inf
+
+
 LOWERINGS: dict[str, Lowering] = {
     **{name: _numeric(name) for name in ("neg", "abs", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "sin")},
     **{name: _numeric(name) for name in ("cos", "tanh", "erf", "floor", "ceil", "trunc", "sign", "mul")},

@@ -425,6 +425,9 @@ class Recorder(TensorDispatch):
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
             if base == "_to_copy" and self.casts and value.level > Level.TENSOR:
                 lowering.check_width(args[0].dtype, result.dtype)
+            if isinstance(result, torch.Tensor):
+                operand = lowered[0][0] if args else None
+                lowering.check_integers(self.build, base, value, operand, result.dtype)
             if base in lowering.CONVERTING:
                 value = lowering.converted(self.build, value, result.dtype)
         except MatrixError as error:
