@@ -117,3 +117,36 @@ def test_earlier_names_of_arguments_are_accepted() -> None:
     for names in ({"positional": ("foreach",), "fallback": "AdamW"}, {"by_position": ("foreach",), "others": "AdamW"}):
         made = tilestep.rule(turned, options={"foreach": None}, **names)
         assert (made.positional, made.fallback) == (("foreach",), "AdamW")
+
+
+def test_a_rule_does_not_replace_one_of_the_library_s() -> None:
+    """`tilestep.Optimizer(params, "AdamW")`, and checkpoints that name it, meant another rule from then on."""
+    before = dict(tilestep.registry)
+
+    def own(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * grad
+
+    with pytest.raises(RuleError, match=r"tilestep has a rule called AdamW \(.*adam.py:\d+\), .*take another name"):
+        tilestep.rule(own, name="AdamW")
+    assert tilestep.registry == before
+    try:  # a notebook's cell is run again
+        assert tilestep.rule(own, name="OwnAdamW") is not tilestep.rule(own, name="OwnAdamW")
+    finally:
+        tilestep.registry.pop("OwnAdamW", None)
+
+
+def test_hyperparameters_are_floats_to_a_rule_that_asks() -> None:
+    """The message was of `isinstance() arg 2`."""
+
+    def asking(param: Any, grad: Any, *, lr: Any = 0.5, beta: Any = 0.5, pair: Any = (1.0, 1.0)) -> Any:
+        one, two = (beta, float(beta)) if isinstance(beta, float) and not isinstance(pair, float) else pair
+        assert not isinstance(grad, float) and not isinstance(grad, (int, float))
+        assert isinstance(float("1.5"), (int, float)) and repr(float(2)) == "2.0"
+        assert isinstance(lr, torch.Tensor) and isinstance(lr, float | int)
+        return param - lr * one * two * grad
+
+    made = tilestep.rule(asking)
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    tilestep.Optimizer([param], made).step()
+    assert param.tolist() == made(torch.zeros(2), torch.ones(2))[0].tolist() == [-0.125] * 2

@@ -477,6 +477,16 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
     return result
 
 
+def _check_free(name: str, made: Rule) -> None:
+    """Raise for a rule by the name of one that comes with the library: optimizers and checkpoints go by names."""
+    own, taken = __name__.rpartition(".")[0], registry.get(name)
+    if taken is not None and taken.__module__.startswith(f"{own}.") and made.__module__ != taken.__module__:
+        raise RuleError(
+            f"{made.where}: tilestep has a rule called {name} ({taken.where}), and checkpoints name rules: take "
+            "another name; without name= the function is a rule too"
+        )
+
+
 def rule(
     function: Callable[..., Any] | None = None,
     *,
@@ -500,7 +510,8 @@ def rule(
         function: `f(param, grad, *states, *, hyperparameter=default, ..., step)`, returning the new parameter and the
             new states in order, or None when it works in place. Inside it every value is float32 (float64 for float64
             parameters); hyperparameters and `step` are 0-dim float64.
-        name: the name of the optimizer class made from it; a named rule enters the registry.
+        name: the name of the optimizer class made from it; a named rule enters the registry, in place of an earlier one
+            of the same name, but not of one that comes with tilestep.
         states: how each state buffer begins; zeros like the parameter when not named.
         ranges: the values each hyperparameter may take; of a tuple, all entries or each by a tuple of its own.
         options: further keys kept in `param_groups` that the rule does not read.
@@ -517,7 +528,7 @@ def rule(
         others: the earlier name of `fallback`.
 
     Raises:
-        RuleError: if the signature does not follow the protocol.
+        RuleError: if the signature does not follow the protocol, or tilestep's own rule has the name.
 
     Example:
         >>> import torch, tilestep
@@ -546,6 +557,7 @@ def rule(
             numbered=numbered,
         )
         if name is not None:
+            _check_free(name, made)
             registry[name] = made
         return made
 

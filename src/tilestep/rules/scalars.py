@@ -168,13 +168,27 @@ def _lifted_math() -> dict[str, Callable[..., Any]]:
     return lifted
 
 
+class _NumberType(type):
+    """The type of `float` in a rule: a 0-dim float64 value, as which hyperparameters come, is an instance too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if not isinstance(instance, torch.Tensor):
+            return isinstance(instance, builtins.float)
+        return instance.dim() == 0 and instance.dtype is torch.float64
+
+
+class _Float(builtins.float, metaclass=_NumberType):
+    def __new__(cls, *args: Any) -> Any:
+        return args[0] if args and isinstance(args[0], torch.Tensor) else builtins.float(*args)
+
+
 _MATH = _lifted_math()
 _MATH_MODULE = types.SimpleNamespace(**{**vars(math), **_MATH})
 _BUILTINS = {
     "max": _extremum(builtins.max, _pair(torch.maximum)),
     "min": _extremum(builtins.min, _pair(torch.minimum)),
     "abs": _lift(builtins.abs, torch.abs),
-    "float": lambda *args: args[0] if args and isinstance(args[0], torch.Tensor) else builtins.float(*args),
+    "float": _Float,
 }
 
 
