@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 
 import tilestep
+from tilestep.memory.offload import move_state
+from tilestep.memory.streaming import StreamedState
 from tilestep.schedules.guards import CompiledRegion, guard_model
 
 BLOCKS = 12
@@ -174,3 +176,30 @@ def test_a_second_optimizer_of_the_model_is_waited_for_too() -> None:
     for handle in handles:
         handle.remove()
     assert [block._compiled_call_impl for block in model.blocks] == calls
+
+
+@pytest.mark.parametrize("attached", ["overlap in backward", "offload of gradients"])
+def test_a_backward_that_compiled_code_runs_compiles_no_hook(attached: str) -> None:
+    """What hooks call was compiled with them: sizes became symbols, and kernels got addresses of other lists."""
+    torch._dynamo.reset()
+    results = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+        optimizer: Any = tilestep.AdamW(model.parameters(), lr=0.05)  # type: ignore[attr-defined]
+        if compiled and attached == "overlap in backward":
+            tilestep.overlap(optimizer, model, during="backward")
+        elif compiled:
+            home = StreamedState(torch.device("cpu"), 1, 2, keeps_gradients=True)
+            move_state(optimizer, home, "gpu", "for a test")
+
+        def train(data: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+
+        step = torch.compile(train, backend="aot_eager") if compiled else train
+        for seed in range(4):
+            step(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)))
+        results.append([param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *results))

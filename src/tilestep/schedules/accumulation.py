@@ -22,6 +22,7 @@ from ..compat import (
     count_gradient_hooks,
     is_in_another_backward,
     is_last_gradient_hook,
+    opaque,
     watch_clips,
 )
 from ..errors import GradientError
@@ -47,14 +48,7 @@ class GradientHooks:
 
     def add(self, param: torch.Tensor, through: Any = None) -> None:
         """Have the method called with a parameter; `through` makes what torch calls of what calls the method."""
-        living, function = self._living, self._function
-
-        def hook(arrived: torch.Tensor) -> None:
-            # Called for every parameter in every backward; `weakref.WeakMethod` is written in Python.
-            owner = living()
-            if owner is not None:
-                function(owner, arrived)
-
+        hook = partial(_announce, self._living, self._function)
         trains = param.requires_grad
         param.requires_grad_(True)
         handle = param.register_post_accumulate_grad_hook(hook if through is None else through(hook))
@@ -97,6 +91,15 @@ class GradientHooks:
     def _recount(self) -> None:
         self._params = [param for param, *_ in self.made.values()]
         self._count = count_gradient_hooks(self._params)
+
+
+@opaque
+def _announce(living: Callable[[], Any], function: Callable[[Any, torch.Tensor], None], arrived: torch.Tensor) -> None:
+    """Call a method of an object that lives."""
+    # In a backward that compiled code runs hooks would be compiled too. `weakref.WeakMethod` is written in Python.
+    owner = living()
+    if owner is not None:
+        function(owner, arrived)
 
 
 def _nothing(_: object) -> None:
@@ -319,6 +322,7 @@ class GradientRounds:
             for awaited, which in zip(self.awaited, self.trains):
                 awaited.begin(which)
 
+    @opaque
     def _end_of_pass(self, number: int, within: bool) -> None:
         if torch.is_grad_enabled():
             with torch.no_grad():

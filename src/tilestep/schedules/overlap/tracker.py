@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...amp import GradScaler
 from ...combinations import wrappers_around
-from ...compat import backward_pass, count_scaled_losses, local_parts, ready, step_is_ordinary, version_of
+from ...compat import backward_pass, count_scaled_losses, local_parts, opaque, ready, step_is_ordinary, version_of
 from ...devices import is_host
 from ...errors import GradientError
 from ...optimizer import Optimizer
@@ -501,6 +501,7 @@ def follow_buckets(
     # The module must not keep who is told, who keeps the module.
     living = weakref.ref(gradients)
 
+    @opaque
     def reduce_and_note(_: object, bucket: Any) -> Any:
         future = reduce(state, bucket)
         told = living()
