@@ -468,13 +468,12 @@ def page(cells: dict[str, dict[str, str]]) -> str:
 
 HEAD = """# What works where
 
-Every cell is a training of a small model on a CPU that a test runs (`tests/frameworks/test_matrix.py`); the test holds
-this page equal to what came of it, and `python tests/frameworks/cells.py` writes it. "works" means the losses of
-`torch.optim.AdamW` in the same framework (to a relative 1e-4; to 5e-3 for float32 masters of a bfloat16 model and for
-bfloat16 states, 2e-2 for int8 states);
-for "resume", the same losses to the bit as the training that was not interrupted. "clip" is at a norm
-of 0.05, which every gradient exceeds; "accumulation" is two backwards a step; "two ranks" clip as well, through
-DistributedDataParallel or, in torchtitan, FSDP2, and `shard` by itself."""
+Each cell is the training of a small model on a CPU, run by `tests/frameworks/test_matrix.py`, which also checks this
+page; `python tests/frameworks/cells.py` writes it. "works" means the losses of `torch.optim.AdamW` in the same
+framework, to a relative 1e-4 (5e-3 for float32 masters of a bfloat16 model and for bfloat16 states, 2e-2 for int8
+states). "resume" means losses that are bitwise those of the uninterrupted training. "clip" clips at a norm of 0.05,
+which every gradient exceeds. "accumulation" runs two backwards per step. "two ranks" also clips, and uses
+DistributedDataParallel or, in torchtitan, FSDP2; `shard` needs no wrapper."""
 
 
 def all_cells() -> dict[str, dict[str, str]]:
