@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rank_processes import each_passes
 from sharded_models import LAYOUTS, assert_equal_on_ranks, assert_same, backward, batch, device, full, plain
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import tilestep
 from tilestep.placement import ReductionGroup
@@ -222,6 +224,54 @@ def agrees_over_meshes() -> None:
         ReductionGroup.of_tensors([("first", first), ("second", second)])
 
 
+def refuses_other_numbers() -> None:
+    """Ranks with another lr drifted apart in silence; a clip on one rank alone ended in an error of the backend's."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    makers = {**{layout: LAYOUTS[layout][0] for layout in ("fsdp", "hsdp", "mixed")}, "ddp": lambda: DDP(plain())}
+    for layout, make in makers.items():
+        for key, one, other in (("lr", 0.1, 0.2), ("max_grad_norm", None, 1.0), ("betas", (0.9, 0.99), (0.9, 0.98))):
+            net = make()
+            optimizer = tilestep.AdamW(net.parameters(), **{key: other if rank == last else one})
+            before = [full(param).clone() for param in net.parameters()]
+            backward(net, batch(0, None if layout == "ddp" else layout))
+            said = f"rank {rank} has group 0 {key}={other if rank == last else one}, and another rank has not"
+            for _ in range(2):
+                with pytest.raises(ValueError, match=re.escape(said)):
+                    optimizer.step()
+            for param, old in zip(net.parameters(), before):
+                assert torch.equal(full(param), old), layout
+            optimizer.param_groups[0][key] = other
+            optimizer.step()
+            # Numbers of later steps are each rank's own business: no message says that they differ.
+            optimizer.param_groups[0]["lr"] = 0.1
+            optimizer.step()
+    net = LAYOUTS["fsdp"][0]()
+    first, *rest = net.parameters()
+    groups = [{"params": [first]}, {"params": rest}] if rank else [{"params": [first, *rest]}]
+    optimizer = tilestep.AdamW(groups)
+    backward(net, batch(0, "fsdp"))
+    with pytest.raises(ValueError, match="ranks disagree on what a step does"):
+        optimizer.step()
+
+
+def compares_numbers_without_gradients_and_seeds() -> None:
+    """A rank without any gradient takes part, and what ranks draw may be their own."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh(device(), (dist.get_world_size(),))
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(8, device=device()), mesh, [Shard(0)]))
+    optimizer = tilestep.SGD([weight], lr=0.5, rounding="stochastic", seed=rank)
+    if rank:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight.to_local().tolist() == [0.5 if rank else 1.0] * 2
+    # Plain tensors may be those of other trainings.
+    alone = torch.nn.Parameter(torch.ones(2, device=device()))
+    optimizer = tilestep.SGD([alone], lr=0.5 + rank)
+    alone.grad = torch.ones_like(alone)
+    optimizer.step()
+    assert alone.tolist() == [0.5 - rank] * 2
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -233,6 +283,8 @@ CHECKS = {
         skips_on_every_rank,
         scalers_agree,
         agrees_over_meshes,
+        refuses_other_numbers,
+        compares_numbers_without_gradients_and_seeds,
     )
 }
 

@@ -57,7 +57,8 @@ from .parameters import Optimizer
 from .plan import StepPlan, moved
 
 LIMITS_KEY = "limits"  # key of the first group of a state_dict for what adaptive limits remember
-_MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}  # keys of a state_dict's first group, and places
+MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
+"""Keys of a state_dict's first group, and the places of these numbers among a step's."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,7 @@ class StepControl:
         self.joint: JointGradNorm | None = None  # what shares its norm with other optimizers
         self.copies: DataParallelRanks | ReductionGroup | None = None
         """Ranks that have other data and the same parameters, and so the same norms; not known yet where it is None."""
+        self.compared = False  # whether ranks that share parameters have compared the numbers of their groups
         self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
 
     def __getstate__(self) -> dict[str, Any]:
@@ -435,7 +437,7 @@ class StepControl:
         groups = state_dict["param_groups"]
         own: dict[str, Any] = {}
         if self.numbers is not None and isinstance(self.policy.above, TimesMean):
-            own = {key: self.numbers[place].clone() for key, place in _MEAN_KEYS.items()}
+            own = {key: self.numbers[place].clone() for key, place in MEAN_KEYS.items()}
         saved = self.history.save(self.limits(groups))
         if saved:
             own[LIMITS_KEY] = saved
@@ -451,12 +453,12 @@ class StepControl:
         """Take what limits remember out of a loaded state_dict."""
         first = saved[0] if saved else {}
         for group in groups:
-            for key in (*_MEAN_KEYS, LIMITS_KEY):
+            for key in (*MEAN_KEYS, LIMITS_KEY):
                 group.pop(key, None)
         if isinstance(self.policy.above, TimesMean):
             zeros = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device="cpu")
             self.numbers = zeros if self.numbers is None else self.numbers.clone()
-            for key, place in _MEAN_KEYS.items():
+            for key, place in MEAN_KEYS.items():
                 self.numbers[place] = first.get(key, 0.0)
         self.history.load(self.limits(groups), first.get(LIMITS_KEY, {}))
 

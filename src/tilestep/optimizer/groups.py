@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
 import torch
@@ -17,7 +18,7 @@ from ..rules.protocol import at_step
 from ..rules.scalars import PYTHON_TYPES, as_python
 from ..runtime.limits import ZClip
 from .masters import MASTER_KEYS, check_choice
-from .parameters import require_shapes
+from .parameters import Optimizer, require_shapes
 from .states import check_rounding, check_state_dtype
 
 GROUP_OPTIONS: Mapping[str, Any] = {
@@ -176,6 +177,31 @@ def current_value(group: Mapping[str, Any], step: Any, name: str) -> torch.Tenso
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}, which is no number")
     return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def described_numbers(optimizer: Optimizer) -> Iterator[str]:
+    """Everything that decides what a step makes of the same gradients, in words."""
+    for index, group in enumerate(optimizer.param_groups):
+        for key in deciding_keys(optimizer.rule_of(group)):
+            yield f"group {index} {key}={_as_text(group.get(key, GROUP_OPTIONS.get(key)))}"
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_as_text, value))})"
+    # What only a device knows would have to be waited for.
+    return "a number on the device" if isinstance(value, torch.Tensor) and value.is_cuda else plain_value(value)
+
+
+def plain_value(value: Any) -> str:
+    """A hyperparameter as text that is the same in every process."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(plain_value, value))})"
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if callable(value) and not dataclasses.is_dataclass(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(value)
 
 
 Pattern = Union[str, "re.Pattern[str]", Callable[[str, torch.Tensor], bool]]

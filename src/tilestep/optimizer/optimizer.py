@@ -33,6 +33,7 @@ from ..schedules.schedule import AT_STEP, Schedule
 from ..storage import entries_of, kept_in_blocks, values_of
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
 from ..tensor_watch import taken_gradients
+from .agreement import compare_ranks
 from .build import begin_at_once, begins_together, build_plan, check_params, flat_part, require_no_real, spec_of
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl, TimesMean
@@ -516,8 +517,11 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             GradientError: for a gradient that cannot be used; nothing is changed then.
             RuntimeError: while the parameters hold the weights to evaluate.
+            ValueError: at the first step of ranks that train the same parameters with other numbers in their groups.
         """
         evaluated = None
+        if not self.control.compared:
+            compare_ranks(self)
         if closure is not None:
             with torch.enable_grad():
                 evaluated = closure()

@@ -156,7 +156,12 @@ class ReductionGroup:
         except RuntimeError as error:
             if self._monitor is not None:
                 self._monitor.explain(error)
-            raise
+                raise
+            ranks = dist.get_process_group_ranks(group)
+            raise RuntimeError(
+                f"ranks {ranks} decide steps together, and others of them did not take part: a rank has failed, or its "
+                f"optimizer has not the same max_grad_norm, skip_above or skip_nonfinite, or does not step ({error})"
+            ) from error
         if sent is not values:
             values.copy_(sent)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -32,7 +31,7 @@ from ...errors import RankError
 from ...graph import Graph, ancestors
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
-from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys
+from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys, described_numbers, plain_value
 from ...placement import Ranks, is_distributed
 from .buckets import Options, loses_bits, memory_order
 
@@ -398,17 +397,6 @@ def _steps(graph: Graph) -> Iterator[str]:
     yield ", ".join(f"new {name} [{places[id(value)]}]" for name, value in graph.outputs.items())
 
 
-def plain_value(value: Any) -> str:
-    """A hyperparameter as text that is the same in every process."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(plain_value, value))})"
-    if isinstance(value, torch.Tensor):
-        return repr(value.tolist())
-    if callable(value) and not dataclasses.is_dataclass(value):
-        return getattr(value, "__qualname__", type(value).__name__)
-    return repr(value)
-
-
 def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
     """The ranks, over groups of their own if another optimizer is sharded that has parameters of the same modules."""
     # One backward completes buckets of both, which may come in other orders on other ranks.
@@ -473,7 +461,7 @@ class HyperparameterDigest:
                 self._values = None
         if values != self._values:
             self._values = values
-            digest = zlib.crc32(repr(list(_described_value(optimizer))).encode())
+            digest = zlib.crc32(repr(list(described_numbers(optimizer))).encode())
             self._parts = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
         if self._parts != self._written:
             self._written = self._parts
@@ -512,24 +500,10 @@ class HyperparameterDigest:
     def _difference(self, *, known_now: bool) -> str:
         optimizer = self._optimizer()
         assert optimizer is not None
-        lines = list(_described_value(optimizer))
+        lines = list(described_numbers(optimizer))
         if known_now:
             return f"{first_difference(self._ranks.everyone(lines))}; nothing was updated"
         return (
             "ranks step with other hyperparameters than each other, for a step or two by now: a scheduler, or a clip, "
             f"that one rank alone has changed; rank {self._ranks.rank} has {', '.join(lines)}"
         )
-
-
-def _described_value(optimizer: Optimizer) -> Iterator[str]:
-    """Everything that decides what a step makes of the same gradients, in words."""
-    for index, group in enumerate(optimizer.param_groups):
-        for key in deciding_keys(optimizer.rule_of(group)):
-            yield f"group {index} {key}={_as_text(group.get(key, GROUP_OPTIONS.get(key)))}"
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_as_text, value))})"
-    # What only a device knows would have to be waited for.
-    return "a number on the device" if isinstance(value, torch.Tensor) and value.is_cuda else plain_value(value)
