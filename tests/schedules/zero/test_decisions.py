@@ -285,6 +285,27 @@ def a_spike_skips_on_all() -> None:
     assert torch.equal(again, saved["param_groups"][0]["norm_mean"])
 
 
+def means_of_norms_before_are_the_first_rank_s() -> None:
+    """Each rank went on with its own, and one skipped a step that the other took."""
+    model = Elementwise()
+    limit = tilestep.TimesMean(3.0, decay=0.5, warmup=1)
+    optimizer = tilestep.SGD(model.parameters(), lr=0.01, skip_above=limit)  # type: ignore[attr-defined]
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1.0 + 99 * dist.get_rank())
+    optimizer.step()
+    own = {key: float(optimizer.state_dict()["param_groups"][0][key]) for key in ("norm_mean", "norm_mean_count")}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    assert of_ranks[0]["norm_mean"] < of_ranks[1]["norm_mean"] / 50
+    tilestep.shard(optimizer, model, bucket_cap_mb=TINY)
+    saved = optimizer.state_dict()["param_groups"][0]
+    assert {key: float(saved[key]) for key in own} == of_ranks[0]
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 20.0)
+    optimizer.step()
+    assert int(optimizer.skipped_steps) == 1
+
+
 def limits_that_change_and_groups_without() -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         first, second = two_groups(model)
@@ -392,6 +413,7 @@ CHECKS = [
     a_scaled_step_without_its_scaler_is_refused,
     a_nonfinite_value_on_one_rank_skips_on_all,
     a_spike_skips_on_all,
+    means_of_norms_before_are_the_first_rank_s,
     limits_that_change_and_groups_without,
     norms_of_some_parameters,
     clips_of_some_parameters,

@@ -21,7 +21,7 @@ from ...norm import NormTable
 from ...norm.tiles import combine
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value, unchanged_on_error
-from ...optimizer.control import with_limits
+from ...optimizer.control import MEAN_KEYS, with_limits
 from ...optimizer.graphs import prepare_capture, push, require_no_waits
 from ...optimizer.groups import GROUP_OPTIONS
 from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
@@ -615,8 +615,10 @@ def shard(
     # What each rank has counted alone; what they go on with is in the state.
     optimizer.control.numbers = None
     if state is not None:
+        # Before, each rank has remembered norms and losses of its own.
+        first = state["param_groups"][0]
+        first |= sharding.ranks.everyone({key: float(first[key]) for key in MEAN_KEYS if key in first})[0]
         schedule.load_state_dict(state)
-        # Before, each rank has remembered losses of its own.
         for numbers in optimizer.control.history.numbers:
             sharding.ranks.broadcast(numbers)
     else:
