@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from measured_blocks import OPTIONS, compare
+from offloaded_pairs import HOMES
 from scripts import all_equal_in_the_interpreter
 
 import tilestep
@@ -396,3 +397,21 @@ def test_complex_parameters_are_refused_when_the_optimizer_is_made() -> None:
 
 def test_tritons_kernels_in_its_interpreter() -> None:
     all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_taps.py"))
+
+
+@pytest.mark.parametrize("home", ["streamed, tiles", "streamed, one chunk", "on the host, tiles"])
+def test_an_empty_tensor_whose_state_is_streamed_has_the_statistics_of_one_whose_state_is_not(home: str) -> None:
+    """One before all others of its memory was in no chunk, and had none."""
+    tables = []
+    for move in (HOMES[home], lambda optimizer: optimizer):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((0,), (5,), (0, 3), (40_000,), (0,))]
+        optimizer = move(tilestep.AdamW(params, lr=0.1, stats=tilestep.Stats()))
+        for param in params[:-1]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        tables.append(optimizer.stats.read())
+    streamed, plain = tables
+    assert plain["0.0"]["grad_norm"] == 0 and math.isnan(plain["0.4"]["grad_norm"])
+    for name, columns in plain.items():
+        assert streamed[name] == pytest.approx(columns, nan_ok=True), name

@@ -35,6 +35,7 @@ class SegmentTaps:
         device, entries = segment.device, segment.entries
         width = len(self.columns)
         self.totals = torch.full((len(entries), width), math.nan, dtype=torch.float64, device=device)
+        self._empty = [place for place, entry in enumerate(entries) if not entry.param.numel()]
         counts = np.asarray([-(-extent_of(entry.param) // WORD) if changes else 0 for entry in entries], dtype=np.int64)
         self.first_word = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         self.words = torch.zeros(max(int(self.first_word[-1]), 1), dtype=torch.int32, device=device)
@@ -68,6 +69,8 @@ class SegmentTaps:
         """Before the passes: copy parameters and look at gradients, where kernels do not."""
         if self.measures and (is_host(self.totals.device) or not self.by_kernels):
             self.totals.fill_(math.nan)
+            if self.by_kernels:
+                self.totals[self._empty] = 0.0  # no range of tiles has them
         self.has_run = True
         if self._sees_writes:
             self._versions = list(map(sum_of_versions, self.watched))
