@@ -18,16 +18,19 @@ _SHAPES = ("linear", "cosine")
 
 @dataclass(frozen=True)
 class Piecewise:
-    """A curve through points; constant before the first and after the last.
+    """A piecewise curve through points; constant before the first and after the last.
+
+    Args:
+        points: (step, value, shape) in the order of their steps. The shape, "linear" or "cosine" (half a cosine, flat
+            at both ends), is that of the curve from the point before. The first point's is not used.
+
+    Raises:
+        ValueError: for fewer than two points, steps that do not increase, or another shape.
 
     Example:
         >>> triangle = Piecewise(((1, 0.0, "linear"), (3, 1.0, "linear"), (5, 0.0, "linear")))
         >>> [float(triangle(step)) for step in (1, 2, 3, 4, 5, 6)]
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
-
-    Args:
-        points: (step, value, shape) in the order of their steps; the shape, "linear" or "cosine" (half a cosine, flat
-            at both ends), is how the curve comes to the point from the one before. The first point's is not used.
     """
 
     points: tuple[tuple[float, float, str], ...]
@@ -59,7 +62,16 @@ def _between(left: tuple[float, float, str], right: tuple[float, float, str], st
 
 @dataclass(frozen=True)
 class InverseSqrt:
-    """Linear from 0 to `peak` at step `warmup`, then peak * sqrt(warmup / step); made by `inverse_sqrt`."""
+    """The schedule that `inverse_sqrt` makes: linear up to `peak`, then `peak * sqrt(warmup / step)`.
+
+    Args:
+        peak: the value at step `warmup`.
+        warmup: steps of the linear part, at least 1.
+
+    Example:
+        >>> float(InverseSqrt(1.0, 4)(16))
+        0.5
+    """
 
     peak: float
     warmup: int
@@ -81,12 +93,21 @@ def _warmup(peak: float, warmup: int) -> tuple[tuple[float, float, str], ...]:
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, final: float = 0.0) -> Piecewise:
-    """Up in a straight line, down along half a cosine: `peak * step / warmup`, then to `final` at the last step.
+    """Linear warm-up `peak * step / warmup`, then half a cosine down to `final` at step `total`.
 
     Equal to torch's LinearLR(start_factor=1 / warmup, total_iters=warmup - 1) followed, from that milestone on, by
     CosineAnnealingLR(T_max=total - warmup, eta_min=final).
 
     Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (ICLR 2017), one cycle of it.
+
+    Args:
+        peak: the largest value, at step `warmup`.
+        warmup: steps of warm-up; 0 for none.
+        total: the step at which the schedule ends; later steps keep `final`.
+        final: the last value.
+
+    Raises:
+        ValueError: unless 0 <= warmup < total.
 
     Example:
         >>> import torch, tilestep
@@ -103,9 +124,18 @@ def warmup_cosine(peak: float, warmup: int, total: int, final: float = 0.0) -> P
 
 
 def warmup_linear(peak: float, warmup: int, total: int, final: float = 0.0) -> Piecewise:
-    """Up in a straight line and down in another.
+    """Linear warm-up `peak * step / warmup`, then linear decay to `final` at step `total`.
 
     Source: torch's LinearLR up, and down from the milestone on.
+
+    Args:
+        peak: the largest value, at step `warmup`.
+        warmup: steps of warm-up; 0 for none.
+        total: the step at which the schedule ends; later steps keep `final`.
+        final: the last value.
+
+    Raises:
+        ValueError: unless 0 <= warmup < total.
 
     Example:
         >>> curve = warmup_linear(1.0, warmup=2, total=4)
@@ -119,10 +149,21 @@ def warmup_linear(peak: float, warmup: int, total: int, final: float = 0.0) -> P
 def warmup_stable_decay(
     peak: float, warmup: int, decay: int, total: int, final: float = 0.0, shape: str = "linear"
 ) -> Piecewise:
-    """Up in a straight line, constant, and down in the last `decay` steps.
+    """Linear warm-up, constant at `peak`, and decay to `final` over the last `decay` steps.
 
     Source: Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models with Scalable Training Strategies"
     (2024).
+
+    Args:
+        peak: the value between warm-up and decay.
+        warmup: steps of warm-up; 0 for none.
+        decay: steps of the decay.
+        total: the step at which the schedule ends; later steps keep `final`.
+        final: the last value.
+        shape: of the decay, "linear" or "cosine".
+
+    Raises:
+        ValueError: unless 0 <= warmup < total - decay, and for another shape.
 
     Example:
         >>> curve = warmup_stable_decay(1.0, warmup=2, decay=2, total=6)
@@ -134,9 +175,16 @@ def warmup_stable_decay(
 
 
 def inverse_sqrt(peak: float, warmup: int) -> InverseSqrt:
-    """Up in a straight line, then down with the inverse square root of the step, without an end.
+    """Linear warm-up `peak * step / warmup`, then `peak * sqrt(warmup / step)` without an end.
 
     Source: Vaswani et al., "Attention Is All You Need" (NeurIPS 2017), section 5.3.
+
+    Args:
+        peak: the largest value, at step `warmup`.
+        warmup: steps of warm-up, at least 1.
+
+    Raises:
+        ValueError: for a warm-up of less than one step.
 
     Example:
         >>> curve = inverse_sqrt(1.0, warmup=4)
@@ -151,9 +199,19 @@ def inverse_sqrt(peak: float, warmup: int) -> InverseSqrt:
 def one_cycle(
     peak: float, total: int, pct_start: float = 0.3, div_factor: float = 25.0, final_div_factor: float = 1e4
 ) -> Piecewise:
-    """Up along half a cosine and down along another, as torch's OneCycleLR with these arguments.
+    """Half a cosine up and half a cosine down, equal to torch's OneCycleLR with these arguments.
 
     Source: Smith and Topin, "Super-Convergence" (2018); torch.optim.lr_scheduler.OneCycleLR.
+
+    Args:
+        peak: the largest value, torch's `max_lr`.
+        total: the number of steps.
+        pct_start: the fraction of steps before the peak.
+        div_factor: `peak` over the first value.
+        final_div_factor: the first value over the last.
+
+    Raises:
+        ValueError: if there is no step before the peak, or none after it.
 
     Example:
         >>> curve = one_cycle(1.0, total=11, pct_start=0.5, div_factor=10)

@@ -21,9 +21,18 @@ from .scalars import PYTHON_TYPES, ScalarCalls, as_python, scalar_globals
 
 @dataclass(frozen=True)
 class Interval:
-    """The values a hyperparameter may take; a tuple hyperparameter is checked entry by entry.
+    """The valid values of a hyperparameter; a tuple hyperparameter is checked entry by entry.
 
-    `or_none` is for a number that a rule can do without: None turns off what it is for.
+    Args:
+        low: the smallest value.
+        high: the largest value.
+        open_low: whether `low` itself is excluded.
+        open_high: whether `high` itself is excluded.
+        or_none: whether the hyperparameter may also be None, which turns off its use in the rule.
+
+    Example:
+        >>> 1.0 in Interval(0, 1), 1.0 in Interval(0, 1, open_high=True)
+        (True, False)
     """
 
     low: float = -math.inf
@@ -44,7 +53,11 @@ class Interval:
 
 
 def at_least(low: float, *, or_none: bool = False) -> Interval:
-    """The interval of numbers that are `low` or more; with `or_none` the rule also takes None in place of one.
+    """The interval of numbers that are `low` or more, for `ranges=` of `tilestep.rule`.
+
+    Args:
+        low: the smallest value.
+        or_none: whether the hyperparameter may also be None.
 
     Example:
         >>> 0.1 in at_least(0), -0.1 in at_least(0), float("nan") in at_least(0)
@@ -56,7 +69,14 @@ def at_least(low: float, *, or_none: bool = False) -> Interval:
 def between(
     low: float, high: float, *, open_low: bool = False, open_high: bool = True, or_none: bool = False
 ) -> Interval:
-    """The interval from `low` to `high`, by default half open; with `or_none` the rule also takes None.
+    """The interval from `low` to `high`, for `ranges=` of `tilestep.rule`.
+
+    Args:
+        low: the smallest value.
+        high: the largest value.
+        open_low: whether `low` itself is excluded.
+        open_high: whether `high` itself is excluded; it is by default.
+        or_none: whether the hyperparameter may also be None.
 
     Example:
         >>> 0.0 in between(0, 1), 1.0 in between(0, 1)
@@ -167,19 +187,35 @@ traced_by: ContextVar[Tracer | None] = ContextVar("traced_by", default=None)
 
 @dataclass(frozen=True)
 class State:
-    """How one state buffer begins.
+    """How a state buffer starts and is stored, for `states=` of `tilestep.rule`.
 
     Args:
         init: a number to fill with; `"param"` for a copy of the parameter; the name of a hyperparameter for its value
             when the state is made.
-        shape: `"param"` for a buffer like the parameter; `"scalar"` for one number a parameter; `"row"` for one
-            number per row (the last dimension reduced to 1); `"column"` for one per column (the last but one);
+        shape: `"param"` for a buffer with the parameter's shape; `"scalar"` for one number per parameter; `"row"` for
+            one number per row (the last dimension reduced to 1); `"column"` for one per column (the last but one);
             `"left"` or `"right"` for a square matrix on that side of a matrix, for products with it.
-        dtype: what it is kept in. Of a buffer like the parameter, None for the parameter's, float32 beside masters; of
-            one number a parameter, float32 or float64, None for float64 beside float64 parameters and float32 else. A
-            state with a dtype stays in it, whatever `state_dtype` says of all states.
-        signed: whether its elements can be negative, where formats of blocks ask; None for what the rule's formula and
-            the ranges of its hyperparameters tell.
+        dtype: the storage dtype. For a buffer with the parameter's shape, None means the parameter's dtype, float32
+            with masters. For one number per parameter it is float32 or float64; None means float64 for float64 parameters
+            and float32 otherwise. `state_dtype` of an optimizer does not change a dtype that is given here.
+        signed: whether elements can be negative, for formats with blocks; None derives it from the rule's formula and
+            the ranges of its hyperparameters.
+
+    Raises:
+        ValueError: for another shape, or a dtype that does not fit the shape.
+
+    Example:
+        >>> import torch, tilestep
+        >>> @tilestep.rule(states={"average": tilestep.State("param")})
+        ... def averaged(param, grad, average, *, lr=0.5):
+        ...     param = param - lr * grad
+        ...     return param, 0.5 * (average + param)
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = tilestep.Optimizer([weight], averaged)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> optimizer.state[weight]["average"].tolist()
+        [0.75]
     """
 
     init: float | str = 0.0
@@ -204,9 +240,18 @@ class State:
 
 
 class Rule:
-    """An update rule, callable as the reference implementation and traceable to kernels; made by `rule`.
+    """An update rule, made by `tilestep.rule`: called on tensors the reference implementation, and traced into kernels.
 
-    `composition` is how a rule made from another is made again when it is unpickled: a function and its arguments.
+    Attributes:
+        name: the name in `tilestep.registry`, or the function's.
+        composition: for a rule derived from another, the function and arguments that derive it again when it is
+            unpickled.
+
+    Example:
+        >>> import torch, tilestep
+        >>> sgd = tilestep.registry["SGD"]
+        >>> tuple(sgd.states)
+        ('momentum_buffer',)
     """
 
     def __init__(
