@@ -196,13 +196,13 @@ class State:
             one number per row (the last dimension reduced to 1); `"column"` for one per column (the last but one);
             `"left"` or `"right"` for a square matrix on that side of a matrix, for products with it.
         dtype: the storage dtype. For a buffer with the parameter's shape, None means the parameter's dtype, float32
-            with masters. For one number per parameter it is float32 or float64; None means float64 for float64 parameters
-            and float32 otherwise. `state_dtype` of an optimizer does not change a dtype that is given here.
+            with masters. For one number per parameter it is float32 or float64; None means float64 for float64
+            parameters and float32 otherwise. `state_dtype` of an optimizer does not change a dtype that is given here.
         signed: whether elements can be negative, for formats with blocks; None derives it from the rule's formula and
             the ranges of its hyperparameters.
 
     Raises:
-        ValueError: for another shape, or a dtype that does not fit the shape.
+        RuleError: for another shape, or a dtype that does not fit the shape.
 
     Example:
         >>> import torch, tilestep
