@@ -191,6 +191,24 @@ def test_a_rate_that_is_nan_before_the_first_step_stops_it(name: str, value: Any
     assert torch.isfinite(param).all() and (param < 0).all()
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_numbers_out_of_range_that_are_assigned_later_are_taken_as_torch_takes_them(name: str) -> None:
+    """Ranges are those of new groups: torch compares nothing afterwards, and a negative rate ascends."""
+    pairs = []
+    for library in (tilestep, torch.optim):
+        param = torch.nn.Parameter(torch.full((3,), 2.0))
+        optimizer = getattr(library, name)([param], lr=0.1)
+        for change in ({}, {"lr": -0.5}, {"weight_decay": -0.25}):
+            optimizer.param_groups[0].update(change)
+            param.grad = torch.tensor([1.0, -2.0, 0.5])
+            optimizer.step()
+        pairs.append((param, optimizer))
+    (ours, optimizer), (theirs, _) = pairs
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match=r"Invalid (lr|weight_decay): -"):
+        getattr(tilestep, name)([torch.nn.Parameter(torch.zeros(3))]).load_state_dict(optimizer.state_dict())
+
+
 def test_a_rate_that_becomes_nan_stops_the_step() -> None:
     params = make_params()
     optimizer = tilestep.AdamW([{"params": params[:2]}, {"params": params[2:]}])
