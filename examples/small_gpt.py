@@ -5,58 +5,30 @@ The text is Python's own language reference, which every Python carries, so that
 
 from __future__ import annotations
 
-import pydoc_data.topics
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
+
+from tilestep.bench.demo import GPT as DemoGPT
+from tilestep.bench.demo import Size, documentation
 
 CONTEXT = 64
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.inner_norm = nn.LayerNorm(width)
-        self.inner_in = nn.Linear(width, 4 * width)
-        self.inner_out = nn.Linear(4 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        batch, length, width = hidden.shape
-        projected = self.query_key_value(self.attention_norm(hidden))
-        query, key, value = projected.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.inner_out(functional.gelu(self.inner_in(self.inner_norm(hidden))))
-
-
-class GPT(nn.Module):
-    """A decoder over bytes; called with text, it returns the mean cross-entropy of each byte in nats."""
+class GPT(DemoGPT):
+    """The model of `tilestep demo`; called with text, it returns the mean cross-entropy of each byte in nats."""
 
     def __init__(self, layers: int = 2, width: int = 128, heads: int = 4) -> None:
-        super().__init__()
-        self.byte = nn.Embedding(256, width)
-        self.position = nn.Parameter(torch.zeros(CONTEXT, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
-        nn.init.normal_(self.byte.weight, std=0.5)
+        super().__init__(Size(layers, width, heads, CONTEXT))
 
     def forward(self, text: Tensor) -> Tensor:
         """Return the loss of a (batch, CONTEXT + 1) int64 text."""
-        hidden = self.byte(text[:, :-1]) + self.position
-        for block in self.blocks:
-            hidden = block(hidden)
-        return functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1).float(), text[:, 1:].flatten())
+        scores = super().forward(text[:, :-1])
+        return functional.cross_entropy(scores.flatten(0, 1).float(), text[:, 1:].flatten())
 
 
 class Text:
@@ -69,10 +41,8 @@ class Text:
     """
 
     def __init__(self, device: torch.device, part: tuple[float, float] = (0.0, 1.0), seed: int = 0) -> None:
-        topics = pydoc_data.topics.topics
-        whole = "\n\n".join(f"{name}\n\n{topics[name].strip()}" for name in sorted(topics)).encode()
-        piece = whole[int(part[0] * len(whole)) : int(part[1] * len(whole))]
-        self.bytes = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+        whole = documentation()
+        self.bytes = whole[int(part[0] * len(whole)) : int(part[1] * len(whole))]
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
 
