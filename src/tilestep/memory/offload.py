@@ -37,34 +37,32 @@ def offload(
 ) -> OffloadedOptimizer:
     """Keep an optimizer's state, float32 masters included, in host memory.
 
-    The update runs on the GPU, through which the state is streamed in chunks, both ways at once; or on the CPU, to
-    which gradients go and from which parameters come back, chunk by chunk. Either gives what the optimizer gives on
-    that device without offloading, to the bit.
+    The update runs on the GPU, through which the state is streamed in chunks, in both directions at once; or on the
+    CPU, to which gradients are copied and from which parameters are copied back, chunk by chunk. The results are
+    bitwise those of the optimizer on that device without offloading.
 
-    Step counts and other numbers stay with the parameters, and so do the rows, columns and matrices of rules that have
-    such state (Adafactor, SOAP).
+    Step counts and other numbers stay with the parameters, and so do row, column and matrix states (Adafactor, SOAP).
 
     Args:
-        optimizer: any optimizer of tilestep's, whose parameters are on one device; it is changed itself, and state it
-            has is taken along. Or a function that makes one: then its state is never on the device.
+        optimizer: a tilestep optimizer with its parameters on one device, which becomes offloaded with its state; or a
+            function that makes one: then its state is never allocated on the device.
         state: keep the state on the host.
-        gradients: move gradients to the host while backward runs, each as soon as it is there, and free them on the
-            device; those of several backwards are added up. An update on the GPU reads them back as it goes. The
-            parameters' `grad` is None after backward, and `step` uses the gradients up: clip with `max_grad_norm`,
-            scale losses with `tilestep.GradScaler`.
-        where: where updates run: "gpu", "cpu", or "auto" for what this machine's bandwidths, measured here, make
-            faster. Parameters that are on the CPU (as by FSDP2's `CPUOffloadPolicy`) are updated there, with their
-            state beside them.
+        gradients: copy each gradient to the host during backward and free it on the device; gradients of several
+            backwards are accumulated. An update on the GPU reads them from host memory. After backward the parameters'
+            `grad` is None, and `step` consumes the gradients: clip with `max_grad_norm`, scale losses with
+            `tilestep.GradScaler`.
+        where: where updates run: "gpu", "cpu", or "auto" for the faster, predicted from measured bandwidths. Parameters
+            on the CPU (such as with FSDP2's `CPUOffloadPolicy`) are updated there, beside their state.
         chunk_mb: MiB of state, or with "cpu" of parameters, in a chunk.
-        buffers: device memory in chunks, for "gpu": with three, one comes in and one goes out while one is updated.
+        buffers: chunks of device memory, for "gpu": with three, one is copied in and one out while one is updated.
 
     Returns:
-        The optimizer that was given.
+        The optimizer that was passed.
 
     Raises:
-        OffloadError: for parameters on several devices or on one that is neither, an optimizer that is wrapped
-            otherwise, a machine without compiler for the chosen place. Nothing is changed then.
-        HostMemoryError: if there is not enough host memory: what was asked for, and what would fit. Nothing is changed.
+        OffloadError: for parameters on several devices or on another kind of device, an optimizer with another wrapper,
+            a machine without a compiler for the chosen place. Nothing is changed then.
+        HostMemoryError: if there is not enough host memory. Nothing is changed then.
         ValueError: for an argument out of its range.
 
     Source: Rajbhandari et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021).

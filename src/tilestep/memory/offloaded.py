@@ -469,7 +469,7 @@ def _part(param: Any) -> torch.Tensor | None:
 
 
 class OffloadedState(StateMemory):
-    """Where the state of an offloaded optimizer is; an optimizer has its methods while it is attached."""
+    """The memory of an offloaded optimizer, which has these public methods after `tilestep.offload`."""
 
     is_beside = False
     not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
@@ -513,9 +513,9 @@ class OffloadedState(StateMemory):
             return flags
 
     def offload_report(self) -> OffloadReport:
-        """Where the state is, where updates run and why, with the machine's measured bandwidths and predicted times.
+        """Where state and updates are and why, with this machine's measured bandwidths and the predicted times.
 
-        The first report on a machine measures, unless `where="auto"` has done it: the host waits for that.
+        The first report on a machine measures the bandwidths, unless `where="auto"` has done it, and waits for that.
 
         Example:
             >>> import torch, tilestep
@@ -623,10 +623,17 @@ def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:
 
 
 class OffloadedOptimizer(Attached, metaclass=AttachedType):
-    """An optimizer whose state lives in host memory; made by `tilestep.offload`, of the class that it was before.
+    """The type of an optimizer after `tilestep.offload`, for `isinstance`; it also stays an instance of its class.
 
-    It is used as before, with `wait()` and `offload_report()` besides. A tensor of `state` that was taken out before a
-    step and is read after it needs a `wait()`.
+    It adds `wait()` and `offload_report()`. Before you read a tensor that you took out of `state` before a step, call
+    `wait()`.
+
+    Example:
+        >>> import torch, tilestep
+        >>> weight = torch.nn.Parameter(torch.zeros(1000))
+        >>> optimizer = tilestep.offload(tilestep.AdamW([weight]))
+        >>> isinstance(optimizer, tilestep.OffloadedOptimizer), isinstance(optimizer, tilestep.AdamW)
+        (True, True)
     """
 
     attached_as = ("offload", "offload in place")

@@ -51,37 +51,36 @@ class Optimizer(torch.optim.Optimizer):
     """An optimizer for any rule.
 
     Args:
-        params: parameters, named parameters, or param groups, as torch takes them; a group may say `rule=` for itself.
-            DTensors of any placements, on meshes of which one holds the others or that are slices of one, with plain
-            tensors beside them: each rank updates its parts, and all ranks of the meshes decide every step alike.
+        params: parameters, named parameters, or param groups, as torch takes them; a group may have its own `rule=`.
+            DTensors may have any placements, on meshes that contain each other or are slices of one mesh, mixed with
+            plain tensors: each rank updates its shards, and all ranks of the meshes take the same decisions.
         rule: the update rule, or the name of a registered one.
-        max_grad_norm: if given, gradients are clipped inside the step so that their global 2-norm is at most this; the
-            gradients themselves stay as they are. `tilestep.ZClip()` clips norms that are outliers,
-            `tilestep.AdaGC()` each tensor's by its own norms before.
+        max_grad_norm: clip gradients inside the step so that their global 2-norm is at most this; the gradients
+            themselves do not change. `tilestep.ZClip()` clips norms that are outliers, `tilestep.AdaGC()` each tensor
+            by its previous norms.
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
-            written in the same pass. For bfloat16 parameters there are also "remainder", the same masters in 16 bits of
-            state with the parameters as the other half; "kahan", a compensation in bfloat16; "int8", eight bits more.
-        state_dtype: what states like the parameters are kept in: a dtype or its name (`torch.bfloat16`, "float16"), a
-            mapping from names of states to these, or a function that gives any of these for a parameter's name; None
-            for the parameter's dtype, float32 beside masters. Parameters of fewer than 4,096 elements, states that
-            begin as copies of parameters and squares of embeddings' gradients keep float32, see "How it works".
-        rounding: how what is kept in fewer bits than it is computed in is rounded: "nearest", or "stochastic", by
-            chance so that it is right on average: parameters of 16 bits without masters, states of 16 bits and in
-            blocks.
-        seed: of the random bits. The same seed, step, place of the parameter among all, and element give the same bits
-            on any device, mesh and schedule; ranks must have the same. torch's generators are not used.
-        skip_nonfinite: leave parameters, state and step count as they are when a gradient is not finite.
-        skip_above: the same when the global 2-norm of the unscaled gradients is above this, or above a multiple of its
-            running mean: `tilestep.TimesMean(3.0)`, or so many standard deviations above the mean of the last norms and
-            losses: `tilestep.Sigma(6)`. Implies `skip_nonfinite`.
-        track_grad_norm: find out `grad_norm` at every step even if nothing else needs it.
-        hyperparameters: the rule's own.
+            written in the same pass. For bfloat16 parameters also "remainder" (the lower 16 bits of the master),
+            "kahan" (a bfloat16 compensation), and "int8" (an 8-bit correction).
+        state_dtype: the format of states with the parameter's shape: a dtype or its name (`torch.bfloat16`, "int8"), a
+            mapping from names of states to these, or a function of the parameter's name that returns one of them; None
+            for the parameter's dtype, float32 with masters. Parameters of fewer than 4,096 elements, states that start
+            as copies of parameters, and second moments of embeddings keep float32.
+        rounding: of parameters of 16 bits without masters, and of states in 16 bits and in blocks: "nearest" or
+            "stochastic".
+        seed: of stochastic rounding. The random bits depend on seed, step, parameter index and element, and are the
+            same on any device, mesh and schedule; all ranks need the same seed. torch's generators are not used.
+        skip_nonfinite: skip the step when a gradient is not finite: parameters, state and step count do not change.
+        skip_above: also skip it when the global 2-norm of the unscaled gradients is above this number, above a multiple
+            of its running mean (`tilestep.TimesMean(3.0)`), or above the mean of previous norms or losses by a number
+            of standard deviations (`tilestep.Sigma(6)`). Implies `skip_nonfinite`.
+        track_grad_norm: compute `grad_norm` at every step even if nothing else needs it.
+        hyperparameters: those of the rule.
 
     Raises:
         ValueError: for a hyperparameter out of its range.
         RuleError: for a rule that cannot be translated.
-        GradientError: for parameters that overlap, share memory, are sparse or complex; with remainders, for those that
-            are not bfloat16.
+        GradientError: for parameters that overlap, share memory, are sparse or complex; with remainders, for parameters
+            that are not bfloat16.
 
     Example:
         >>> import torch, tilestep
@@ -199,13 +198,22 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; what is attached drops the gradients that it keeps too.
+        """Drop gradients, as torch's; also those that `shard`, `overlap` or `offload` hold.
 
         Args:
             set_to_none: as torch's.
 
         Raises:
-            RuntimeError: after a backward that has updated parameters; `step()` must end it.
+            RuntimeError: after a backward that has updated parameters; call `step()` first.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([weight], lr=0.5)
+            >>> weight.grad = torch.ones(2)
+            >>> optimizer.zero_grad()
+            >>> weight.grad is None
+            True
         """
         if self.attached:
             self.schedule.before_zero_grad()
@@ -224,18 +232,26 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters as a group of their own.
+        """Add a param group.
 
-        Keys that the group does not give take the optimizer's defaults; if it has a rule of its own, what the
+        Missing keys take the optimizer's defaults. For a group with its own rule they take the arguments that the
         optimizer was given explicitly, then that rule's defaults.
 
         Args:
-            param_group: `params` and any hyperparameters; `rule` for a rule of its own; `in_norm=False` to leave its
-                gradients out of the norm, and the group without a clip.
+            param_group: `params` and any hyperparameters; `rule` for its own rule; `in_norm=False` to exclude its
+                gradients from the norm and the clip.
 
         Raises:
             ValueError: for a hyperparameter out of its range.
             GradientError: for parameters that cannot be updated. Nothing is changed then.
+
+        Example:
+            >>> import torch, tilestep
+            >>> first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+            >>> optimizer = tilestep.AdamW([first], lr=1e-3)
+            >>> optimizer.add_param_group({"params": [second], "rule": "Lion", "lr": 1e-4})
+            >>> [group["lr"] for group in optimizer.param_groups]
+            [0.001, 0.0001]
         """
         if self.schedule is AT_STEP:
             self._add_param_group(param_group)
@@ -357,14 +373,24 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The global 2-norm of the last step's (unscaled) gradients, a scalar on the device, not yet read.
+        """The global 2-norm of the last step's unscaled gradients, a scalar on the device; reading it waits for the
+        device.
 
-        It is float64 if any parameter is, else float32; infinite beyond the range of that, as torch's.
-        It is there when a group has `max_grad_norm`, the optimizer skips steps by itself, `tilestep.GradScaler` runs
-        the step, or the optimizer was made with `track_grad_norm=True`.
+        It is float64 if a parameter is, otherwise float32; infinite beyond the range of that dtype, as torch's. It
+        exists if a group has `max_grad_norm`, the optimizer skips steps, `tilestep.GradScaler` runs the step, or with
+        `track_grad_norm=True`.
 
         Raises:
-            RuntimeError: if the last step did not find it out, and before the first step.
+            RuntimeError: if the last step did not compute it, and before the first step.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.zeros(2))
+            >>> optimizer = tilestep.SGD([weight], lr=0.5, max_grad_norm=1.0)
+            >>> weight.grad = torch.tensor([3.0, 4.0])
+            >>> optimizer.step()
+            >>> optimizer.grad_norm
+            tensor(5.)
         """
         if not self.control.history.has_norm and (self._plan is None or self._plan.engines):
             raise RuntimeError(
@@ -378,7 +404,17 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> torch.Tensor:
-        """Steps that were skipped since the optimizer was made, an int64 scalar on the device, not yet read."""
+        """The number of steps skipped so far, an int64 scalar on the device; reading it waits for the device.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.zeros(1))
+            >>> optimizer = tilestep.SGD([weight], lr=0.5, skip_nonfinite=True)
+            >>> weight.grad = torch.tensor([float("inf")])
+            >>> optimizer.step()
+            >>> int(optimizer.skipped_steps), weight.item()
+            (1, 0.0)
+        """
         control = self.control.numbers
         return torch.zeros((), dtype=torch.int64, device="cpu") if control is None else control[SKIPPED].to(torch.int64)
 
@@ -426,7 +462,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def stats(self) -> StepStats:
-        """The statistics of the last step that measured, a table on the device, not waited for; see `tilestep.Stats`.
+        """The statistics of the last measured step, a table on the device; see `tilestep.Stats`.
 
         Raises:
             RuntimeError: if the optimizer was made without `stats`, and before a step has measured.
@@ -436,13 +472,21 @@ class Optimizer(torch.optim.Optimizer):
         return self.taps.stats
 
     def first_nonfinite(self) -> str | None:
-        """The name of the parameter whose gradient was the first that was not finite; None for none. The host waits.
+        """The name of the first parameter whose gradient is not finite, or None. Waits for the device.
 
-        Measured steps are looked at, skipped ones too; where they have seen none, the gradients that are there now. On
-        DTensors and after `shard` all ranks call it.
+        Looks at the last measured step, also if it was skipped; if that had none, at the current gradients. For
+        DTensors and after `shard` all ranks must call it.
 
         Raises:
             RuntimeError: if the optimizer was made without `stats`.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.zeros(1))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> weight.grad = torch.tensor([float("nan")])
+            >>> optimizer.first_nonfinite()
+            'weight'
         """
         if self.taps is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
@@ -508,16 +552,24 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss; called with gradients enabled.
-            loss: the loss of this step, a number or a tensor of one element, for `skip_above=tilestep.Sigma(...)`;
-                by default the closure's. Not read by the host.
+            loss: the loss of this step, a number or a tensor with one element, for `skip_above=tilestep.Sigma(...)`;
+                the closure's by default. The host does not read it.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
             GradientError: for a gradient that cannot be used; nothing is changed then.
-            RuntimeError: while the parameters hold the weights to evaluate.
-            ValueError: at the first step of ranks that train the same parameters with other numbers in their groups.
+            RuntimeError: after `eval()`, while the parameters hold the weights to evaluate.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([weight], lr=0.5)
+            >>> weight.square().sum().backward()
+            >>> optimizer.step()
+            >>> weight.tolist()
+            [0.0, 0.0]
         """
         evaluated = None
         if not self.control.compared:
@@ -591,36 +643,35 @@ class Optimizer(torch.optim.Optimizer):
         return self._rebuild_prepared()
 
     def prepare_capture(self) -> None:
-        """Get everything ready to capture a step in a CUDA graph: a plan, values on the device, built kernels.
+        """Build plan, tables and kernels of a step, and copy hyperparameters, before your own CUDA graph captures it.
 
-        Steps before the capture do the same; this does it without a step. A step that a scaler runs has kernels of its
-        own: run one such step. Graphs captured earlier are forgotten: `push()` complains no more if they are stale.
+        It replaces a warm-up step. A step with a scaler has its own kernels: run one such step before the capture.
+        After this call `push()` no longer checks graphs captured earlier. `tilestep.capture(optimizer)` needs neither.
 
         Raises:
-            CaptureError: for what a graph cannot hold.
+            CaptureError: for a step that a graph cannot hold.
         """
         self.schedule.prepare_capture(self)
 
     def push(self) -> None:
-        """Bring hyperparameters that have changed to the device, before a CUDA graph with a step is replayed.
+        """Copy changed hyperparameters to the device, before you replay your own CUDA graph with a step.
 
-        Not inside the graph, and without waiting for the device. Also takes over what other code has written to
-        parameters that have a master. `tilestep.capture(optimizer).replay()` needs no push.
+        Call it outside the graph. It does not wait for the device. It also applies writes of other code to parameters
+        with a master. `tilestep.capture(optimizer).replay()` does this itself.
 
         Raises:
-            CaptureError: if a captured graph must not be replayed: parameters have moved, a state_dict was loaded, a
-                group was added, a flag changed, gradients that were there at `prepare_capture` have lost their memory.
-                Nothing is pushed then.
+            CaptureError: if the graph is stale: parameters moved, a `state_dict` was loaded, a group was added, a flag
+                changed, or gradients of `prepare_capture` were freed. Nothing is copied then.
             ValueError: for a hyperparameter that is NaN.
         """
         self.schedule.push(self)
 
     @opaque
     def eval(self) -> None:
-        """Let the parameters hold the weights to evaluate and save, for rules that keep an average of their own.
+        """Put the weights to evaluate and save into the parameters, for rules that keep an average.
 
-        The training weights stay in the optimizer's state, and so in its `state_dict`, until `train()`; `step()` is
-        refused until then. Parameters of other rules stay as they are.
+        The training weights stay in the optimizer's state, and so in its `state_dict`, until `train()`; `step()` raises
+        until then. Parameters of other rules do not change.
 
         Example:
             >>> import torch, tilestep
@@ -629,9 +680,10 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer = tilestep.Optimizer([weight], ema(tilestep.registry["SGD"], 0.75), lr=1.0)
             >>> weight.grad = torch.tensor([-1.0])
             >>> optimizer.step()
-            >>> with optimizer.averaged():
-            ...     print(weight.item())
+            >>> optimizer.eval()
+            >>> weight.item()
             0.25
+            >>> optimizer.train()
             >>> weight.item()
             1.0
         """
@@ -649,10 +701,21 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def train(self, mode: bool = True) -> None:
-        """Let the parameters hold the weights that train again, bit for bit as they were before `eval()`.
+        """Put the training weights back into the parameters, bit for bit as before `eval()`.
 
         Args:
-            mode: False is `eval()`.
+            mode: False does the same as `eval()`.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.zeros(1))
+            >>> optimizer = tilestep.Optimizer([weight], tilestep.ema(tilestep.registry["SGD"], 0.75), lr=1.0)
+            >>> weight.grad = torch.tensor([-1.0])
+            >>> optimizer.step()
+            >>> optimizer.eval()
+            >>> optimizer.train()
+            >>> weight.item()
+            1.0
         """
         # Frameworks call it before every backward, with nothing to do for most rules.
         if self.is_evaluating or keeps_averages(self):
@@ -660,7 +723,18 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A block in which the parameters hold the weights to evaluate; see `eval`."""
+        """A context manager in which the parameters hold the weights to evaluate; see `eval`.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.zeros(1))
+            >>> optimizer = tilestep.Optimizer([weight], tilestep.ema(tilestep.registry["SGD"], 0.75), lr=1.0)
+            >>> weight.grad = torch.tensor([-1.0])
+            >>> optimizer.step()
+            >>> with optimizer.averaged():
+            ...     print(weight.item())
+            0.25
+        """
         was_evaluating = self.is_evaluating
         self.eval()
         try:
@@ -670,10 +744,20 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with `skip_above=TimesMean(...)` the first group also has the running mean, unread.
+        """The state and param groups, with torch's keys and shapes.
 
-        A hyperparameter that is a function of the step is saved as the number it was at the last step; when a
-        checkpoint is loaded, the functions stay those of the optimizer, as the functions of torch's schedulers do.
+        With `skip_above=TimesMean(...)` the first group also has the running mean, as a device tensor. A hyperparameter
+        that is a function of the step is saved as its value at the last step. Loading keeps the optimizer's functions,
+        as loading a torch scheduler keeps its lambdas.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.AdamW([weight])
+            >>> weight.grad = torch.ones(2)
+            >>> optimizer.step()
+            >>> sorted(optimizer.state_dict()["state"][0])
+            ['exp_avg', 'exp_avg_sq', 'step']
         """
         return self.schedule.state_dict(self.plain_state_dict)
 
@@ -697,13 +781,25 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint, written by this optimizer or by torch's of the same name.
+        """Load the state of a checkpoint, of this optimizer or of torch's optimizer of the same name.
 
         Args:
-            state_dict: what `state_dict()` returned.
+            state_dict: the result of `state_dict()`.
 
         Raises:
-            StateError: for other shapes or another rule; ValueError for other groups. Nothing is changed then.
+            StateError: for other shapes or another rule. Nothing is changed then.
+            ValueError: for other groups. Nothing is changed then.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> weight.grad = torch.ones(2)
+            >>> before = torch.optim.AdamW([weight])
+            >>> before.step()
+            >>> optimizer = tilestep.AdamW([weight])
+            >>> optimizer.load_state_dict(before.state_dict())
+            >>> optimizer.state[weight]["step"]
+            tensor(1.)
         """
         self.schedule.load_state_dict(state_dict, partial(load, self))
 

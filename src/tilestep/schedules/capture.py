@@ -25,20 +25,20 @@ _ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32  # tensors that a replay looks 
 def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> CapturedStep:
     """Capture an optimizer's step in a CUDA graph.
 
-    Nothing is updated until the first `replay()`. The gradients stay where they are: let backward accumulate into
-    them, and clear them with `zero_grad(set_to_none=False)`. With `work`, gradients may be None: those that backward
-    makes inside the capture have their own memory in the graph.
+    Nothing is updated until the first `replay()`. Gradients must keep their memory: let backward accumulate into them,
+    and clear them with `zero_grad(set_to_none=False)`. With `work`, gradients may be None: backward then allocates them
+    inside the graph.
 
     Args:
-        optimizer: an optimizer of tilestep's, all of its parameters on one GPU.
-        work: what to capture instead of `optimizer.step` alone: a whole training step, or the calls of a scaler. It is
-            called once; it steps the optimizer, and every kernel in it has run before, in steps outside the graph.
+        optimizer: a tilestep optimizer with all parameters on one GPU.
+        work: the function to capture instead of `optimizer.step`: a whole training step, or the calls of a scaler. It
+            is called once and must step the optimizer. Every kernel in it must have run before, outside the graph.
 
     Returns:
-        The captured step; keep the optimizer, which it does not keep alive.
+        The captured step. It does not keep the optimizer alive.
 
     Raises:
-        CaptureError: for what a graph cannot hold, with the reason; nothing is changed then.
+        CaptureError: for work that a graph cannot hold, with the reason; nothing is changed then.
 
     Source: torch.cuda.graph, torch.cuda.CUDAGraph.
 
@@ -119,16 +119,15 @@ class CapturedStep:
         self._memory = _Memory(updating.plan, gradients)
 
     def replay(self) -> Any:
-        """Run the captured step on the current stream, with the hyperparameters that the param groups have now.
+        """Run the captured step on the current stream, with the current hyperparameters of the param groups.
 
-        Costs the host no wait and no look at the device. Steps in which a rule decomposes matrices (SOAP's) run outside
-        the graph.
+        The host does not wait for the device. Steps in which a rule decomposes matrices (SOAP) run outside the graph.
 
         Returns:
-            `output`.
+            The output of the captured function.
 
         Raises:
-            CaptureError: if the step is stale; nothing is run then.
+            CaptureError: if the graph is stale; nothing is run then.
             ValueError: for a hyperparameter that is NaN.
         """
         optimizer = self._known_optimizer()
@@ -157,7 +156,7 @@ class CapturedStep:
 
     @property
     def is_stale(self) -> bool:
-        """Whether `replay()` would refuse because of the optimizer's plan, parameters or gradients."""
+        """Whether `replay()` would raise because the optimizer's plan, parameters or gradients have changed."""
         try:
             self._current()
         except CaptureError:

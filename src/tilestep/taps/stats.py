@@ -100,9 +100,18 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
             self.table.record_stream(current)
 
     def read(self) -> dict[str, dict[str, float]]:
-        """The numbers on the host; waits for no more than the copy that the step itself has started.
+        """The statistics on the host, by name and column; waits for the copy that the step has started.
 
-        Of a step in a CUDA graph it gives those of the last replay.
+        After the replay of a CUDA graph it returns those of the last replay.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> weight.grad = torch.tensor([3.0, 4.0])
+            >>> optimizer.step()
+            >>> optimizer.stats.read()["weight"]["grad_norm"]
+            5.0
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -295,11 +304,11 @@ def _either(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 class StatsPlot:
-    """Draws one column of the statistics as a map, parameters from top to bottom, steps from left to right.
+    """Draws one column of the statistics as a map: one row per parameter, one column per step.
 
     Args:
-        column: what is drawn, `"update_ratio"` say.
-        logarithmic: colours by the logarithm; 0 stays white.
+        column: the column to draw, for example `"update_ratio"`.
+        logarithmic: whether colours are logarithmic; 0 stays white.
 
     Example:
         >>> import torch, tilestep
@@ -321,7 +330,10 @@ class StatsPlot:
         self._rows: dict[str, list[float]] = {}
 
     def add(self, stats: StepStats) -> None:
-        """Take a step's statistics, `optimizer.stats`; a step that is there already is left out. Nothing is waited for.
+        """Add the statistics of a step; a step that was added before is ignored. Does not wait for the device.
+
+        Args:
+            stats: `optimizer.stats`.
 
         Raises:
             KeyError: for statistics without the column.
@@ -334,7 +346,7 @@ class StatsPlot:
 
     @property
     def rows(self) -> dict[str, list[float]]:
-        """The numbers of each parameter, one a step."""
+        """The values of each parameter, one per step."""
         for stats in self._added:
             length = len(next(iter(self._rows.values()), []))
             read = stats.read()
@@ -349,14 +361,14 @@ class StatsPlot:
         """Draw with matplotlib.
 
         Args:
-            axes: where; None for a new figure.
+            axes: where to draw; None for a new figure.
 
         Returns:
             The axes.
 
         Raises:
             ImportError: without matplotlib.
-            ValueError: before any step was added.
+            ValueError: before a step was added.
         """
         try:
             import matplotlib.pyplot as plt
@@ -381,7 +393,11 @@ class StatsPlot:
         return axes
 
     def save(self, path: str | Path) -> None:
-        """Draw into a file; arguments and errors as of `draw`."""
+        """Draw into a file; raises as `draw` does.
+
+        Args:
+            path: the file; its suffix chooses the format.
+        """
         axes = self.draw()
         axes.figure.savefig(path, dpi=120)
         import matplotlib.pyplot as plt

@@ -122,7 +122,7 @@ class Trial:
 
 
 class OverlapSchedule(Schedule):
-    """The schedule of an overlapped optimizer; the optimizer has its public methods, `offers`, while it is attached."""
+    """The schedule of an overlapped optimizer, which has these public methods after `tilestep.overlap`."""
 
     # What it is made of is explained at `overlap`; `grouping` says what is updated together.
 
@@ -198,7 +198,7 @@ class OverlapSchedule(Schedule):
             times.copy_(there)
 
     def overlap_report(self) -> OverlapReport:
-        """When updates run and why; with "auto" the times of both schedules, once they are measured.
+        """When updates run and why; with "auto" also the measured times of both schedules.
 
         Example:
             >>> import torch, tilestep
@@ -225,18 +225,53 @@ class OverlapSchedule(Schedule):
 
     @property
     def applied_groups(self) -> tuple[str, ...]:
-        """The groups that backward has updated since the last step; after one that was broken off, what it has done."""
+        """The groups that backward has updated since the last step, also after a backward that raised.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+            >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+            >>> len(optimizer.applied_groups)
+            1
+            >>> optimizer.step()
+        """
         return tuple(group.name for group in self.tracker.applied)
 
     def no_sync(self) -> Any:
-        """A block in which backward only accumulates; the first one outside of it updates with the sums."""
+        """A context manager in which backward only accumulates; the next backward outside updates with the sum.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+            >>> with optimizer.no_sync():
+            ...     model(torch.tensor([[1.0, 0.0]])).sum().backward()
+            >>> model(torch.tensor([[0.0, 2.0]])).sum().backward()
+            >>> optimizer.step()
+            >>> model.weight.tolist()
+            [[0.5, 0.0]]
+        """
         return self.tracker.rounds.no_sync()
 
     def synchronize(self) -> None:
-        """Let what comes next see all updates.
+        """Make the current stream wait for all updates.
 
-        Only needed before tensors are read that are not looked up in a module of the model: parameters in a list of
-        one's own or in `param_groups`, and what was taken out of `optimizer.state` before.
+        Only needed before you read tensors that are not looked up in a module of the model: parameters in your own list
+        or in `param_groups`, and tensors taken out of `optimizer.state` before a step.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+            >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.synchronize()
+            >>> optimizer.param_groups[0]["params"][0].tolist()
+            [[0.5, 0.0]]
         """
         self.deferred.complete()
         self.lane.join()
@@ -414,9 +449,17 @@ def _end(deferred: Callable[[], DeferredUpdates | None]) -> None:
 
 
 class OverlappedOptimizer(Attached, metaclass=AttachedType):
-    """An optimizer whose updates run beside other work; made by `tilestep.overlap`, of the class it was before.
+    """The type of an optimizer after `tilestep.overlap`, for `isinstance`; it also stays an instance of its class.
 
-    It is used as before, with `overlap_report()`, `no_sync()`, `synchronize()` and `applied_groups` besides.
+    It adds `overlap_report()`, `no_sync()`, `synchronize()` and `applied_groups`.
+
+    Example:
+        >>> import torch, tilestep
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+        >>> isinstance(optimizer, tilestep.OverlappedOptimizer), isinstance(optimizer, tilestep.SGD)
+        (True, True)
     """
 
     attached_as = ("overlap",)
@@ -435,45 +478,44 @@ def overlap(
     comm_hook: CommHook | None = None,
     early_norm: bool = True,
 ) -> OverlappedOptimizer:
-    """Let an optimizer update parameters while backward, or the next forward, still has other work.
+    """Run an optimizer's updates during backward, or during the next forward.
 
-    Parameters are updated group by group: those that an FSDP2 module gathers, with "forward" those of several modules
-    that follow each other, and buckets of neighbours elsewhere. On a GPU updates run in a stream of their own. Numbers
-    are those of the optimizer without this, to the bit, for rules without matrix products.
+    Parameters are updated in groups: the parameters that an FSDP2 module all-gathers (with "forward" those of several
+    consecutive modules), or buckets of neighbouring parameters. On a GPU updates run on a separate stream. The results
+    are bitwise those of the serial step, for rules without matrix products.
 
-    With "backward" a group is updated as soon as its last gradient is there, and these gradients are let go; `step()`
-    updates what is left. What has to be decided for all groups together (`max_grad_norm`, skipped steps, a scaler) is
-    decided by `step()`, and then updates run as with "forward".
+    With "backward" a group is updated, and its gradients are freed, as soon as its last gradient is accumulated;
+    `step()` updates the other groups. If a decision needs all gradients (`max_grad_norm`, skipped steps, a scaler),
+    `step()` takes it, and updates then run as with "forward".
 
-    With "forward" `step()` computes the norm, decides, and takes the gradients; every module's forward then waits for
-    the update of its own parameters alone. Code that reads parameters through a module, or state through the
-    optimizer's methods, waits for what it reads; `synchronize()` is for readers of tensors that they hold themselves.
+    With "forward" `step()` computes the norm, decides, and takes over the gradients. Every module's forward then waits
+    for the update of its own parameters. Reading parameters from a module, or state through the optimizer's methods,
+    waits for the update; call `synchronize()` before you read tensors that you hold yourself.
 
-    With "auto" the first 27 steps run updates as "forward" and in `step()` by turns, and from then on as it was faster,
-    on all ranks alike; `overlap_report()` says how. On a CPU they run in `step()`.
+    With "auto" the first 27 steps alternate between "forward" and updates in `step()`. The faster schedule is kept, the
+    same on all ranks; `overlap_report()` shows the times. On a CPU updates run in `step()`.
 
-    The optimizer itself stays of its class; `isinstance(optimizer, tilestep.OverlappedOptimizer)` says that it is
-    overlapped. After `step()` the parameters' `grad` is None.
+    The optimizer keeps its class; `isinstance(optimizer, tilestep.OverlappedOptimizer)` tells that it is overlapped.
+    After `step()` the parameters' `grad` is None.
 
     Args:
-        optimizer: any optimizer of tilestep's, with all of its parameters on one device.
-        model: has its parameters: a plain module, DistributedDataParallel around one, or one that FSDP2 shards.
-        during: "backward", "forward", or "auto" for what is faster of "forward" and none.
+        optimizer: a tilestep optimizer with all parameters on one device.
+        model: the module that has its parameters: a plain module, a DistributedDataParallel, or one sharded by FSDP2.
+        during: "backward", "forward", or "auto" for the faster of "forward" and no overlap.
         bucket_cap_mb: MiB of parameters in a bucket.
-        scaler: the scaler that loss and gradients go through, if there is one.
-        comm_hook: for DistributedDataParallel and "backward": state and function that reduce a bucket, which takes one
-            comm hook only; None for the mean over ranks.
-        early_norm: with "backward" and a clip or another use of the norm, sum gradients' squares while backward runs.
-            False for who changes gradients afterwards in ways that torch counts no version of, as collectives do.
+        scaler: the gradient scaler of the loss, if there is one.
+        comm_hook: for DistributedDataParallel and "backward", which takes one comm hook only: the state and function
+            that reduce a bucket; None for the mean over ranks.
+        early_norm: with "backward" and a clip or another use of the norm, sum squares of gradients during backward.
+            Pass False if gradients change afterwards without a new version, as by collectives.
 
     Returns:
-        The optimizer that was given.
+        The optimizer that was passed.
 
     Raises:
-        TypeError: for an optimizer that is not tilestep's.
-        ValueError: for a schedule that there is not; for parameters on several devices; for an optimizer that is
-            sharded or overlapped already, or whose updates run on the CPU; for a DistributedDataParallel that says too
-            late which gradients there are.
+        TypeError: for an optimizer of another library.
+        ValueError: for an unknown schedule; for parameters on several devices; for an optimizer that is sharded or
+            overlapped, or whose updates run on the CPU; for a DistributedDataParallel that finds unused parameters.
 
     Source: torch.distributed.optim._apply_optimizer_in_backward, https://github.com/pytorch/pytorch/pull/98667.
 

@@ -49,7 +49,7 @@ class _Gradients:
 
 
 class ShardedSchedule(Schedule):
-    """The schedule of a sharded optimizer; the optimizer has its public methods, `offers`, while it is attached."""
+    """The schedule of a sharded optimizer, which has these public methods after `tilestep.shard`."""
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
     makes_plan = False
@@ -223,13 +223,28 @@ class ShardedSchedule(Schedule):
         return [(param, piece.grad) for param, piece in pieces if piece.grad is not None]
 
     def no_sync(self) -> Any:
-        """A block in which backward only accumulates gradients on this rank; the next one outside sums them up."""
+        """A context manager in which backward only accumulates on this rank; the next backward outside reduces the sum.
+
+        Example:
+            >>> import torch, tilestep
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = tilestep.shard(tilestep.SGD(model.parameters(), lr=0.5), model)
+            >>> with optimizer.no_sync():
+            ...     model(torch.tensor([[1.0, 2.0]])).sum().backward()
+            >>> model(torch.tensor([[2.0, 2.0]])).sum().backward()
+            >>> float(optimizer.grad_norm_of(model.parameters()))
+            5.0
+            >>> torch.distributed.destroy_process_group()
+        """
         return self.gradients.rounds.no_sync()
 
     def wait(self) -> None:
-        """Have every parameter that the last step has updated on other ranks, and offloaded state.
+        """Wait for the parameters that other ranks updated in the last step, and for offloaded state.
 
-        Only needed before parameters are read that are not looked up in their module, as those in a list of one's own.
+        Only needed before you read parameters that you hold yourself, for example in a list; reading a parameter from
+        its module waits for it.
         """
         self.sharding.inner.memory.wait()
         self.parameters.wait_all()
@@ -247,20 +262,33 @@ class ShardedSchedule(Schedule):
         self.gradients.reset()
 
     def grad_norm_of(self, params: Iterable[torch.Tensor], process_group: Any = None) -> torch.Tensor:
-        """The 2-norm of some parameters' gradients, summed up over the ranks, before the step uses them.
+        """The 2-norm of some parameters' gradients over all ranks, between backward and step.
 
-        All ranks must call it, with the same parameters. A loss scale that the gradients carry is in it.
+        All ranks must call it, with the same parameters. The gradients may carry a loss scale, which the norm then
+        includes.
 
         Args:
             params: one or more parameters of the optimizer.
-            process_group: a group of ranks with other parts of these parameters, as tensor-parallel ones, whose norms
-                are to be in it; all of them call it too.
+            process_group: a group of ranks with other shards of these parameters, such as tensor-parallel ranks, whose
+                norms are included; all of them must call it too.
 
         Returns:
-            A scalar on the device, float64 if a parameter is, else float32; the same on all ranks, not yet read.
+            A scalar on the device, float64 if a parameter is, otherwise float32; the same on all ranks. Reading it
+                waits.
 
         Raises:
-            ValueError: for a tensor that is no parameter of the optimizer.
+            ValueError: for a tensor that is not a parameter of the optimizer.
+
+        Example:
+            >>> import torch, tilestep
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = tilestep.shard(tilestep.SGD(model.parameters(), lr=0.5), model)
+            >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+            >>> float(optimizer.grad_norm_of([model.weight]))
+            5.0
+            >>> torch.distributed.destroy_process_group()
         """
         listed = [params] if isinstance(params, torch.Tensor) else params
         return self._norm_of(listed, [] if process_group is None else [process_group])
@@ -269,22 +297,33 @@ class ShardedSchedule(Schedule):
     def clip_grad_norm_(
         self, max_norm: float | torch.Tensor, params: Iterable[torch.Tensor] | None = None, process_group: Any = None
     ) -> torch.Tensor:
-        """Scale summed gradients so that their 2-norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+        """Scale reduced gradients so that their 2-norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
-        For what `max_grad_norm` does not do: a clip of some parameters, or one between a scaler's `unscale_` and its
-        `step`. All ranks must call it. Gradients are changed in place, by a pass of its own.
+        For what `max_grad_norm` does not do: to clip some parameters only, or between a scaler's `unscale_` and `step`.
+        All ranks must call it. It changes the gradients in place, in a separate pass.
 
         Args:
             max_norm: the largest norm.
-            params: the parameters; None for all, with those of the `norm_groups` that `shard` was given. The gradients
-                of others stay as they are.
+            params: the parameters; None for all, including those of the `norm_groups` of `shard`. Gradients of other
+                parameters do not change.
             process_group: as for `grad_norm_of`.
 
         Returns:
-            The norm before, as from `grad_norm_of`.
+            The norm before the clip, as from `grad_norm_of`.
 
         Raises:
-            ValueError: for a tensor that is no parameter of the optimizer.
+            ValueError: for a tensor that is not a parameter of the optimizer.
+
+        Example:
+            >>> import torch, tilestep
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = tilestep.shard(tilestep.SGD(model.parameters(), lr=0.5), model)
+            >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+            >>> float(optimizer.clip_grad_norm_(1.0)), round(float(optimizer.grad_norm_of([model.weight])), 4)
+            (5.0, 1.0)
+            >>> torch.distributed.destroy_process_group()
         """
         if params is None:
             listed, groups = [member.param for member in self.sharding.members], self.sharding.norm_groups
@@ -338,26 +377,48 @@ class ShardedSchedule(Schedule):
             return plain()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """The state as the optimizer would have it if it were not sharded, gathered tensor by tensor into CPU memory.
+        """The state of the unsharded optimizer, gathered tensor by tensor into CPU memory.
 
         All ranks must call it.
 
         Args:
-            rank: the one that wants it, by its place among those that share the optimizer; None for all.
+            rank: the rank that receives it, counted among those that share the optimizer; None for all.
 
         Returns:
-            A state_dict that optimizers of the same rule take, torch's too; an empty one on ranks that did not ask.
+            A `state_dict` that optimizers of the same rule load, torch's too; an empty one on ranks that do not receive
+                it.
+
+        Example:
+            >>> import torch, tilestep
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = tilestep.shard(tilestep.SGD(model.parameters(), lr=0.5), model)
+            >>> sorted(optimizer.full_state_dict())
+            ['param_groups', 'state']
+            >>> torch.distributed.destroy_process_group()
         """
         optimizer = self._optimizer
         return full_state_dict(optimizer, self.sharding, rank, self._own_state_dict(optimizer.plain_state_dict))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather all of the state on one rank, whose next `state_dict()` has it, as frameworks do before they save.
+        """Gather the full state on one rank, for its next `state_dict()`, as torch's ZeroRedundancyOptimizer does.
 
-        All ranks must call it, as torch's ZeroRedundancyOptimizer's. The other ranks' `state_dict()` stays their part.
+        All ranks must call it. The `state_dict()` of the other ranks stays their shard.
 
         Args:
-            to: the rank, by its place among those that share the optimizer.
+            to: the rank, counted among those that share the optimizer.
+
+        Example:
+            >>> import torch, tilestep
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = tilestep.shard(tilestep.SGD(model.parameters(), lr=0.5), model)
+            >>> optimizer.consolidate_state_dict()
+            >>> sorted(optimizer.state_dict())
+            ['param_groups', 'state']
+            >>> torch.distributed.destroy_process_group()
         """
         self._consolidated = self.full_state_dict(to) or None
 
@@ -502,11 +563,22 @@ def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]
 
 
 class ShardedOptimizer(Attached, metaclass=AttachedType):
-    """An optimizer whose state is split over ranks; made by `tilestep.shard`, of the class that it was before.
+    """The type of an optimizer after `tilestep.shard`, for `isinstance`; the optimizer also stays an instance of its
+    class.
 
-    It is used as before, with the methods of `ShardedSchedule` besides. `state_dict` holds this rank's pieces, for
-    `torch.distributed.checkpoint`; `full_state_dict` gathers all of it. `optimizer.state` has this rank's pieces, flat,
-    or by rows that end inside of a block.
+    It adds the methods of `ShardedSchedule`. `state_dict` returns this rank's shard, for
+    `torch.distributed.checkpoint`; `full_state_dict` gathers the full state. `optimizer.state` holds this rank's
+    shards, flat, or by rows that end inside a block.
+
+    Example:
+        >>> import torch, tilestep
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = tilestep.shard(tilestep.SGD(model.parameters(), lr=0.5), model)
+        >>> isinstance(optimizer, tilestep.ShardedOptimizer), isinstance(optimizer, tilestep.SGD)
+        (True, True)
+        >>> torch.distributed.destroy_process_group()
     """
 
     attached_as = ("shard",)
@@ -534,50 +606,49 @@ def shard(
     average: bool = True,
     norm_groups: Sequence[Any] = (),
 ) -> ShardedOptimizer:
-    """Split an optimizer over data-parallel ranks: each keeps 1/N of the state and updates 1/N of the parameters.
+    """Shard an optimizer over data-parallel ranks: each keeps 1/N of the state and updates 1/N of the parameters.
 
-    Gradients are summed over the ranks while backward runs, each bucket as soon as its gradients are complete; updated
-    parameters are sent to the other ranks while what follows the step already runs, and a look at one through its
-    module waits for its bucket alone. Every rank begins with the first rank's parameters and buffers.
+    Gradients are reduce-scattered during backward, each bucket when its gradients are complete. Updated parameters are
+    all-gathered while the code after the step runs; reading a parameter from its module waits for its bucket. Every
+    rank starts with the parameters and buffers of rank 0.
 
-    The optimizer itself is sharded and stays of its class, with the same param groups; schedulers made before hold it
-    still. `isinstance(optimizer, tilestep.ShardedOptimizer)` says that it is.
-    It warns where buckets would be mostly padding, and says which option to change.
-    After `step()` gradients are used up. Between backward and step the parameters' `grad` is None: the summed gradients
-    are in the buckets, so clip with `max_grad_norm` or `clip_grad_norm_` of the optimizer.
+    The optimizer that is passed becomes sharded; it keeps its class and param groups, and schedulers that hold it stay
+    valid. `isinstance(optimizer, tilestep.ShardedOptimizer)` tells that it is sharded. Between backward and step the
+    parameters' `grad` is None, since the reduced gradients are in buckets, which `step()` consumes: clip with
+    `max_grad_norm` or the optimizer's `clip_grad_norm_`. A warning names the option to change if buckets are mostly
+    padding.
 
     Args:
-        optimizer: any optimizer of tilestep's; state it has is taken along. Or a function that makes one: then no rank
-            ever has more than its part of the state.
+        optimizer: a tilestep optimizer, whose existing state is kept; or a function that makes one: then no rank ever
+            allocates more than its shard of the state.
         model: the plain module that has its parameters, not wrapped for data parallelism.
-        mesh: None for all ranks; or a DeviceMesh of one dimension, or of two that are called "shard" and "replicate":
-            state is split over the first and held in copies over the second. Without names the second splits.
-        overlap_grad_sync: sum up buckets during backward, not at the step.
-        overlap_param_sync: send parameters while the next forward runs; else they have arrived when `step()` returns,
-            in the order of the current stream.
-        bucket_cap_mb: MiB of gradients in a bucket; a larger parameter has a bucket of its own. None for a sixteenth of
-            all, at least 25 and at most 256 MiB, at both ends of backward, and up to a sixth, at most 512 MiB, between.
-        grad_sync_dtype: the type that gradients are accumulated and summed up in; None for the parameter's own. A param
-            group may have one of its own, under this key; likewise for parameters.
-        param_sync_dtype: the type that parameters travel in, None for their own. With a narrower floating-point type
-            the rank that updates a parameter keeps the exact one; with an integer type the bytes travel as they are.
-        grad_buffer: "contiguous" keeps memory for all gradients, in which they are accumulated; "bucket" takes it for a
-            bucket when its first gradient comes and gives it back when it is summed up.
-        param_buffer: "auto" for one allocation for all parameters of a type, which the GPUs of one host read from each
-            other if they can: copy engines fetch what the others have updated, where messages would take
-            multiprocessors from the model; `optimizer.describe_gathers()` says which it is. "peers" raises where they
-            cannot, "contiguous" never has them do so, "bucket" takes one allocation for each bucket.
+        mesh: None for all ranks; or a DeviceMesh with one dimension, or with two named "shard" and "replicate": the
+            state is sharded over the first and replicated over the second. Without names the second dimension shards.
+        overlap_grad_sync: reduce buckets during backward; False: at the step.
+        overlap_param_sync: all-gather parameters during the next forward; False: they have arrived when `step()`
+            returns, in the order of the current stream.
+        bucket_cap_mb: MiB of gradients in a bucket; a larger parameter has its own bucket. None for a sixteenth of all,
+            between 25 and 256 MiB, at both ends of backward, and up to a sixth, at most 512 MiB, between.
+        grad_sync_dtype: the dtype in which gradients are accumulated and reduced; None for the parameter's. Also a key
+            of param groups, as is `param_sync_dtype`.
+        param_sync_dtype: the dtype of the all-gather; None for the parameter's. With a narrower floating-point dtype
+            the rank that updates a parameter keeps its exact value; an integer dtype sends the bytes unchanged.
+        grad_buffer: "contiguous" allocates memory for all gradients, in which they are accumulated; "bucket" allocates
+            a bucket at its first gradient and frees it after its reduction.
+        param_buffer: "auto" makes one allocation for all parameters of a dtype, which the GPUs of one host read from
+            each other by copy engines if they can; `optimizer.describe_gathers()` tells. "peers" raises if they cannot,
+            "contiguous" always uses the process group, "bucket" makes one allocation per bucket.
         average: divide the sums by the number of ranks, as DistributedDataParallel does.
-        norm_groups: process groups of this rank and others that have other parameters of one model, as tensor- and
-            pipeline-parallel ranks do: norms, skips and overflows are theirs together. A parameter that several ranks
-            of such a group hold is counted as often.
+        norm_groups: process groups of this rank and ranks with other parameters of the model (tensor and pipeline
+            parallelism): norms, skips and overflows are decided over them too. A parameter that several ranks of such a
+            group hold counts several times.
 
     Returns:
-        The optimizer that was given, sharded.
+        The optimizer, sharded.
 
     Raises:
-        ValueError: on all ranks alike, for a model that is wrapped already, for parameters that are not the model's,
-            and if ranks differ in anything that matters; the first difference is named. Nothing is changed then.
+        ValueError: on all ranks, for a wrapped model, for parameters that are not the model's, and if ranks differ in
+            anything that matters; the message has the first difference. Nothing is changed then.
 
     Source: ZeRO stages 1 and 2, https://arxiv.org/abs/1910.02054; torch.distributed.optim.ZeroRedundancyOptimizer.
 
