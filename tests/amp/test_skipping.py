@@ -232,3 +232,25 @@ def test_bad_limits(limit: float) -> None:
 def test_bad_multiples(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"Invalid {next(iter(options))}"):
         TimesMean(**{"factor": 3.0, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "options"), [("Rprop", {}), ("ASGD", {}), ("ASGD", {"lambd": 0.1, "t0": 2})])
+def test_states_begin_with_the_rate_of_the_first_step_that_is_taken(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    ends = []
+    for module in (torch.optim, tilestep):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 6, dtype=dtype))
+        optimizer = getattr(module, name)([weight], lr=0.1, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for t, lr in enumerate([0.1, 0.2, 0.03, 0.05, 0.07]):
+            optimizer.param_groups[0]["lr"] = lr
+            scale = scaler.scale(torch.ones(()))
+            weight.grad = torch.linspace(0.1, 1, 6, dtype=dtype) * scale * (-1) ** (t // 2)
+            if t < 2:
+                weight.grad[0] = INF
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append(weight.detach())
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-6 if dtype is torch.float32 else 1e-8)

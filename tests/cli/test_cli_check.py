@@ -135,8 +135,8 @@ def test_a_state_that_does_not_begin_as_declared_is_found(monkeypatch: pytest.Mo
 
     right = states._start
     monkeypatch.setattr(states, "_start", lambda *given: 1.5 * right(*given))
-    found = checked("Rprop", "float32")
-    assert "step_size" in found.text or "the parameter" in found.text
+    found = checked("NAdam", "float32")
+    assert "mu_product" in found.text or "the parameter" in found.text
     assert found.passed is False and "at step 1," in found.text
 
 

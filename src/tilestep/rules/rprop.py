@@ -26,6 +26,7 @@ def rprop(
     etas: Any = (0.5, 1.2),
     step_sizes: Any = (1e-6, 50.0),
     maximize: bool = False,
+    step: Any,
 ) -> tuple[Any, ...]:
     """Resilient backpropagation: steps grow while a gradient keeps its sign and shrink when it flips.
 
@@ -41,6 +42,8 @@ def rprop(
     smallest, largest = step_sizes
     if maximize:
         grad = -grad
+    # Again at the first step that is taken: those before it may have been skipped, with other rates.
+    step_size = torch.where(step == 1, lr, step_size)
     agreement = grad * prev
     shrunk = torch.where(agreement < 0, step_size * eta_minus, step_size)
     step_size = torch.where(agreement > 0, step_size * eta_plus, shrunk).clamp(smallest, largest)
