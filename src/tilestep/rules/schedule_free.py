@@ -8,7 +8,12 @@ import torch
 
 from .protocol import State, at_least, between, rule
 
-_STATES = {"z": State("param"), "weight_sum": State(0.0, shape="scalar"), "lr_max": State(-1.0, shape="scalar")}
+_STATES = {
+    "z": State("param"),
+    # float64, as the authors' Python numbers: in float32 a sum of a million weights is some percent off.
+    "weight_sum": State(0.0, shape="scalar", dtype=torch.float64),
+    "lr_max": State(-1.0, shape="scalar", dtype=torch.float64),
+}
 _RANGES = {"lr": at_least(0), "weight_decay": at_least(0), "warmup_steps": at_least(0)}
 _INSIDE = between(0, 1, open_low=True)
 
@@ -94,7 +99,8 @@ def schedule_free_sgd(
         u <- g + weight_decay * y
         y <- (1 - c) * y + c * z + e * (momentum * (1 - c) - 1) * u
         z <- z - e * u
-    so that x <- (1 - c) * x + c * z is the average to evaluate: `average_of_sgd`.
+    so that x <- (1 - c) * x + c * z is the average to evaluate: `average_of_sgd`. Each parameter sums w over the steps
+    in which it had a gradient; the authors' sum is the param group's.
 
     Source: Defazio et al., "The Road Less Scheduled" (NeurIPS 2024); names and defaults of
     SGDScheduleFree in the authors' facebookresearch/schedule_free.
@@ -108,7 +114,7 @@ def schedule_free_sgd(
 @rule(
     name="ScheduleFreeAdamW",
     states=_STATES,
-    ranges={**_RANGES, "eps": at_least(0), "betas": _INSIDE},
+    ranges={**_RANGES, "eps": at_least(0), "betas": (_INSIDE, between(0, 1))},
     options={"foreach": None},
     evaluation=average_of_adamw,
 )
