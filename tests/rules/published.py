@@ -222,9 +222,9 @@ def prodigy(
     first = [p.copy() for p in tensors]
     m, v, s = ([np.zeros_like(p) for p in tensors] for _ in range(3))
     d = d_max = d0
-    numerator = 0.0
+    numerator, count = 0.0, 1
     for t in range(1, STEPS + 1):
-        correction = math.sqrt(1 - b2**t) / (1 - b1**t) if use_bias_correction else 1.0
+        correction = math.sqrt(1 - b2**count) / (1 - b1**count) if use_bias_correction else 1.0
         dlr, total, denominator = d * lr * correction, b3 * numerator, 0.0
         for i, p in enumerate(tensors):
             g = gradients[i](p, t) + (0.0 if decouple else weight_decay * p)
@@ -234,6 +234,7 @@ def prodigy(
             s[i] = b3 * s[i] + d / d0 * (d if safeguard_warmup else dlr) * g
             denominator += float(np.abs(s[i]).sum())
         if denominator > 0:
+            count += 1
             numerator = total
             d_hat = d_coef * numerator / denominator
             if d == d0:

@@ -154,6 +154,15 @@ def test_weight_decays_are_those_of_torch() -> None:
             np.testing.assert_allclose(ours.step(t), theirs.step(t), rtol=1e-12)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_infinite_weights_stay_as_they_are_without_a_coupled_decay(maximize: bool) -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, torch.inf, -torch.inf]))
+    optimizer = tilestep.Optimizer([weight], coupled_weight_decay(SGD, 0.0), lr=0.5, maximize=maximize)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert weight.tolist() == [1.5 if maximize else 0.5, torch.inf, -torch.inf]
+
+
 def test_decoupled_decay_needs_a_learning_rate() -> None:
     nameless = rule(lambda param, grad, *, rate=0.1: param - rate * grad)
     with pytest.raises(RuleError, match="lr"):

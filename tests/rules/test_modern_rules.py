@@ -15,6 +15,7 @@ import pytest
 import torch
 from published import STEPS, problem
 
+import tilestep
 from tilestep.graph import trace
 from tilestep.rules import Rule, registry
 from tilestep.rules.scalars import global_reduce
@@ -273,9 +274,22 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("changes", PRODIGY)
 def test_prodigy_over_several_tensors(changes: dict[str, Any]) -> None:
+    starts, gradients = zip(*(problem(shape, seed) for seed, shape in enumerate([MATRIX, VECTOR, (3,)])))
+    _compare_prodigy(starts, gradients, changes)
+
+
+def test_prodigy_does_not_count_steps_in_which_nothing_moves() -> None:
+    def waits(gradient: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda param, t: gradient(param, t) * (t > 3)
+
+    starts, gradients = zip(*(problem(shape, seed) for seed, shape in enumerate([MATRIX, VECTOR])))
+    changes = {"d0": 1e-2, "use_bias_correction": True, "betas": (0.9, 0.99)}
+    _compare_prodigy(starts, [waits(gradient) for gradient in gradients], changes)
+
+
+def _compare_prodigy(starts: Any, gradients: Any, changes: dict[str, Any]) -> None:
     rule = registry["Prodigy"]
     hyper = {**rule.hyperparameters, **changes}
-    starts, gradients = zip(*(problem(shape, seed) for seed, shape in enumerate([MATRIX, VECTOR, (3,)])))
     ours: list[Any] = []
     for start in starts:
         param = torch.from_numpy(start)
@@ -301,13 +315,70 @@ def test_prodigy_stands_still_without_a_gradient_or_a_learning_rate() -> None:
 
 MODERN = ["Lion", "LAMB", "LARS", "Adan", "AdEMAMix", "ADOPT", "ScheduleFreeSGD", "ScheduleFreeAdamW", "SophiaG"]
 MODERN += ["StableAdamW", "Tiger", "Prodigy"]
+# What makes a rule use all of its states.
+WITH_ALL_STATES: dict[str, dict[str, Any]] = {"Prodigy": {"use_bias_correction": True}}
+
+
+def test_prodigys_bias_correction_does_not_begin_before_the_learning_rate() -> None:
+    def trained(rates: list[float]) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+        optimizer = tilestep.Prodigy([weight], d0=1e-2, use_bias_correction=True)
+        for t, lr in enumerate(rates):
+            optimizer.param_groups[0]["lr"] = lr
+            weight.grad = torch.tensor([0.5, -0.25 * max(t - rates.count(0.0), 0)], dtype=torch.float64)
+            optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(trained([0.0, 0.0, 1.0, 1.0, 1.0]), trained([1.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LAMB", {}),
+        ("LAMB", {"adam_w_mode": False}),
+        ("ADOPT", {}),
+        ("ADOPT", {"decouple": True}),
+        ("SOAP", {}),
+        ("Lion", {}),
+        ("Adan", {}),
+        ("StableAdamW", {}),
+    ],
+)
+def test_infinite_weights_stay_as_they_are_without_weight_decay(name: str, options: dict[str, Any]) -> None:
+    start = torch.tensor([[1.0, -torch.inf], [torch.inf, 2.0]], dtype=torch.float64)
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = getattr(tilestep, name)([weight], lr=0.1, weight_decay=0.0, **options)
+    for _ in range(4):
+        weight.grad = torch.tensor([[0.5, 0.1], [-0.5, 0.2]], dtype=torch.float64)
+        optimizer.step()
+    moved = weight.detach()
+    assert moved[0, 1] == -torch.inf and moved[1, 0] == torch.inf
+    assert torch.isfinite(moved[[0, 1], [0, 1]]).all() and (moved[[0, 1], [0, 1]] != start[[0, 1], [0, 1]]).all()
+
+
+@pytest.mark.parametrize("name", ["ScheduleFreeSGD", "ScheduleFreeAdamW"])
+def test_schedule_free_weights_are_summed_beyond_float32(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = getattr(tilestep, name)([weight], lr=1.0)
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    # As checkpoints before had it, at a sum to which float32 adds no more 1.
+    for key, value in (("weight_sum", 2.0**24), ("lr_max", 1.0)):
+        saved["state"][0][key] = torch.tensor(value, dtype=torch.float32)
+    optimizer.load_state_dict(saved)
+    for _ in range(5):
+        optimizer.step()
+    assert optimizer.state[weight]["weight_sum"].item() == 2.0**24 + 5
 
 
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("name", MODERN)
 def test_every_rule_traces(name: str, dims: int) -> None:
     rule = registry[name]
-    graph = trace(rule, rule.hyperparameters, dims=dims)
+    graph = trace(rule, {**rule.hyperparameters, **WITH_ALL_STATES.get(name, {})}, dims=dims)
     assert "param" in graph.outputs
     assert set(graph.states) == set(rule.state_names)
 

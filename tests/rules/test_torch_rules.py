@@ -304,7 +304,7 @@ def test_asgd_in_float32_is_as_exact_as_torchs_most_exact() -> None:
     assert (ours - exact).abs().max() <= 1.25 * (theirs - exact).abs().max() < 4e-6
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ASGD", "Adafactor")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "Adafactor"])
 def test_infinite_weights_stay_as_they_are_without_weight_decay(name: str) -> None:
     given = {} if name == "Rprop" else {"weight_decay": 0.0}
     mine = torch.nn.Parameter(torch.tensor([1.0, -torch.inf, torch.inf], dtype=torch.float64))

@@ -31,8 +31,9 @@ class AdaGC:
     Raises:
         ValueError: for a value out of its range.
 
-    Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (2025), algorithm 1
-    (`lambda_rel`, `lambda_abs`, beta, T_start).
+    Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (arXiv 2502.11034),
+    algorithm 1 (`lambda_rel`, `lambda_abs`, beta, T_start). The authors' lishuai-97/AdaGC has 1.04 and 0.99 for `rel`
+    and `decay`, and begins one step later.
 
     Example:
         >>> AdaGC()
@@ -84,7 +85,8 @@ def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: floa
     Raises:
         ValueError: for a value out of its range.
 
-    Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (2025), algorithm 1.
+    Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (arXiv 2502.11034),
+    algorithm 1.
 
     Example:
         >>> from tilestep.rules import registry

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import at_least, between, rule
+from .scalars import decayed
 
 
 @rule(
@@ -53,17 +54,17 @@ def adopt(
     first = step == 1
     if maximize:
         grad = -grad
-    decayed = param
+    shrunk = param
     if decouple:
-        decayed = param * (1 - lr * weight_decay)
+        shrunk = param * (1 - lr * weight_decay)
     else:
-        grad = grad + weight_decay * param
+        grad = decayed(grad, param, weight_decay)
     normed = grad / torch.clamp(exp_avg_sq.sqrt(), min=eps)
     if clip_exponent is not None:
         limit = (step - 1) ** clip_exponent
         normed = torch.clamp(normed, min=-limit, max=limit)
     averaged = exp_avg + (1 - beta1) * (normed - exp_avg)
-    param = torch.where(first, param, decayed - lr * averaged)
+    param = torch.where(first, param, shrunk - lr * averaged)
     exp_avg = torch.where(first, exp_avg, averaged)
     exp_avg_sq = torch.where(first, grad * grad, beta2 * exp_avg_sq + (1 - beta2) * grad * grad)
     return param, exp_avg, exp_avg_sq

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import State, at_least, rule
+from .scalars import decayed
 
 
 @rule(
@@ -48,11 +49,16 @@ def asgd(
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (SIAM 1992), with the rates of
     Bottou, "Stochastic Gradient Descent Tricks" (2012); torch.optim.ASGD.
     """
+    # Steps before the first that is taken may have been skipped, with another rate than this one's; the same rate
+    # stays as eta has it, rounded.
+    eta = torch.where((step == 1) & ((lr - eta).abs() > 1e-6 * lr), lr, eta)
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
+    grad = decayed(grad, param, weight_decay)
     # Not as a product with 1 - lambd * eta: rounded to float32 that is off by as much at every step, and it adds up.
-    param = param - eta * (grad + lambd * param)
+    # But that product would keep infinite weights, and so does this.
+    shrinking = torch.where(torch.isinf(param), 0.0, param)
+    param = param - eta * (grad + lambd * shrinking)
     ax = torch.where(mu == 1, param, ax + mu * (param - ax))
     eta = lr / (1 + lambd * lr * step) ** alpha
     mu = 1 / max(1, step - t0)

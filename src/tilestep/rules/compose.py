@@ -15,6 +15,7 @@ import torch
 from ..compat import version_of
 from ..errors import RuleError
 from .protocol import Interval, Rule, State, at_least, between, registry
+from .scalars import decayed
 
 __all__ = [
     "cautious",
@@ -178,7 +179,7 @@ def coupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
     """
 
     def composed(param: Any, grad: Any, *states: Any, coupled_decay: Any, **hyper: Any) -> tuple[Any, ...]:
-        return rule(param, grad + _descending(coupled_decay * param, hyper), *states, **hyper)
+        return rule(param, decayed(grad, param, _descending(coupled_decay, hyper)), *states, **hyper)
 
     own = {"coupled_decay": value}
     ranges = {"coupled_decay": at_least(0)}

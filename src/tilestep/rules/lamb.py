@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .protocol import at_least, between, rule
+from .scalars import decayed
 
 
 @rule(
@@ -48,14 +49,14 @@ def lamb(
     """
     beta1, beta2 = betas
     if not adam_w_mode:
-        grad = grad + weight_decay * param
+        grad = decayed(grad, param, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1 if grad_averaging else 1) * grad
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2_sqrt = torch.sqrt(1 - beta2**step) if bias_correction else 1.0
     update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / correction2_sqrt + eps)
     if adam_w_mode:
-        update = update + weight_decay * param
+        update = decayed(update, param, weight_decay)
     step_size = lr
     if use_nvlamb or weight_decay != 0:
         param_norm = param.norm()

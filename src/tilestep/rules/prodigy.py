@@ -18,6 +18,7 @@ from .scalars import sum_over_tensors
         "d": State("d0", shape="scalar"),
         "d_max": State("d0", shape="scalar"),
         "d_numerator": State(0.0, shape="scalar"),
+        "idle": State(0.0, shape="scalar"),
     },
     ranges={
         "lr": at_least(0),
@@ -41,6 +42,7 @@ def prodigy(
     d: Any,
     d_max: Any,
     d_numerator: Any,
+    idle: Any,
     *,
     lr: Any = 1.0,
     betas: Any = (0.9, 0.999),
@@ -57,7 +59,8 @@ def prodigy(
 ) -> tuple[Any, ...]:
     """Adam with an estimate d of the distance to the solution as its step size.
 
-    Equations (dot and norm1 are sums over all parameters; p0 is where each began; beta3 is sqrt(beta2) if None):
+    Equations (dot and norm1 are sums over all parameters; p0 is where each began; beta3 is sqrt(beta2) if None; t
+    counts steps from 1, but for the `idle` ones in which nothing moved):
         e <- d * lr, times sqrt(1 - beta2^t) / (1 - beta1^t) with `use_bias_correction`
         r <- beta3 * r + d / d0 * e * dot(g, p0 - p)
         s <- beta3 * s + d / d0 * e * g     (d in place of e with `safeguard_warmup`)
@@ -68,7 +71,8 @@ def prodigy(
         p <- p - weight_decay * e * p - e * m / (sqrt(v) + d * eps)
     with g <- g + weight_decay * p before instead of the decay when `decouple` is off. While norm1(s) is 0, and where
     lr is 0, nothing moves. d, d_max and d_numerator (r) are one number for the whole optimizer; every parameter keeps
-    the same copy, which it does not renew in a step without a gradient.
+    the same copy, which it does not renew in a step without a gradient; one whose first gradient comes later begins at
+    d0. With beta1 = 0 the authors' code takes the new d for m, and this rule the one that the equations have.
 
     Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (ICML 2024),
     algorithm 4; names and defaults of the authors' konstmish/prodigy, without `slice_p`.
@@ -80,7 +84,8 @@ def prodigy(
         grad = grad + weight_decay * param
     dlr = d * lr
     if use_bias_correction:
-        dlr = dlr * (torch.sqrt(1 - beta2**step) / (1 - beta1**step))
+        count = step - idle
+        dlr = dlr * (torch.sqrt(1 - beta2**count) / (1 - beta1**count))
     active = lr > 0
     s = torch.where(active, beta3 * s + (d / d0) * (d if safeguard_warmup else dlr) * grad, s)
     exp_avg = torch.where(active, beta1 * exp_avg + (d * (1 - beta1)) * grad, exp_avg)
@@ -89,6 +94,8 @@ def prodigy(
     numerator = beta3 * d_numerator + sum_over_tensors((d / d0) * dlr * progress)
     denominator = sum_over_tensors(torch.where(active, s.abs().sum(), 0.0))
     moves = denominator > 0
+    if use_bias_correction:
+        idle = torch.where(moves, idle, idle + 1)
     d_hat = d_coef * numerator / denominator
     # d0 may have been rounded when it was stored as the first d, so equality would miss.
     begun = torch.where(d <= d0 * (1 + 1e-6), torch.maximum(d, d_hat), d)
@@ -97,4 +104,4 @@ def prodigy(
     d_numerator = torch.where(moves, numerator, d_numerator)
     decayed = param * (1 - dlr * weight_decay) if decouple else param
     param = torch.where(moves, decayed - dlr * (exp_avg / (exp_avg_sq.sqrt() + d * eps)), param)
-    return param, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator
+    return param, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator, idle

@@ -40,7 +40,8 @@ def radam(
         r_t = sqrt((rho_t - 4) * (rho_t - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho_t))
         p <- p - lr / (1 - beta1^t) * m * r_t * sqrt(1 - beta2^t) / (sqrt(v) + eps)  if rho_t > 5
         p <- p - lr / (1 - beta1^t) * m                                              otherwise
-    with g <- g + weight_decay * p before (coupled), or p <- p - lr * weight_decay * p before (decoupled).
+    with g <- g + weight_decay * p before (coupled), or p <- p - lr * weight_decay * p before (decoupled). The paper
+    has 4 in place of the 5, and no eps.
 
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (ICLR 2020); torch.optim.RAdam.
     """

@@ -34,7 +34,8 @@ def sgd(
 ) -> tuple[Any, ...]:
     """Gradient descent with momentum, dampening, Nesterov's correction and coupled weight decay.
 
-    Equations (b starts at 0, and the gradient of step 1 enters it undampened):
+    Equations (b starts at 0, and the gradient of step 1 enters it undampened; torch's first that enters it, which is
+    another where `momentum` is 0 at first and raised later, with `dampening`):
         g <- g + weight_decay * p
         b <- momentum * b + (1 - dampening) * g
         g <- g + momentum * b if nesterov else b

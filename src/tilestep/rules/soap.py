@@ -88,7 +88,7 @@ def soap(
     if correct_bias:
         size = lr * torch.sqrt(1 - beta2**count) / (1 - beta1**count)
     moved = param - size * update
-    param = torch.where(first, param, moved - lr * weight_decay * moved)
+    param = torch.where(first, param, moved * (1 - lr * weight_decay))
 
     order_left: Any = None
     order_right: Any = None
