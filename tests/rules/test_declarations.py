@@ -110,6 +110,33 @@ def test_one_number_a_tensor_is_as_wide_as_what_is_computed_in() -> None:
         State(shape="scalar", dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_number_in_float64_beside_smaller_parameters_outlives_a_checkpoint(
+    dtype: torch.dtype, is_offloaded: bool
+) -> None:
+    def counted(param: Any, grad: Any, total: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * grad, total + 0.1
+
+    rule = tilestep.rule(counted, states={"total": State(2.0**30, "scalar", dtype=torch.float64)})
+    param = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def made() -> tilestep.Optimizer:
+        optimizer = tilestep.Optimizer([param], rule)
+        return tilestep.offload(optimizer) if is_offloaded else optimizer
+
+    exact, optimizer = 2.0**30, made()
+    for _ in range(3):
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            exact += 0.1
+        saved, optimizer = optimizer.state_dict(), made()
+        optimizer.load_state_dict(saved)
+        total = optimizer.state[param]["total"]
+        assert total.dtype is torch.float64 and total.item() == exact
+
+
 def test_earlier_names_of_arguments_are_accepted() -> None:
     def turned(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
         return param - lr * grad

@@ -409,7 +409,8 @@ class StateTemplate:
     ) -> None:
         kept = [name for name in graph.states if name in formats and name not in graph.matrix_states]
         self.dtypes = {name: formats[name].arrays(name)[0].dtype for name in kept}
-        self.dtypes.update(dict.fromkeys((*graph.matrix_states, *graph.scalar_states), compute_dtype(param)))
+        numbers = (*graph.matrix_states, *graph.scalar_states)
+        self.dtypes.update({name: graph.state_dtypes.get(name, compute_dtype(param)) for name in numbers})
         self.dtypes["step"] = torch.float32
         self.starts = starts_of(rule, graph.states, param.dtype, group)
         self.kind = master_kind(param.dtype, group)
