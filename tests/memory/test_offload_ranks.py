@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from offloaded_pairs import Homes, on_host, streamed
 from pairwise import pairwise
@@ -93,6 +94,26 @@ def checkpoints_are_saved_and_loaded() -> None:
                 assert torch.equal(*here(fresh.state[param][name], optimizer.state[known][name])), name
 
 
+def checkpoints_are_written_beside_training() -> None:
+    """States lie in one memory on the host, most not at its beginning; `async_save` copies them all the same."""
+    group = dist.new_group()
+    for home in HOMES:
+        net, optimizer = trained("fsdp", home, "AdamW", 2)
+        kept = [full(optimizer.state[param]["exp_avg_sq"]).clone() for param in net.parameters()]
+        saved = get_optimizer_state_dict(net, optimizer)
+        writing: Any = dcp.async_save(saved, checkpoint_id="beside", process_group=group)
+        for step in range(2, 5):
+            backward(net, batch(step, "fsdp"))
+            optimizer.step()
+        writing.result()
+        other, fresh = trained("fsdp", home, "AdamW", 0)
+        state = get_optimizer_state_dict(other, fresh)
+        dcp.load(state, checkpoint_id="beside")
+        set_optimizer_state_dict(other, fresh, state)
+        for param, wanted in zip(other.parameters(), kept):
+            assert torch.equal(full(fresh.state[param]["exp_avg_sq"]), wanted)
+
+
 def parameters_that_fsdp_offloads_need_nothing() -> None:
     def model() -> Any:
         torch.manual_seed(0)
@@ -133,6 +154,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         shards_are_updated_as_without,
         gradients_of_shards_leave_the_device,
         checkpoints_are_saved_and_loaded,
+        checkpoints_are_written_beside_training,
         parameters_that_fsdp_offloads_need_nothing,
         a_distributed_tensor_is_made_around_what_lies_elsewhere,
     )

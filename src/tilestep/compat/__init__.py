@@ -618,6 +618,12 @@ def dtensors_have_parts() -> bool:
     return all(hasattr(distributed_tensor_type(), name) for name in DTENSOR_PARTS)
 
 
+def with_part(whole: Any, part: torch.Tensor) -> Any:
+    """A DTensor, which keeps its parts so, with another local part of the same shape."""
+    setattr(whole, DTENSOR_PARTS[0], part)
+    return whole
+
+
 def local_parts(tensors: Iterable[Any]) -> list[Any]:
     """What of each DTensor lies on this rank; anything else is its own part."""
     kind = distributed_tensor_type()

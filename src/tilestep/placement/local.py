@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import distributed_like, distributed_tensor_type, layouts, local_parts, ready
+from ..compat import (
+    distributed_like,
+    distributed_tensor_type,
+    dtensors_have_parts,
+    layouts,
+    local_parts,
+    ready,
+    with_part,
+)
 from ..errors import GradientError, StateError
 from ..storage import shape_of_entries
 
@@ -89,6 +97,11 @@ def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None,
     kind = distributed_tensor_type()
     if kind is None or not isinstance(like, kind):
         return part
+    if part.storage_offset() and dtensors_have_parts():
+        # As states on the host lie in a memory for all of them. A DTensor repeats the offset, into no memory, and
+        # `async_save` takes what it gives as its address for one.
+        start = part.new_empty(0).set_(part.untyped_storage(), 0, part.shape, part.stride())
+        return with_part(distribute(start, like, over, elements), part)
     mesh = like.device_mesh  # type: ignore[attr-defined]
     with torch.no_grad():
         if elements != 1:
