@@ -77,11 +77,52 @@ _SINCE_2_35 = (
     *("asinh", "acosh", "atanh", "erf", "erfc"),
 )
 
+STANDARD = """
+// What is used of the standard library, as its headers have it: reading them would be a third of a kernel's time.
+#if defined(__has_include)
+#if __has_include(<features.h>)
+#include <features.h>
+#endif
+#endif
+
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+typedef __INT8_TYPE__ int8_t;
+typedef __INT16_TYPE__ int16_t;
+typedef __INT32_TYPE__ int32_t;
+typedef __INT64_TYPE__ int64_t;
+typedef __UINT8_TYPE__ uint8_t;
+typedef __UINT16_TYPE__ uint16_t;
+typedef __UINT32_TYPE__ uint32_t;
+typedef __UINT64_TYPE__ uint64_t;
+typedef __UINTPTR_TYPE__ uintptr_t;
+namespace std {
+#define OF_ONE(name) \\
+  inline float name(float x) { return __builtin_##name##f(x); } \\
+  inline double name(double x) { return __builtin_##name(x); } \\
+  template <class T> inline double name(T x) { return __builtin_##name(static_cast<double>(x)); }
+#define OF_TWO(name) \\
+  inline float name(float x, float y) { return __builtin_##name##f(x, y); } \\
+  inline double name(double x, double y) { return __builtin_##name(x, y); } \\
+  template <class T, class U> inline double name(T x, U y) { \\
+    return __builtin_##name(static_cast<double>(x), static_cast<double>(y)); \\
+  }
+OF_ONE(fabs) OF_ONE(sqrt) OF_ONE(floor) OF_ONE(ceil) OF_ONE(nearbyint) OF_ONE(trunc)
+OF_ONE(exp) OF_ONE(exp2) OF_ONE(expm1) OF_ONE(log) OF_ONE(log2) OF_ONE(log1p) OF_ONE(log10)
+OF_ONE(sin) OF_ONE(cos) OF_ONE(tan) OF_ONE(asin) OF_ONE(acos) OF_ONE(atan)
+OF_ONE(sinh) OF_ONE(cosh) OF_ONE(tanh) OF_ONE(asinh) OF_ONE(acosh) OF_ONE(atanh)
+OF_ONE(erf) OF_ONE(erfc) OF_ONE(lgamma)
+OF_TWO(pow) OF_TWO(fmod) OF_TWO(atan2) OF_TWO(copysign)
+#undef OF_ONE
+#undef OF_TWO
+inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+inline void* memcpy(void* to, const void* from, __SIZE_TYPE__ bytes) { return __builtin_memcpy(to, from, bytes); }
+inline void* memset(void* to, int byte, __SIZE_TYPE__ bytes) { return __builtin_memset(to, byte, bytes); }
+}  // namespace std
+"""
+
 PRELUDE = f"""
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+{STANDARD.strip()}
 
 #define MAX_DIMS {MAX_DIMS}
 
@@ -257,6 +298,8 @@ template <class T> inline T minimum(T left, T right) {{ return select((left < ri
 template <class T> inline T sign_of(T value) {{ return select(value > 0, T(1), select(value < 0, T(-1), T(0))); }}
 // Not std::lgamma, which writes the sign to a variable that all threads share.
 #ifdef __GLIBC__
+extern "C" float lgammaf_r(float, int*) noexcept;
+extern "C" double lgamma_r(double, int*) noexcept;
 inline float log_gamma(float value) {{ int sign; return lgammaf_r(value, &sign); }}
 inline double log_gamma(double value) {{ int sign; return lgamma_r(value, &sign); }}
 #else
@@ -450,9 +493,22 @@ class SliceLaunch(ctypes.Structure):
 
 
 SLICES_PRELUDE = """
-#include <algorithm>
-
 namespace {
+
+inline int64_t smaller_of(int64_t left, int64_t right) { return right < left ? right : left; }
+inline int64_t larger_of(int64_t left, int64_t right) { return left < right ? right : left; }
+
+// The first of some numbers that ascend which is larger.
+inline const int64_t* first_above(const int64_t* begin, const int64_t* end, int64_t number) {
+  while (begin < end) {
+    const int64_t* middle = begin + (end - begin) / 2;
+    if (number < *middle)
+      end = middle;
+    else
+      begin = middle + 1;
+  }
+  return begin;
+}
 
 struct View {
   int64_t tiles;
@@ -487,15 +543,15 @@ inline Cut cut_of(const View& view, int64_t t, int64_t tile) {
   cut.row_tiles = (cut.rows + blocks[1] - 1) / blocks[1];
   cut.column_tiles = (cut.columns + blocks[2] - 1) / blocks[2];
   // An empty tensor has no tiles, and may have slices: the columns of no rows.
-  const int64_t across = std::max<int64_t>(cut.column_tiles, 1), down = std::max<int64_t>(cut.row_tiles, 1);
+  const int64_t across = larger_of(cut.column_tiles, 1), down = larger_of(cut.row_tiles, 1);
   cut.column_tile = tile % across;
   cut.row_tile = tile / across % down;
   cut.matrix_begin = tile / (across * down) * blocks[0];
-  cut.matrix_end = std::min(cut.matrix_begin + blocks[0], extents[0]);
+  cut.matrix_end = smaller_of(cut.matrix_begin + blocks[0], extents[0]);
   cut.row_begin = cut.row_tile * blocks[1];
-  cut.row_end = std::min(cut.row_begin + blocks[1], cut.rows);
+  cut.row_end = smaller_of(cut.row_begin + blocks[1], cut.rows);
   cut.column_begin = cut.column_tile * blocks[2];
-  cut.column_end = std::min(cut.column_begin + blocks[2], cut.columns);
+  cut.column_end = smaller_of(cut.column_begin + blocks[2], cut.columns);
   return cut;
 }
 
@@ -520,7 +576,7 @@ inline void combine_range(const T* parts, T* out, int64_t count, int64_t inner, 
   double totals[longest];
   for (int64_t slice = begin; slice < end;) {
     const int64_t offset = slice % inner;
-    const int64_t run = std::min(std::min(end - slice, inner - offset), longest);
+    const int64_t run = smaller_of(smaller_of(end - slice, inner - offset), longest);
     const T* first = parts + slice / inner * count * inner + offset;
     for (int64_t x = 0; x < run; ++x) totals[x] = Operation::neutral;
     for (int64_t k = 0; k < count; ++k)
@@ -542,10 +598,10 @@ inline void combine_parts(const Launch* launch, const Slices* slices, int64_t vi
   const int64_t total = starts[launch->tensors];
 #pragma omp parallel for schedule(static) num_threads(launch->threads)
   for (int64_t begin = 0; begin < total; begin += step) {
-    const int64_t end = std::min(begin + step, total);
-    int64_t t = std::upper_bound(starts, starts + launch->tensors + 1, begin) - starts - 1;
+    const int64_t end = smaller_of(begin + step, total);
+    int64_t t = first_above(starts, starts + launch->tensors + 1, begin) - starts - 1;
     for (int64_t at = begin; at < end; ++t) {
-      const int64_t stop = std::min(end, starts[t + 1]);
+      const int64_t stop = smaller_of(end, starts[t + 1]);
       if (launch->grads[t] != 0 && stop > at) {
         const Cut cut = cut_of(view, t, 0);
         const T* own = parts + view.parts[t * 2 + (along_rows ? 0 : 1)];

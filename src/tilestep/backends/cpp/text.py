@@ -24,7 +24,7 @@ linux typeof unix
 _AROUND = """
 Launch Control bfloat16 float16 int16_t int32_t int64_t uint16_t uint32_t uint64_t std
 read write to_bfloat16 to_float16 bits_of float_of select maximum minimum sign_of remainder_of gradient_scale_of
-math_errhandling fused log_gamma
+math_errhandling fused log_gamma smaller_of larger_of first_above
 launch tiles tile tile_pass scalar_pass t begin rest end row rows layout i first stop copies mark
 unscale inverse_scale skip skips same_as next_step hyper column
 Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
