@@ -150,13 +150,14 @@ def schedule_free_sgd(p, gradient, momentum, **hyper):
     yield from schedule_free(p, gradient, momentum, lambda g, t: g, **hyper)
 
 
-def schedule_free_adamw(p, gradient, betas, eps, **hyper):
-    v = np.zeros_like(p)
+def schedule_free_adamw(p, gradient, betas, eps, inner_momentum, **hyper):
+    m, v = np.zeros_like(p), np.zeros_like(p)
 
     def direction(g, t):
-        nonlocal v
+        nonlocal m, v
+        m = inner_momentum * m + (1 - inner_momentum) * g
         v = betas[1] * v + (1 - betas[1]) * g**2
-        return g / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
+        return m / (1 - inner_momentum**t) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
 
     yield from schedule_free(p, gradient, betas[0], direction, **hyper)
 

@@ -22,7 +22,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "ScheduleFreeSGD": {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0, "warmup_steps": 0, "r": 0.0}
     | {"weight_lr_power": 2.0},
     "ScheduleFreeAdamW": {"lr": 0.0025, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0}
-    | {"r": 0.0, "weight_lr_power": 2.0},
+    | {"r": 0.0, "weight_lr_power": 2.0, "inner_momentum": 0.0},
     "SophiaG": {"lr": 1e-4, "betas": (0.965, 0.99), "rho": 0.04, "weight_decay": 0.1, "bs": 5120},
     "StableAdamW": {"betas": (0.9, 0.99), "weight_decay": 1e-2, "eps": 1e-6},
     "Tiger": {"lr": 1e-3, "beta": 0.965, "weight_decay": 0.01, "shrink_ratio": 0.99},

@@ -179,6 +179,7 @@ def test_adopt(changes: dict[str, Any]) -> None:
             published.schedule_free_adamw,
             {"lr": 0.1, "betas": (0.95, 0.9), "weight_decay": 0.2, "r": 1.0},
         ),
+        ("ScheduleFreeAdamW", published.schedule_free_adamw, {"lr": 0.02, "inner_momentum": 0.9, "weight_decay": 0.1}),
         ("ScheduleFreeAdamW", published.schedule_free_adamw, {"warmup_steps": 10, "weight_lr_power": 1.0, "eps": 1e-2}),
     ],
 )
@@ -316,7 +317,10 @@ def test_prodigy_stands_still_without_a_gradient_or_a_learning_rate() -> None:
 MODERN = ["Lion", "LAMB", "LARS", "Adan", "AdEMAMix", "ADOPT", "ScheduleFreeSGD", "ScheduleFreeAdamW", "SophiaG"]
 MODERN += ["StableAdamW", "Tiger", "Prodigy"]
 # What makes a rule use all of its states.
-WITH_ALL_STATES: dict[str, dict[str, Any]] = {"Prodigy": {"use_bias_correction": True}}
+WITH_ALL_STATES: dict[str, dict[str, Any]] = {
+    "Prodigy": {"use_bias_correction": True},
+    "ScheduleFreeAdamW": {"inner_momentum": 0.9},
+}
 
 
 def test_prodigys_bias_correction_does_not_begin_before_the_learning_rate() -> None:

@@ -595,6 +595,7 @@ class ScheduleFreeAdamW(Optimizer):
         warmup_steps: Number = 0,
         r: Number = 0.0,
         weight_lr_power: Number = 2.0,
+        inner_momentum: Number = 0.0,
         *,
         foreach: Any = None,
         max_grad_norm: float | torch.Tensor | ZClip | AdaGC | None = None,

@@ -10,7 +10,7 @@ from .protocol import State, at_least, between, rule
 
 _STATES = {
     "z": State("param"),
-    # float64, as the authors' Python numbers: in float32 a sum of a million weights is some percent off.
+    # float64, as the authors' Python numbers: in float32 a sum of a million weights is a percent off.
     "weight_sum": State(0.0, shape="scalar", dtype=torch.float64),
     "lr_max": State(-1.0, shape="scalar", dtype=torch.float64),
 }
@@ -114,7 +114,7 @@ def schedule_free_sgd(
 @rule(
     name="ScheduleFreeAdamW",
     states=_STATES,
-    ranges={**_RANGES, "eps": at_least(0), "betas": (_INSIDE, between(0, 1))},
+    ranges={**_RANGES, "eps": at_least(0), "betas": (_INSIDE, between(0, 1)), "inner_momentum": between(0, 1)},
     options={"foreach": None},
     evaluation=average_of_adamw,
 )
@@ -125,6 +125,7 @@ def schedule_free_adamw(
     exp_avg_sq: Any,
     weight_sum: Any,
     lr_max: Any,
+    exp_avg: Any,
     *,
     lr: Any = 0.0025,
     betas: Any = (0.9, 0.999),
@@ -133,23 +134,29 @@ def schedule_free_adamw(
     warmup_steps: Any = 0,
     r: Any = 0.0,
     weight_lr_power: Any = 2.0,
+    inner_momentum: Any = 0.0,
     step: Any,
 ) -> tuple[Any, ...]:
-    """AdamW without momentum buffer and without schedule, at an interpolation of its iterate and its average.
+    """AdamW without schedule, and by default without momentum, at an interpolation of its iterate and its average.
 
     Equations, with e and c as in `schedule_free_sgd`, and beta1 as its momentum:
         v <- beta2 * v + (1 - beta2) * g^2
         u <- g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * y
         y <- (1 - c) * y + c * z + e * (beta1 * (1 - c) - 1) * u
         z <- z - e * u
+    and with `inner_momentum`, a, in place of g in u: m / (1 - a^t), with m <- a * m + (1 - a) * g.
 
     Source: Defazio et al., "The Road Less Scheduled" (NeurIPS 2024), algorithm 1; names and defaults of
-    AdamWScheduleFree in the authors' facebookresearch/schedule_free, version 1.3 on.
+    AdamWScheduleFree in the authors' facebookresearch/schedule_free, version 1.3 on, with its later `inner_momentum`.
     """
     beta1, beta2 = betas
     lr, share, lr_max, weight_sum = _averaging(lr, lr_max, weight_sum, warmup_steps, r, weight_lr_power, step)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
     denom = exp_avg_sq.sqrt() / torch.sqrt(1 - beta2**step) + eps
-    update = grad / denom + weight_decay * param
+    direction = grad
+    if inner_momentum != 0:
+        exp_avg = inner_momentum * exp_avg + (1 - inner_momentum) * grad
+        direction = exp_avg / (1 - inner_momentum**step)
+    update = direction / denom + weight_decay * param
     param, z = _move(param, z, update, lr, share, beta1)
-    return param, z, exp_avg_sq, weight_sum, lr_max
+    return param, z, exp_avg_sq, weight_sum, lr_max, exp_avg
