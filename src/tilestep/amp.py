@@ -16,7 +16,7 @@ from .runtime.capturing import require
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` without a pass of its own over the gradients of tilestep's optimizers.
+    """`torch.amp.GradScaler` without a separate pass over the gradients of tilestep's optimizers.
 
     `step` finds overflows in the norm pass of the optimizer, which also clips if asked to, and the update pass divides
     by the scale; the scale itself is updated as in torch. Nothing is read by the host. Everything else, other
@@ -28,9 +28,9 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: device type of the losses, "cuda" or "cpu".
         init_scale: first loss scale.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: what it is multiplied by after an overflow.
-        growth_interval: see above.
+        growth_factor: the factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: the factor of the scale after an overflow.
+        growth_interval: steps without an overflow between increases of the scale.
         enabled: if False, every method does nothing but `step`, which is the optimizer's own.
 
     Raises:

@@ -395,7 +395,7 @@ def count_build() -> None:
 
 
 def compile_count() -> int:
-    """How many kernels this process has compiled so far; kernels found in the cache do not count.
+    """The number of kernels that this process has compiled; kernels loaded from the cache do not count.
 
     Example:
         >>> compile_count() >= 0

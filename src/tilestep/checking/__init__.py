@@ -26,17 +26,17 @@ from .items import DEVICE_NAMES, INTERPRETED, ITEMS, Subject, Verdict, run_item,
 def check_rule(
     rule: Rule, hyperparameters: Mapping[str, Any] | None = None, *, interpret: bool = True
 ) -> Iterator[Verdict]:
-    """Check a rule on this machine: on the CPU, and on the GPU or else in Triton's interpreter.
+    """Test a rule's kernels on this machine: on the CPU, and on the GPU or in Triton's interpreter.
 
     Every step is compared with the rule's own code, run on float64 tensors from the same state.
 
     Args:
         rule: the rule.
-        hyperparameters: those that are not the defaults.
-        interpret: whether to run the Triton code in its interpreter where there is no GPU; that takes a while.
+        hyperparameters: values other than the defaults.
+        interpret: whether to run the Triton code in its interpreter if there is no GPU, which is slow.
 
     Yields:
-        A verdict for each item as soon as it is known.
+        A verdict for each item, as soon as it is tested.
 
     Example:
         >>> import tilestep

@@ -62,16 +62,16 @@ class Operation(Protocol):
 
 
 def limit_workspace(size: int) -> int:
-    """Bound the memory that a matrix operation takes while it runs; optimizers made from now on keep to it.
+    """Limit the workspace of matrix operations, for optimizers made after this call.
 
     Matrices of one shape are worked on together as far as the bound allows, at least one at a time. Smaller chunks mean
     more launches.
 
     Args:
-        size: bytes; 1 GiB at first.
+        size: bytes; the default is 1 GiB.
 
     Returns:
-        The bound so far.
+        The previous limit in bytes.
 
     Raises:
         ValueError: for a negative number.

@@ -25,23 +25,23 @@ def total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The p-norm of tensors seen as one vector, in two launches per device.
+    """The p-norm of all tensors as one vector, in two launches per device.
 
     `torch.nn.utils.get_total_norm`, except that sums are always float32 (float64 for float64 tensors), so bfloat16
     tensors give a float32 norm that does not depend on how they are grouped; and that an empty tensor contributes
-    nothing where torch refuses it. Two runs give the same bits. What other subclasses of Tensor than DTensor, and other
-    devices than CUDA and the CPU, give is torch's own result.
+    nothing where torch refuses it. Two runs give the same bits. For other subclasses of Tensor than DTensor, and for
+    other devices than CUDA and the CPU, torch computes the norm.
 
-    DTensors may be of any placements and on several meshes, with plain tensors beside them. All ranks of the meshes
-    call this with the same list; it takes one all-reduce. A tensor that several ranks hold counts once, as do plain
-    ones. Complex tensors count as pairs of reals for p = 2 and 0; for another p the norm is torch's own, of moduli.
+    DTensors may have any placements and be on several meshes, mixed with plain tensors. All ranks of the meshes must
+    call this with the same list; it takes one all-reduce. A replicated tensor counts once, as do plain tensors.
+    Complex tensors count as pairs of reals for p = 2 and 0; for another p torch computes the norm, of moduli.
 
     Args:
         tensors: one tensor or any iterable of bfloat16, float16, float32, float64, complex64 or complex128 tensors, of
             any shapes, layouts and devices, plain tensors or DTensors.
         norm_type: p: a number, `inf`, `-inf`, or 0, which counts the tensors that hold a nonzero.
         error_if_nonfinite: raise if the norm is infinite or NaN; this waits for the device.
-        foreach: taken as torch takes it, and read only where the norm is torch's own.
+        foreach: passed to torch where torch computes the norm, otherwise ignored.
 
     Returns:
         Scalar on the first tensor's device: float64 if any tensor is, else float32. Of no tensors, `tensor(0.)`. Of
@@ -49,7 +49,7 @@ def total_norm(
         of torch's, which is a DTensor.
 
     Raises:
-        RuntimeError: for a non-finite norm, if asked.
+        RuntimeError: for a non-finite norm, with `error_if_nonfinite`.
         GradientError: for a sparse tensor, or one that is not floating-point; for DTensors whose meshes neither hold
             one another nor are slices of one. The text names its place.
 
@@ -94,7 +94,7 @@ def clip_grad_norm_(
     coefficient min(1, max_norm / (norm + 1e-6)) is not 1.
 
     Args:
-        parameters: one tensor or any iterable of tensors; those whose `grad` is None are passed over.
+        parameters: one tensor or any iterable of tensors; those whose `grad` is None are ignored.
         max_norm: the largest norm allowed. A one-element tensor on the gradients' device is read there.
         norm_type: p, as for `total_norm`.
         error_if_nonfinite: raise if the norm is infinite or NaN, with gradients unchanged; this waits for the device.
@@ -104,9 +104,9 @@ def clip_grad_norm_(
         The norm before scaling, a scalar on the first gradient's device, as from `total_norm`.
 
     Raises:
-        RuntimeError: for a non-finite norm, if asked; for a gradient whose elements share memory.
+        RuntimeError: for a non-finite norm, with `error_if_nonfinite`; for a gradient whose elements share memory.
         GradientError: for a sparse gradient, or one that is not floating-point; the text names the parameter's place;
-            for gradients that were taken already, by `overlap(during="backward")` say.
+            for gradients that have been consumed, for example by `overlap(during="backward")`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))

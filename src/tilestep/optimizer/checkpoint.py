@@ -29,20 +29,20 @@ _OWN_KEYS = ("state_dtype", "master_weights", "rounding", "seed")
 
 
 def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, Any]:
-    """A state_dict whose states are float32 tensors like their parameters, for torch's optimizers and other code.
+    """Convert a `state_dict` to float32 states with the parameters' shapes, for torch's optimizers and other code.
 
-    Blocks are given by their values, 16-bit states are widened. Masters and corrections of parameters are left out:
-    save the parameters in float32 for them. What is given stays as it is.
+    Blocks are decoded, 16-bit states are widened. Masters and corrections of parameters are left out: save the
+    parameters in float32 instead. The argument is not changed.
 
     Args:
-        state_dict: of an optimizer of tilestep's, of a sharded one what `full_state_dict()` gives; or of bitsandbytes',
-            torchao's or FlashOptim's low-bit optimizers. Tilestep's own load all of these as they are.
-        rule: for bitsandbytes, which has no names of states: what the optimizer computes, where the number of states
-            leaves a choice of their names.
+        state_dict: of a tilestep optimizer (of a sharded one, the result of `full_state_dict()`), or of a low-bit
+            optimizer of bitsandbytes, torchao or FlashOptim. tilestep's optimizers load all of these directly.
+        rule: for bitsandbytes, whose states have no names: the rule of the optimizer, if the number of states does not
+            determine their names.
 
     Raises:
         StateError: for a quantized state that cannot be read.
-        ValueError: for a rule that there is not.
+        ValueError: for an unknown rule.
 
     Example:
         >>> import torch, tilestep

@@ -210,18 +210,18 @@ Pattern = Union[str, "re.Pattern[str]", Callable[[str, torch.Tensor], bool]]
 def param_groups(
     model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]], overrides: Mapping[Pattern, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Sort a model's parameters into param groups; each goes to the first pattern that fits its name.
+    """Sort a model's parameters into param groups, each to the first pattern that matches its name.
 
-    Parameters that no pattern fits form the first group, which takes the optimizer's defaults. Frozen parameters are
-    left out. Groups have their parameters' names, so messages and checkpoints have them too.
+    Parameters that match no pattern form the first group, which takes the optimizer's defaults. Frozen parameters are
+    left out. Groups include the parameters' names, for messages and checkpoints.
 
     Args:
         model: a module, or its `named_parameters()`.
-        overrides: pattern to what the group says: hyperparameters, or a `rule` of its own. A pattern is a regular
-            expression that is searched for in the name, or a function of name and parameter.
+        overrides: from a pattern to the group's hyperparameters and `rule`. A pattern is a regular expression, searched
+            in the name, or a function of name and parameter.
 
     Raises:
-        ValueError: for a pattern that fits no parameter, or only such as earlier patterns have taken.
+        ValueError: for a pattern that matches no parameter, or only parameters that earlier patterns match.
 
     Example:
         >>> import tilestep
@@ -287,20 +287,20 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Sort a model's parameters into two param groups: hidden matrices for Muon, the rest for another rule.
 
-    To the rest go biases, norms and convolutions (whatever has not two dimensions), and matrices at the model's ends:
-    those whose name fits `outside`, and in a module also every `Embedding`, and a matrix of an embedding's shape that
-    no other has (a head). Frozen parameters are left out. Groups have their parameters' names.
+    The rest are biases, norms and convolutions (all parameters without two dimensions), and matrices at the model's
+    ends: those whose name matches `outside`, and in a module also every `Embedding` and a head, that is the only other
+    matrix with an embedding's shape. Frozen parameters are left out. Groups include the parameters' names.
 
     Args:
         model: a module, or its `named_parameters()`.
-        muon: what Muon's group says, such as `{"lr": 0.02}`; or a rule made from Muon, `{"rule": cautious(...)}`.
-        others: what the other group says.
-        outside: a regular expression that is searched for in the names of matrices.
-        rule: the rule of the other group; by default the one that Muon names for it, AdamW.
+        muon: hyperparameters of Muon's group, such as `{"lr": 0.02}`; or a rule derived from Muon,
+            `{"rule": cautious(...)}`.
+        others: hyperparameters of the other group.
+        outside: a regular expression, searched in the names of matrices.
+        rule: the rule of the other group; by default Muon's `fallback`, AdamW.
 
     Raises:
-        ValueError: if no matrix is left for Muon, there is no parameter at all, or nothing says which rule is for the
-            rest.
+        ValueError: if no matrix is left for Muon, if there are no parameters, or if the rest has no rule.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), on what to leave to AdamW.
 

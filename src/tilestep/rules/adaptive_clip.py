@@ -16,7 +16,7 @@ from .scalars import sum_over_tensors
 
 @dataclass(frozen=True)
 class AdaGC:
-    """A clip for `max_grad_norm` that limits each tensor's gradient to a multiple of the mean of its own norms.
+    """A limit for `max_grad_norm` that clips each tensor's gradient to a multiple of the mean of its previous norms.
 
     The optimizer's rule becomes `adaptive_clip(rule)`, which has the equations: so the limit is part of the kernel, its
     numbers are hyperparameters of the param groups (`clip_rel`, `clip_limit`, `clip_decay`, `clip_warmup`), and the
@@ -26,7 +26,7 @@ class AdaGC:
         rel: a gradient's norm may be this many times the mean of the clipped norms; at least 1.
         limit: largest global norm during the first steps; above 0.
         decay: what the mean keeps from step to step; in [0, 1).
-        warmup: the step from which tensors have limits of their own; at least 2.
+        warmup: the step from which tensors have their own limits; at least 2.
 
     Raises:
         ValueError: for a value out of its range.
@@ -66,7 +66,7 @@ def _clipped(rule: Rule, clip: AdaGC) -> Rule:
 
 
 def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: float = 0.98, warmup: int = 100) -> Rule:
-    """Limit each tensor's gradient to a multiple of the mean of its own norms before the rule sees it.
+    """Clip each tensor's gradient to a multiple of the mean of its previous norms, before the rule.
 
     Equations (t is the step count from 1, n = ||g|| of the tensor, N the norm over all tensors):
         c = 0:            s <- min(1, clip_limit / N),        c <- s * n

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def cautious(rule: Rule) -> Rule:
-    """Move only where the update agrees with the gradient's descent, and by as much more there.
+    """Update only elements whose update agrees in sign with gradient descent, scaled up to compensate.
 
     Equations (u is what the rule adds to p, the mean is over one parameter tensor):
         a <- 1 where u * g < 0, else 0     (u * g > 0 with the rule's `maximize`)
@@ -95,7 +95,7 @@ def clip_update(rule: Rule, rms: float = 1.0) -> Rule:
 
 
 def centralize(rule: Rule) -> Rule:
-    """Take the mean out of the gradient of each output unit.
+    """Subtract the mean of each output unit's gradient.
 
     Equations (the mean is over all dimensions but the first; one-dimensional gradients stay as they are):
         g <- g - mean(g)
@@ -123,7 +123,7 @@ def centralize(rule: Rule) -> Rule:
 
 
 def decoupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
-    """Shrink the parameter before the rule moves it.
+    """Decay the parameter before the rule updates it.
 
     Equations:
         p <- p - lr * decoupled_decay * p, then the rule
@@ -192,7 +192,7 @@ def averaged_weights(param: Any, ema: Any) -> Any:
 
 
 def ema(rule: Rule, decay: float = 0.999) -> Rule:
-    """Average the weights in the same pass, in a state `ema` that begins as the parameter; evaluate at the average.
+    """Average the weights in the update pass, in a state `ema` that starts as the parameter; evaluate at the average.
 
     Equations:
         the rule, then a <- a + (1 - ema_decay) * (p - a)
@@ -238,7 +238,7 @@ def slow_weights(param: Any, slow: Any) -> Any:
 
 
 def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
-    """Every k steps go back a part of the way, in a state `slow` that begins as the parameter; evaluate there.
+    """Lookahead: every k steps move toward slow weights, a state `slow` that starts as the parameter; evaluate there.
 
     Equations (t is the step count from 1):
         the rule, then every `lookahead_k` steps:
@@ -291,7 +291,7 @@ _LARGEST = 2.0**15
 
 
 def scaled_states(rule: Rule) -> Rule:
-    """Keep the rule's states in float16, each with one scale for the parameter, set by its largest element.
+    """Store the rule's states in float16, with one scale per state and parameter, set by its largest element.
 
     Equations (for each state s that begins at zero and has the parameter's shape, kept as h in 16 bits beside c):
         s <- c * h, then the rule, then

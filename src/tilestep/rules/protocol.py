@@ -549,7 +549,7 @@ def rule(
     by_position: tuple[str, ...] = (),
     others: str | None = None,
 ) -> Any:
-    """Make an update rule of a function written as plain single-tensor PyTorch.
+    """Make an update rule from a function written in plain single-tensor PyTorch.
 
     Args:
         function: `f(param, grad, *states, *, hyperparameter=default, ..., step)`, returning the new parameter and the
@@ -557,14 +557,14 @@ def rule(
             parameters); hyperparameters and `step` are 0-dim float64.
         name: the name of the optimizer class made from it; a named rule enters the registry, in place of an earlier one
             of the same name, but not of one that comes with tilestep.
-        states: how each state buffer begins; zeros like the parameter when not named.
-        ranges: the values each hyperparameter may take; of a tuple, all entries or each by a tuple of its own.
+        states: how state buffers start; buffers that are not named start as zeros with the parameter's shape.
+        ranges: the valid values of hyperparameters; for a tuple, one interval for all entries or a tuple of intervals.
         options: further keys kept in `param_groups` that the rule does not read.
         keyword_only: hyperparameters that the class takes by keyword only.
         positional: options, and names of `keyword_only`, that the class takes by position too, after all others.
         evaluation: where the weights to evaluate are not the parameter itself: a function from the parameter and,
             by name, the states and hyperparameters it needs to those weights. Called by `Rule.evaluated`.
-        fallback: of a rule for matrices alone, the name of the rule that a model's other parameters go to.
+        fallback: for a rule that works on matrices only, the name of the rule for a model's other parameters.
         uncounted: whether torch's optimizer of this name keeps no step count: a checkpoint without one is taken for one
             of a training that has begun, though the rule reads `step`.
         at_once: whether torch's optimizer of this name has state before any step: checkpoints have it then.

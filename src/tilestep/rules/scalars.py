@@ -51,8 +51,8 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
 
     Args:
         condition: a bool, or a bool tensor of any shape.
-        if_true: a number or tensor taken where the condition holds.
-        if_false: a number or tensor taken elsewhere.
+        if_true: a number or tensor, used where the condition holds.
+        if_false: a number or tensor, used elsewhere.
 
     Example:
         >>> where(True, 1.0, 2.0), where(torch.tensor([True, False]), 1.0, 2.0).tolist()
@@ -69,7 +69,7 @@ def decayed(grad: Any, param: Any, weight_decay: Any) -> Any:
 
 
 def sum_over_tensors(value: Any) -> Any:
-    """The sum of a 0-dim value over all parameters of the optimizer; in the reference of one tensor, the value itself.
+    """The sum of a 0-dim value over all parameters of the optimizer; called outside an optimizer, the value itself.
 
     Args:
         value: a 0-dim tensor, such as a reduction over this parameter.
@@ -86,7 +86,7 @@ def sum_over_tensors(value: Any) -> Any:
 
 
 def max_over_tensors(value: Any) -> Any:
-    """The largest of a 0-dim value over all parameters of the optimizer; in the reference of one tensor, the value.
+    """The maximum of a 0-dim value over all parameters of the optimizer; called outside an optimizer, the value.
 
     Args:
         value: a 0-dim tensor, such as a reduction over this parameter.
@@ -102,9 +102,9 @@ def max_over_tensors(value: Any) -> Any:
 
 
 def machine_epsilon(param: Any) -> Any:
-    """The machine epsilon of the type that a parameter is kept in: its master's where it has one.
+    """The machine epsilon of a parameter's storage dtype, or of its master's.
 
-    Inside a rule every value is float32 or float64, so `torch.finfo(param.dtype)` would not say.
+    Inside a rule every value is float32 or float64, so `torch.finfo(param.dtype)` is not that of the storage.
 
     Args:
         param: the rule's parameter.

@@ -43,14 +43,14 @@ class StepLimit:
 
 @dataclass(frozen=True)
 class ZClip(StepLimit):
-    """A clip for `max_grad_norm` that acts where the global norm is an outlier among those before.
+    """A limit for `max_grad_norm` that clips global norms that are outliers among previous norms.
 
     Equations (n is the norm, m and v mean and variance of norms, eps = 1e-6; the first `warmup` norms give m and v):
         z <- (n - m) / (sqrt(v) + eps)
         where z is above `z`: n <- factor * (m + z_max^2 / z * sqrt(v)), with z_max = `z`; gradients are clipped to it
         m <- decay * m + (1 - decay) * n
         v <- decay * v + (1 - decay) * (n - m)^2
-    Norms of skipped steps, and norms that are not finite, are not remembered.
+    Norms of skipped steps and non-finite norms are ignored.
 
     Args:
         z: how many standard deviations above the mean a norm may be; above 0.
@@ -141,7 +141,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Sigma(StepLimit):
-    """A limit for `skip_above`: standard deviations above the mean of the last norms, and of the last losses.
+    """A limit for `skip_above`: standard deviations above the mean of recent norms and of recent losses.
 
     A step is skipped if its global norm, or the loss that `step(loss=...)` was given, is more than `factor` standard
     deviations above the mean of those of the `window` steps before. All finite norms and losses enter the window, those
@@ -150,7 +150,7 @@ class Sigma(StepLimit):
 
     Args:
         factor: standard deviations; above 0.
-        window: steps that are remembered; at least 2.
+        window: the number of recent steps; at least 2.
         warmup: steps that must have been seen, the present one counted, before any is skipped; None for 20 or half of
             the window, what is more.
         both_sides: whether values far below the mean skip a step too, as in the source.

@@ -35,16 +35,16 @@ _ONE_MESSAGE = 64  # ranks up to which extremes travel with the sums, in places 
 
 @dataclass(frozen=True)
 class Stats:
-    """Have steps measure every parameter: `tilestep.AdamW(..., stats=tilestep.Stats(every=10))`.
+    """Measure statistics of every parameter in the step: `tilestep.AdamW(..., stats=tilestep.Stats(every=10))`.
 
-    The update kernel of such a step also sums up what it has read and computed; steps between are those without
-    statistics. A step in a CUDA graph measures at every replay. `optimizer.stats` has the numbers.
+    The update kernel of a measured step also reduces what it reads and computes; other steps run without statistics. A
+    step in a CUDA graph measures at every replay. `optimizer.stats` has the results.
 
     Args:
-        every: measure each so many calls of `step()`, the first time at call number `every`.
+        every: measure every so many calls of `step()`, first in call number `every`.
 
     Raises:
-        ValueError: for something else than a whole number from 1 on.
+        ValueError: unless it is an integer of 1 or more.
 
     Example:
         >>> import torch, tilestep

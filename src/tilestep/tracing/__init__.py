@@ -227,7 +227,7 @@ class Profile:
 
 
 def profile(out: str | os.PathLike[str] | None = "trace", *, picture: bool = True, title: str = "") -> Profile:
-    """Trace the iterations of a training: when forward, backward, update, copies and communication ran.
+    """Trace training iterations: when forward, backward, update, copies and communication ran.
 
     An iteration ends with `optimizer.step()`, of torch's optimizers too; several steps without a backward between them
     end one iteration. Where no step is called between iterations, as in a replayed graph of a whole iteration, call

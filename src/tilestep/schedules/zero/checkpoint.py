@@ -321,7 +321,7 @@ longer its own. Folders without it are never removed."""
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
-    """Save what `torch.distributed.checkpoint` can save, beside the checkpoints there are; all ranks must call it.
+    """Save a checkpoint atomically with `torch.distributed.checkpoint`; all ranks must call it.
 
     The files go to a folder that does not count as a checkpoint. When every rank has written its own and they are
     on disk, that folder is renamed, which happens at once or not at all. Its number follows the largest
@@ -333,14 +333,14 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
     Args:
         state: what to save, as `torch.distributed.checkpoint.save` takes it.
         folder: where the checkpoints are, on a file system that all ranks share.
-        keep: how many checkpoints of this function are to be left, the new one included; older ones are removed after
-            the new one is on disk. None removes none.
+        keep: the number of checkpoints of this function to keep, with the new one; older ones are removed after the new
+            one is on disk. None removes none.
 
     Returns:
         The folder of the new checkpoint, which `torch.distributed.checkpoint.load` takes too.
 
     Raises:
-        RankError: if a rank is gone; the checkpoints before it can be loaded then.
+        RankError: if a rank died; earlier checkpoints can still be loaded.
         ValueError: for `keep` below 1.
 
     Example:
@@ -369,7 +369,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
 
 
 def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
-    """Load the newest checkpoint that `save_checkpoint` has finished, in place; all ranks must call it.
+    """Load the newest complete checkpoint of `save_checkpoint`, in place; all ranks must call it.
 
     Folders that `save_checkpoint` did not make are passed over, unless there are no others: then the newest that
     `torch.distributed.checkpoint` has finished is taken, as earlier versions of tilestep wrote theirs without a mark.
@@ -383,7 +383,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
 
     Raises:
         FileNotFoundError: if there is none.
-        RankError: if a rank is gone.
+        RankError: if a rank died.
     """
     import torch.distributed.checkpoint as dcp
 
