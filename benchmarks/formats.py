@@ -1,6 +1,7 @@
 """Clip and AdamW with states and masters in every format: time beside that of a copy of as many bytes.
 
-    python benchmarks/formats.py [--elements 1190000000] [--only int8] [--peers [SECONDS]] [--memory] [--out FOLDER]
+    python benchmarks/formats.py [--elements 1190000000] [--only int8] [--rule LAMB ...] [--dtype float32]
+                                 [--peers [SECONDS]] [--memory] [--out FOLDER]
 
 On a GPU 219 bfloat16 tensors of 1.19 B elements and 2,000 tensors of 131 M elements; on a CPU a hundredth of it. One
 process, by turns, the median of the rounds; the floor is a copy of as many bytes with `copy_`. On a CPU also one tensor
@@ -37,6 +38,7 @@ from plain_loops import disagreement, plain_step
 
 import tilestep
 from tilestep import native
+from tilestep.backends.spec import total_traffic
 from tilestep.backends.triton import text as triton_text
 from tilestep.graph import Builder, Value
 from tilestep.tuning import TileShape, forced_shape
@@ -45,15 +47,26 @@ CHOICES: dict[str, dict[str, Any]] = {
     "float32 states": {"state_dtype": "float32"},
     "bfloat16 states": {},
     "bfloat16 states, float32 masters": {"state_dtype": "bfloat16", "master_weights": True},
+    "bfloat16 states, remainder masters": {"state_dtype": "bfloat16", "master_weights": "remainder"},
+    "bfloat16 states, kahan masters": {"state_dtype": "bfloat16", "master_weights": "kahan"},
     "int8 states": {"state_dtype": "int8"},
     "int8 states, int8 masters": {"state_dtype": "int8", "master_weights": "int8"},
+    "int8 states, float32 masters": {"state_dtype": "int8", "master_weights": True},
+    "float8_e4m3 states": {"state_dtype": "float8_e4m3"},
     "float8_e4m3 states, int8 masters": {"state_dtype": "float8_e4m3", "master_weights": "int8"},
+    "float8_e4m3 states, float32 masters": {"state_dtype": "float8_e4m3", "master_weights": True},
     "int4 states": {"state_dtype": "int4"},
     "int4 states, int8 masters": {"state_dtype": "int4", "master_weights": "int8"},
+    "int4 states, float32 masters": {"state_dtype": "int4", "master_weights": True},
     "stochastic int8 states": {"state_dtype": "int8", "rounding": "stochastic"},
     "stochastic int8 states, int8 masters": {
         "state_dtype": "int8",
         "master_weights": "int8",
+        "rounding": "stochastic",
+    },
+    "stochastic int8 states, float32 masters": {
+        "state_dtype": "int8",
+        "master_weights": True,
         "rounding": "stochastic",
     },
     "stochastic int4 states, int8 masters": {
@@ -63,6 +76,19 @@ CHOICES: dict[str, dict[str, Any]] = {
     },
 }
 
+PLAIN = frozenset(
+    {
+        "float32 states",
+        "bfloat16 states",
+        "bfloat16 states, float32 masters",
+        "int8 states",
+        "int8 states, int8 masters",
+        "float8_e4m3 states, int8 masters",
+        "int4 states",
+        "int4 states, int8 masters",
+    }
+)
+"""Formats whose loop is written by hand in plain_loops.py."""
 
 PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "flashoptim, 24-bit masters": ("flashoptim", "FlashAdamW", {}),
@@ -116,14 +142,16 @@ def timed(run: Callable[[], Any], device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def made(name: str, sizes: list[tuple[int, int]], device: str) -> tuple[Callable[[], Any], Any, int, Any, list[Any]]:
+def made(
+    name: str, sizes: list[tuple[int, int]], device: str, rule: str = "AdamW", dtype: torch.dtype = torch.bfloat16
+) -> tuple[Callable[[], Any], Any, int, Any, list[Any]]:
     """Clip and step, bytes of the state and bytes that a step has to move; the optimizer and its parameters."""
-    params = [torch.nn.Parameter(torch.randn(size, device=device, dtype=torch.bfloat16)) for size in sizes]
+    params = [torch.nn.Parameter(torch.randn(size, device=device, dtype=dtype)) for size in sizes]
     for param in params:
         param.grad = torch.randn_like(param)
     named = [(f"layer{place}.weight", param) for place, param in enumerate(params)]
     if name in CHOICES:
-        optimizer: Any = tilestep.AdamW(named, lr=1e-3, max_grad_norm=1.0, **CHOICES[name])
+        optimizer: Any = tilestep.Optimizer(named, rule, lr=1e-3, max_grad_norm=1.0, **CHOICES[name])
         run = optimizer.step
     else:
         module, kind, options = PEERS[name]
@@ -136,7 +164,13 @@ def made(name: str, sizes: list[tuple[int, int]], device: str) -> tuple[Callable
     run()
     state = sum(size_of(value) for of_param in optimizer.state.values() for value in of_param.values())
     # Gradients are read twice, once for the norm.
-    return run, state, sum(4 * param.nbytes for param in params) + 2 * state, optimizer, params
+    moved = sum(4 * param.nbytes for param in params) + 2 * state
+    if rule != "AdamW":
+        elements = sum(param.numel() for param in params)
+        segments = [segment for engine in optimizer.plan.engines for segment in engine.segments]
+        passes = sum(sum(total_traffic(segment.spec)) for segment in segments)
+        moved = int(passes * elements) + sum(param.nbytes for param in params)
+    return run, state, moved, optimizer, params
 
 
 def size_of(value: Any) -> int:
@@ -152,15 +186,22 @@ def size_of(value: Any) -> int:
     return sum(size_of(getattr(value, inner)) for inner in value.__tensor_flatten__()[0] if inner != "qmap")
 
 
-def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -> dict[str, Any]:
+def measure(
+    name: str,
+    sizes: list[tuple[int, int]],
+    device: str,
+    rounds: int,
+    rule: str = "AdamW",
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
     """Time of a step and of a copy of as many bytes, by turns."""
-    run, state, moved, optimizer, params = made(name, sizes, device)
+    run, state, moved, optimizer, params = made(name, sizes, device, rule, dtype)
     half = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     other = torch.empty_like(half)
     steps, copies, plain, kernels, apart = [], [], [], [], 0.0
     # Smaller tensors keep float32 states.
-    has_plain = device == "cpu" and name in CHOICES and min(map(math.prod, sizes)) >= 4096
-    has_plain &= not name.startswith("stochastic")
+    has_plain = device == "cpu" and name in PLAIN and rule == "AdamW" and min(map(math.prod, sizes)) >= 4096
+    has_plain &= dtype is torch.bfloat16
     by_hand, kept = plain_step(name, params, optimizer, 1.0) if has_plain else (None, [])
     for _ in range(rounds):
         steps.append(timed(run, device))
@@ -173,6 +214,8 @@ def measure(name: str, sizes: list[tuple[int, int]], device: str, rounds: int) -
     elements = sum(rows * columns for rows, columns in sizes)
     return {
         "format": name,
+        **({} if rule == "AdamW" else {"rule": rule}),
+        **({} if dtype is torch.bfloat16 else {"parameters": str(dtype).removeprefix("torch.")}),
         "tensors": len(sizes),
         "elements": elements,
         "ms": round(statistics.median(steps[2:]), 3),
@@ -283,7 +326,9 @@ def peer_row(name: str, given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="formats whose names hold this")
+    parser.add_argument("--rule", nargs="+", default=["AdamW"], help="the rules, in place of AdamW")
+    parser.add_argument("--dtype", default="bfloat16", help="of the parameters: bfloat16 or float32, without masters")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument(
         "--shape", type=int, nargs="+", help="elements, warps, tiles and stages of a program, in place of the default"
@@ -336,13 +381,15 @@ def main() -> None:
             if given.only in name:
                 add(peer_row(name, given), "peers, after torch.nn.utils.clip_grad_norm_")
         return
+    dtype = getattr(torch, given.dtype)
     many = shapes(elements // 9, 2000 if device == "cuda" else 200)
     one = [[(512, 1024)]] if device == "cpu" else []
     for sizes in (shapes(elements, TENSORS), *(() if given.shape else (many, *one))):
-        for name in CHOICES:
-            if given.only in name:
+        for name, choice in CHOICES.items():
+            if given.only in name and not (dtype is torch.float32 and "master_weights" in choice):
                 with forced_shape(TileShape(*given.shape)) if given.shape else contextlib.nullcontext():
-                    add(measure(name, sizes, device, given.rounds), "rows")
+                    for rule in given.rule:
+                        add(measure(name, sizes, device, given.rounds, rule, dtype), "rows")
 
 
 if __name__ == "__main__":

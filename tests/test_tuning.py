@@ -75,7 +75,7 @@ def test_defaults_are_candidates(device_type: str, kind: str) -> None:
 
 
 def test_masters_have_shapes_of_their_own() -> None:
-    """Those that tuning found on an H200; sums stay as they were cut."""
+    """Those that are fastest on an H200; without blocks, sums stay as they were cut."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
     assert default_shape(spec_of("AdamW", **options), "cuda") == TileShape(512, 2, 3)
     assert default_shape(spec_of("AdamW", **options).measuring, "cuda") == TileShape(512, 4, 3)
@@ -83,20 +83,29 @@ def test_masters_have_shapes_of_their_own() -> None:
     narrow = spec_of("AdamW", **options, state_dtype="bfloat16")
     assert default_shape(narrow, "cuda") == TileShape(512, 2, 4)
     assert default_shape(spec_of("LAMB", **options), "cuda") == TileShape(512, 4, 3)
-    assert default_shape(spec_of("AdamW", **options, state_dtype="int8"), "cuda") == TileShape(512, 4, 16, 3)
-    assert default_shape(spec_of("LAMB", **options, state_dtype="int8"), "cuda") == TileShape(512, 2, 8)
+    for rule in ("AdamW", "LAMB", "AdEMAMix"):
+        assert default_shape(spec_of(rule, **options, state_dtype="int8"), "cuda") == TileShape(1024, 4, 8, 3)
     random = spec_of("AdamW", **options, state_dtype="int8", rounding="stochastic")
-    assert default_shape(random, "cuda") == TileShape(512, 2, 8)
+    assert default_shape(random, "cuda") == TileShape(1024, 4, 8, 3)
+    remainder = {"dtype": torch.bfloat16, "state_dtype": "bfloat16", "master_weights": "remainder"}
+    assert default_shape(spec_of("AdamW", **remainder), "cuda") == TileShape(512, 2, 6)
+    assert default_shape(spec_of("LAMB", **remainder), "cuda") == TileShape(512, 4, 3)
+    kahan = {**remainder, "master_weights": "kahan"}
+    assert default_shape(spec_of("AdamW", **kahan), "cuda") == TileShape(512, 4, 3)
 
 
 def test_what_has_much_arithmetic_has_more_elements_a_thread() -> None:
-    """Codes of four bits and random bits; sums stay as they were cut."""
-    wide, narrow = TileShape(512, 1, 16, 3), TileShape(1024, 4, 8, 3)
+    """Codes of four bits and random bits; parameters of float32 and three states have programs of two warps."""
+    wide, narrow, many = TileShape(512, 1, 16, 3), TileShape(1024, 4, 8, 3), TileShape(512, 2, 16, 3)
     masters: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": "int8"}
     assert default_shape(spec_of("AdamW", **masters, state_dtype="int4"), "cuda") == wide
     assert default_shape(spec_of("AdamW", **masters, state_dtype="int8"), "cuda") == narrow
     assert default_shape(spec_of("AdamW", **masters, state_dtype="int8", rounding="stochastic"), "cuda") == wide
-    assert default_shape(spec_of("LAMB", **masters, state_dtype="int4"), "cuda") == narrow
+    assert default_shape(spec_of("LAMB", **masters, state_dtype="int4"), "cuda") == wide
+    assert default_shape(spec_of("LAMB", **masters, state_dtype="int8"), "cuda") == narrow
+    assert default_shape(spec_of("AdEMAMix", **masters, state_dtype="int8"), "cuda") == many
+    assert default_shape(spec_of("AdEMAMix", **masters, state_dtype="int4"), "cuda") == wide
+    assert default_shape(spec_of("AdamW", dtype=torch.float32, state_dtype="int8"), "cuda") == many
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
@@ -121,7 +130,7 @@ def test_a_table_keeps_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning.tile_shape(spec, gpu) == TileShape(512, 4, 8, 2)
     assert tuning.known_table("a GPU", "cuda").keys() == {signature(spec)}
     # Wide elements make another kernel of it.
-    assert tuning.tile_shape(spec_of("AdamW", state_dtype="int8"), gpu) == TileShape(512, 2, 8)
+    assert tuning.tile_shape(spec_of("AdamW", state_dtype="int8"), gpu) == TileShape(512, 2, 16, 3)
 
 
 def test_a_stored_shape_is_used_by_the_optimizers_that_have_its_signature() -> None:

@@ -99,27 +99,30 @@ def candidates(spec: KernelSpec, device: torch.device) -> tuple[TileShape, ...]:
 
 def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
+    from .storage import is_coarse
+
     if device_type == "cpu":
         return TileShape(16_384)
     wide = [] if spec is None else [array for array in (spec.grad, *spec.arrays) if array.dtype.itemsize > 2]
     # Another cut adds sums up in another order: what has sums keeps those that it had.
-    has_master = spec is not None and not spec.reduction_count and any(array.name == "master_param" for array in wide)
+    is_free = spec is not None and not spec.reduction_count
+    has_master = any(array.name == "master_param" for array in wide) and (is_free or spec.has_blocks)
     if spec is not None and spec.has_blocks:
-        if has_master and len(wide) == 1 and not spec.draws:
-            return TileShape(512, 4, 16, 3)
-        if wide or (spec.draws and spec.reduction_count):
-            # Arithmetic is what these wait for, or registers, and not memory.
-            return TileShape(512, 2, 8)
-        has_much = spec.draws or any(array.elements == 2 for array in spec.arrays)
-        if has_much and len(spec.arrays) <= 6 and not spec.reduction_count:
-            # Sixteen elements a thread: what is of a block, and of the loop, is worked out for twice as many.
+        many = len(spec.arrays) > 6
+        if has_master and len(wide) == 1:
+            return TileShape(1024, 4, 8, 3)
+        # Sixteen elements a thread: what is of a block, and of the loop, is worked out for twice as many.
+        has_pairs = any(array.elements == 2 for array in spec.arrays)
+        if not wide and (has_pairs or (spec.draws and not many)):
             return TileShape(512, 1, 16, 3)
-        return TileShape(1024, 4, 8, 3)
+        return TileShape(512, 2, 16, 3) if wide or many else TileShape(1024, 4, 8, 3)
     # Statistics take registers: two warps' tiles of 512 took 1.6 times as long with them.
-    if has_master and spec is not None and spec.grad.dtype.itemsize == 2 and not (spec.draws or spec.taps.stats):
-        if len(wide) > 2:
+    if is_free and spec is not None and spec.grad.dtype.itemsize == 2 and not (spec.draws or spec.taps.stats):
+        if not wide and len(spec.arrays) > 3 and not is_coarse(spec.storages["param"]):
+            return TileShape(512, 2, 6)
+        if has_master and len(wide) > 2:
             return TileShape(512, 2, 3)
-        if len(wide) == 1 and len(spec.arrays) > 3:
+        if has_master and len(wide) == 1 and len(spec.arrays) > 3:
             return TileShape(512, 2, 4)
     if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
         # More elements a thread: their hashes run beside each other, where few programs fit for registers.

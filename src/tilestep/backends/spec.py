@@ -75,6 +75,11 @@ class KernelSpec:
         return self.storages["grad"].arrays("grad")[0]
 
     @cached_property
+    def widest(self) -> int:
+        """Bytes of an element of its widest array."""
+        return max(array.dtype.itemsize for array in (self.grad, *self.arrays))
+
+    @cached_property
     def has_blocks(self) -> bool:
         """Whether some buffer is kept in blocks: tiles are of whole blocks then."""
         return any(codec_of(storage).has_blocks for storage in self.storages.values())

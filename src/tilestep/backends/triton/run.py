@@ -65,11 +65,14 @@ _MEASURING = {"maxnreg": 80}
 _REGISTERS, _FEWER_REGISTERS, _RANDOM_REGISTERS = 64, 56, 80
 """Of a thread where tiles are of blocks, whose programs then are enough to hide what they wait for; fewer where loads
 run ahead into shared memory, more where numbers are rounded at random."""
+_WIDE_REGISTERS, _MORE_REGISTERS = 80, 96
+"""Where arrays are of four bytes, or states are three; more where states are four and arrays of four bytes."""
 _RUNS_REGISTERS, _MOST_REGISTERS = 112, 128
-"""Where a thread has two runs of neighbours; more where it draws random bits for three arrays, or for two whose codes
-share a byte."""
-_FEW_ARRAYS = 6  # of a parameter, its master and two states in blocks: as many fit in these registers
-_RUN = 256  # elements of a warp of which each thread has eight neighbours
+"""Where a thread has two runs of eight neighbours; more where it draws random bits for three arrays, or for two whose
+codes share a byte, and where states are three."""
+_FEW_ARRAYS, _MANY_ARRAYS, _MOST_ARRAYS = 6, 8, 10
+"""Arrays of a parameter, its master and two, three and four states in blocks; kernels with more have what they need."""
+_LOAD = 16  # bytes that a thread loads of the widest array at once: so many neighbours are a run
 _DECIDE_BLOCK = 8192
 _DECIDE_FLAGS = (
     "HAS_NORM",
@@ -265,7 +268,7 @@ class CudaSegment(Segment):
         if self.spec.has_blocks:
             # What measures has no registers left for more than one tile.
             size["STAGES"] = self.shape.stages if module is _module(self.spec) else 1
-            size["RUNS"] = max(self.shape.tile // (_RUN * self._warps(module)), 1)
+            size["RUNS"] = max(self.shape.tile // (self._run * self._warps(module)), 1)
         tile = self.spec.program.tiles[index]
         own = taps_of(self.spec if module is _module(self.spec) else self.spec.measuring, tile) if tile else None
         kinds = [kind for kind, wanted in (("stats", own.stats), ("changes", own.changes)) if wanted] if own else []
@@ -280,28 +283,37 @@ class CudaSegment(Segment):
         return launches
 
     def _warps(self, module: ModuleType) -> int:
-        """Warps of a tile pass: where it measures enough for one run of neighbours a thread."""
-        measures = module is not _module(self.spec)
-        return max(self.shape.warps, self.shape.tile // _RUN) if measures else self.shape.warps
+        """Warps of a tile pass: where it measures blocks, enough for one run of neighbours a thread."""
+        # Sums that the update needs are added up in one order, measured or not.
+        if module is _module(self.spec) or not self.spec.has_blocks or self.spec.reduction_count:
+            return self.shape.warps
+        return max(self.shape.warps, self.shape.tile // self._run)
+
+    @property
+    def _run(self) -> int:
+        """Elements of a warp of which each thread has one run of neighbours."""
+        return 32 * _LOAD // self.spec.widest
 
     def _registers(self, runs: int) -> int:
-        """Registers of a thread of a pass over blocks, with few arrays, that has so many runs of a block."""
+        """Registers of a thread of a pass over blocks that has so many runs of a block."""
+        spec, count = self.spec, len(self.spec.arrays)
         # Two codes in a byte are worked out side by side, which takes more where there are masters too.
-        has_pairs = any(array.elements == 2 for array in self.spec.arrays)
+        has_pairs = any(array.elements == 2 for array in spec.arrays)
+        if spec.widest > 2:
+            return _WIDE_REGISTERS if count <= _MANY_ARRAYS else _MORE_REGISTERS
         if runs > 1:
-            draws_more = self.spec.draws and (has_pairs or len(self.spec.draws) > 2)
-            return _MOST_REGISTERS if draws_more else _RUNS_REGISTERS
-        if self.spec.draws:
+            draws_more = spec.draws and (has_pairs or len(spec.draws) > 2)
+            return _MOST_REGISTERS if draws_more or count > _FEW_ARRAYS else _RUNS_REGISTERS
+        if spec.draws or count > _FEW_ARRAYS:
             return _RANDOM_REGISTERS
-        is_packed = has_pairs and len(self.spec.arrays) == _FEW_ARRAYS
-        return _FEWER_REGISTERS if self.shape.stages > 1 and not is_packed else _REGISTERS
+        return _FEWER_REGISTERS if self.shape.stages > 1 and not (has_pairs and count == _FEW_ARRAYS) else _REGISTERS
 
     def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
         kernel = getattr(module, f"{self.spec.name}_{name}")
         warps = self._warps(module) if name.startswith("tile_pass") else 4
         options: dict[str, int] = {}
         is_single = self.spec.compute is torch.float32
-        is_small = is_single and self.spec.has_blocks and len(self.spec.arrays) <= _FEW_ARRAYS
+        is_small = is_single and self.spec.has_blocks and len(self.spec.arrays) <= _MOST_ARRAYS
         if is_single and module is not _module(self.spec):
             options = _MEASURING
         elif is_small and name.startswith("tile_pass") and not name.endswith("_strided"):

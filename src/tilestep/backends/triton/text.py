@@ -313,8 +313,13 @@ def writer_of(
 def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
     """Whether a pass writes nothing that is kept in far more than 16 bits, and reduces nothing that is."""
 
+    states = [storage for name, storage in spec.storages.items() if name != "param"]
+    # An update that is made of numbers in blocks is no closer than these.
+    of_blocks = spec.has_blocks and all(map(is_coarse, states))
+
     def fits(names: Iterable[str]) -> bool:
-        return all(is_coarse(spec.storages[name]) for name in names if name in spec.storages)
+        kept = [name for name in names if name in spec.storages and not (of_blocks and name == "param")]
+        return all(is_coarse(spec.storages[name]) for name in kept)
 
     keeps_more = tile.reductions or tile.parts or tile.kept
     return fits(tile.stores) and (not keeps_more or fits(tile.reads()))
@@ -394,7 +399,7 @@ class TileBody:
         if array.elements == BLOCK and not self.mask and self.shapes is None:
             # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
             # another, and its numbers would be moved between threads with two barriers.
-            pointer = f"tl.multiple_of({pointer} + lane, {along_rows(16)})"
+            pointer = f"tl.multiple_of({pointer} + lane, {along_rows(32 // self.spec.widest)})"
             element = f"tl.broadcast_to({element}, {BLOCKS_SHAPE})"
             mask = "(lane == 0) & (block_lane >= 0)"
         masked = f", mask={mask}" if mask else ""
