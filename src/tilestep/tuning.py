@@ -105,8 +105,8 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
         return TileShape(16_384)
     wide = [] if spec is None else [array for array in (spec.grad, *spec.arrays) if array.dtype.itemsize > 2]
     # Another cut adds sums up in another order: what has sums keeps those that it had.
-    is_free = spec is not None and not spec.reduction_count
-    has_master = any(array.name == "master_param" for array in wide) and (is_free or spec.has_blocks)
+    sums_nothing = spec is not None and not spec.reduction_count
+    has_master = any(array.name == "master_param" for array in wide)
     if spec is not None and spec.has_blocks:
         many = len(spec.arrays) > 6
         if has_master and len(wide) == 1:
@@ -117,7 +117,8 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
             return TileShape(512, 1, 16, 3)
         return TileShape(512, 2, 16, 3) if wide or many else TileShape(1024, 4, 8, 3)
     # Statistics take registers: two warps' tiles of 512 took 1.6 times as long with them.
-    if is_free and spec is not None and spec.grad.dtype.itemsize == 2 and not (spec.draws or spec.taps.stats):
+    if sums_nothing and spec is not None and spec.grad.dtype.itemsize == 2 and not (spec.draws or spec.taps.stats):
+        # Exact divisions are what a remainder's step waits for.
         if not wide and len(spec.arrays) > 3 and not is_coarse(spec.storages["param"]):
             return TileShape(512, 2, 6)
         if has_master and len(wide) > 2:

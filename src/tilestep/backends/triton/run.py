@@ -72,6 +72,7 @@ _RUNS_REGISTERS, _MOST_REGISTERS = 112, 128
 codes share a byte, and where states are three."""
 _FEW_ARRAYS, _MANY_ARRAYS, _MOST_ARRAYS = 6, 8, 10
 """Arrays of a parameter, its master and two, three and four states in blocks; kernels with more have what they need."""
+_MOST_RUNS = 4  # of a thread, in a block
 _LOAD = 16  # bytes that a thread loads of the widest array at once: so many neighbours are a run
 _DECIDE_BLOCK = 8192
 _DECIDE_FLAGS = (
@@ -268,7 +269,7 @@ class CudaSegment(Segment):
         if self.spec.has_blocks:
             # What measures has no registers left for more than one tile.
             size["STAGES"] = self.shape.stages if module is _module(self.spec) else 1
-            size["RUNS"] = max(self.shape.tile // (self._run * self._warps(module)), 1)
+            size["RUNS"] = min(max(self.shape.tile // (self._run * self._warps(module)), 1), _MOST_RUNS)
         tile = self.spec.program.tiles[index]
         own = taps_of(self.spec if module is _module(self.spec) else self.spec.measuring, tile) if tile else None
         kinds = [kind for kind, wanted in (("stats", own.stats), ("changes", own.changes)) if wanted] if own else []
