@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ..combinations import DDP, kind_of, wrappers_around
 from ..compat import fake_mode_is_active, is_capturing
 from ..placement import ReductionGroup, is_distributed
+from ..placement.local import local_part
 from .groups import described_numbers
 from .parameters import Optimizer
 
@@ -26,20 +28,26 @@ def compare_ranks(optimizer: Optimizer) -> None:
     if control.compared or is_capturing() or fake_mode_is_active():
         return
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    groups = list(_process_groups(optimizer)) if several and "shard" not in optimizer.attached else []
-    if groups:
-        _compare(optimizer, groups)
+    if several and "shard" not in optimizer.attached:
+        # Modules may have meshes of their own, of the same ranks.
+        groups = {tuple(dist.get_process_group_ranks(group)): group for group in _process_groups(optimizer)}
+        if groups:
+            _compare(optimizer, list(groups.values()))
     control.compared = True
 
 
 def _compare(optimizer: Optimizer, groups: Sequence[Any]) -> None:
     lines = [f"{optimizer.control.policy}", *_lines(optimizer)]
+    # Where the parameters are, which is where each rank's collectives run, whatever device is current.
+    devices = (local_part(param).device for group in optimizer.param_groups for param in group["params"])
+    device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
     own = torch.zeros(_SLOTS, dtype=torch.float64, device="cpu")
     for place, line in enumerate(lines):
         own[place % _SLOTS] += zlib.crc32(line.encode())
-    ends = torch.cat([own, -own])
+    own = torch.cat([own, -own])
+    ends = own.to(device, copy=True)
     ReductionGroup(groups, ranks=()).largest(ends)
-    differ = (ends != torch.cat([own, -own])).view(2, -1).any(0).tolist()
+    differ = (ends.cpu() != own).view(2, -1).any(0).tolist()
     others = [line for place, line in enumerate(lines) if differ[place % _SLOTS]]
     if any(differ):
         raise ValueError(
@@ -67,7 +75,9 @@ def _process_groups(optimizer: Optimizer) -> Iterator[Any]:
         if is_distributed(param) and not any(mesh is param.device_mesh for mesh in meshes):
             meshes.append(param.device_mesh)
     for mesh in meshes:
-        yield from (mesh.get_group(dim) for dim in range(mesh.ndim))
+        if mesh.get_coordinate() is not None:
+            with suppress(RuntimeError):  # made without process groups
+                yield from [mesh.get_group(dim) for dim in range(mesh.ndim)]
     own = {id(param) for param in params}
     wrappers = wrappers_around(lambda param: id(param) in own)
     around: set[Any] = {wrapper.process_group for wrapper in wrappers if kind_of(wrapper) == DDP}
