@@ -43,13 +43,15 @@ class Dtype(str, Enum):
 RULE_HELP = "A rule's name in any case, or module:function."
 RuleName = Annotated[str, typer.Argument(help=RULE_HELP)]
 RuleOption = Annotated[str, typer.Option(help=RULE_HELP)]
-ParamDtype = Annotated[Dtype, typer.Option(help="Of the parameters.")]
-Words = Annotated[list[str] | None, typer.Option("--set", help="A hyperparameter: amsgrad=true.", metavar="NAME=VALUE")]
+ParamDtype = Annotated[Dtype, typer.Option(help="Dtype of the parameters.")]
+Words = Annotated[
+    list[str] | None, typer.Option("--set", help="Set a hyperparameter: amsgrad=true.", metavar="NAME=VALUE")
+]
 Device = Annotated[str, typer.Option(help="cuda or cpu; by default the GPU if there is one.")]
-MasterWeights = Annotated[bool, typer.Option(help="With float32 masters and state.")]
+MasterWeights = Annotated[bool, typer.Option(help="Keep float32 masters and state.")]
 Remainder = Annotated[bool, typer.Option(help="Keep masters as 16-bit remainders of bf16 parameters.")]
-Masters = Annotated[str, typer.Option(help="Kind of masters: true, remainder, kahan or int8.")]
-StateDtype = Annotated[str, typer.Option(help="What states are kept in: int8, bfloat16, ...")]
+Masters = Annotated[str, typer.Option(help="Format of masters: true, remainder, kahan or int8.")]
+StateDtype = Annotated[str, typer.Option(help="Format of states: int8, bfloat16, ...")]
 Rounding = Annotated[str, typer.Option(help="nearest or stochastic.")]
 
 

@@ -66,10 +66,10 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder for <section>.json and <section>.png.")] = Path("bench"),
     device: Device = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each contender.")] = 15,
-    compiled: Annotated[bool, typer.Option(help="Also peers that compile for minutes.")] = False,
-    quick: Annotated[bool, typer.Option(help="Tiny workloads: checks the harness, measures nothing.")] = False,
+    compiled: Annotated[bool, typer.Option(help="Include contenders that compile for minutes.")] = False,
+    quick: Annotated[bool, typer.Option(help="Tiny workloads, to test the benchmark itself.")] = False,
 ) -> None:
-    """Measure norms and optimizer steps of tilestep and its peers, in interleaved rounds.
+    """Benchmark norms and optimizer steps of tilestep and other libraries, in interleaved rounds.
 
     First steps, all rules and whole training iterations are measured by `benchmarks/bench.py` of a checkout.
     """
@@ -106,7 +106,7 @@ def check(
         bool, typer.Option(help="Without a GPU, run the Triton code in Triton's interpreter, which is slow.")
     ] = True,
 ) -> None:
-    """Check a rule: does it translate, and does every kernel do what its own code does in float64?
+    """Test a rule: is it translated, and do its kernels agree with its own code in float64?
 
     Exit code 0 if nothing failed, 1 if something did.
     """
@@ -143,14 +143,14 @@ def _print_line(console: Console, text: str = "", style: str = "") -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo"),
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each training.")] = 600,
-    seed: Annotated[int, typer.Option(help="Of the initial weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the batches.")] = 0,
     device: Device = "",
-    state_dtype: Annotated[str, typer.Option(help="Of tilestep's optimizer: int8, bfloat16, ...")] = "",
+    state_dtype: Annotated[str, typer.Option(help="Format of tilestep's states: int8, bfloat16, ...")] = "",
     master_weights: Annotated[
-        str, typer.Option(help="Of tilestep's optimizer: true, remainder, kahan or int8; its model is bfloat16 then.")
+        str, typer.Option(help="Train in bfloat16 with these masters: true, remainder, kahan or int8.")
     ] = "",
     rounding: Annotated[
-        str, typer.Option(help="Of tilestep's optimizer: nearest, or stochastic; its model is bfloat16 then.")
+        str, typer.Option(help="nearest; or stochastic, for a bfloat16 model of tilestep's.")
     ] = "nearest",
 ) -> None:
     """Train a byte-level GPT on Python's documentation twice from one seed, and compare losses and step times."""
@@ -205,34 +205,34 @@ class Buffer(str, Enum):
 def plan(
     size: Annotated[str, typer.Argument(help="Elements of all parameters: 1.2B, 350M, 7e9.")],
     rule: RuleOption = "AdamW",
-    mesh: Annotated[str, typer.Option(help="Ranks that split the state, x copies: 8, 8x4.")] = "8",
+    mesh: Annotated[str, typer.Option(help="Ranks that shard the state, x replicas: 8, 8x4.")] = "8",
     dtype: ParamDtype = Dtype.bf16,
     master_weights: MasterWeights = True,
     remainder: Remainder = False,
     masters: Masters = "",
     state_dtype: StateDtype = "",
     rounding: Rounding = "nearest",
-    grad_dtype: Annotated[Dtype | None, typer.Option(help="grad_sync_dtype of shard().")] = None,
+    grad_dtype: Annotated[
+        Dtype | None, typer.Option(help="Dtype of gradient reduction: grad_sync_dtype of shard().")
+    ] = None,
     grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
-    bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for those shard() makes.")] = 0,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in an iteration.")] = 8192,
+    bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for the default of shard().")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per rank and iteration.")] = 8192,
     clip: Annotated[bool, typer.Option(help="With max_grad_norm.")] = True,
     model: Annotated[Model, typer.Option(help="Eager, blocks compiled one by one, or compiled as a whole.")] = (
         Model.eager
     ),
     captured: Annotated[bool, typer.Option(help="Iterations are replayed from a CUDA graph.")] = False,
-    tensors: Annotated[int, typer.Option(min=0, help="How many tensors; 0 if that is not known.")] = 0,
-    in_backward: Annotated[
-        bool, typer.Option(help="Updates run in backward, and gradients go with them: mesh 1, no clip.")
-    ] = False,
+    tensors: Annotated[int, typer.Option(min=0, help="Number of tensors; 0 if unknown.")] = 0,
+    in_backward: Annotated[bool, typer.Option(help="Update in backward and free gradients: mesh 1, no clip.")] = False,
     settings: Words = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a host; 0 for those of the constants.")] = 0,
-    network: Annotated[float, typer.Option(min=0, help="GB/s between hosts for each GPU, as measured.")] = 0,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs per node; 0 for the constants'.")] = 0,
+    network: Annotated[float, typer.Option(min=0, help="GB/s between nodes per GPU; 0 for the constants'.")] = 0,
     constants: Annotated[
-        Path | None, typer.Option(help="Constants of a machine, as benchmarks/shard_figures.py writes them.")
+        Path | None, typer.Option(help="File with a machine's constants, written by benchmarks/shard_figures.py.")
     ] = None,
 ) -> None:
-    """Print what a rank of a sharded training needs: memory, traffic and time, and other meshes beside it."""
+    """Estimate memory, traffic and time per rank of a sharded training, and compare meshes."""
     from dataclasses import replace
 
     from rich.console import Console
@@ -363,9 +363,9 @@ def show(
     rounding: Rounding = "nearest",
     settings: Words = None,
     dims: Annotated[int, typer.Option(min=0, max=8, help="Dimensions of the parameters.")] = 2,
-    stats: Annotated[bool, typer.Option(help="The kernels of a step that measures.")] = False,
-    changes: Annotated[bool, typer.Option(help="With a bit for each changed weight.")] = False,
-    code_only: Annotated[bool, typer.Option(help="Print the generated code and nothing else.")] = False,
+    stats: Annotated[bool, typer.Option(help="Show the kernels of a step with statistics.")] = False,
+    changes: Annotated[bool, typer.Option(help="Show the kernels with track_changes=True.")] = False,
+    code_only: Annotated[bool, typer.Option(help="Print only the generated code.")] = False,
 ) -> None:
     """Print a rule's equations, passes, traffic, launches and generated code."""
     from rich.console import Console
@@ -444,23 +444,25 @@ class During(str, Enum):
 # What follows the script's name is the script's.
 @app.command(context_settings={"allow_interspersed_args": False})
 def trace(
-    script: Annotated[Path | None, typer.Argument(help="It says what is traced.", metavar="SCRIPT")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own.", metavar="ARGUMENT")] = None,
+    script: Annotated[
+        Path | None, typer.Argument(help="Script to trace; it uses tilestep.profile.", metavar="SCRIPT")
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGUMENT")] = None,
     out: Annotated[Path, typer.Option(help="Folder for trace.json and trace.png.")] = Path("trace"),
     device: Device = "",
     iterations: Annotated[int, typer.Option(min=1, help="Traced iterations of the demo's model.")] = 5,
     optimizer: Annotated[str, typer.Option(help=f"{RULE_HELP} Or torch, for torch's fused AdamW.")] = "AdamW",
-    layers: Annotated[int, typer.Option(min=1, help="Of the demo's model.")] = 4,
-    width: Annotated[int, typer.Option(min=4, help="Of the demo's model; heads have 64.")] = 128,
-    context: Annotated[int, typer.Option(min=1, help="Bytes in a sequence.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in an iteration.")] = 16,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the demo's model.")] = 4,
+    width: Annotated[int, typer.Option(min=4, help="Width of the demo's model; heads have 64.")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Bytes per sequence.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per iteration.")] = 16,
     bf16: Annotated[bool, typer.Option(help="Parameters in bfloat16.")] = False,
-    clip: Annotated[float, typer.Option(min=0, help="Clip gradients to this norm; 0 does not.")] = 1.0,
+    clip: Annotated[float, typer.Option(min=0, help="Clip gradients to this norm; 0 for no clip.")] = 1.0,
     during: Annotated[During, typer.Option(help="When updates run: see tilestep.overlap.")] = During.neither,
 ) -> None:
     """Trace a few training iterations: when forward, backward, update, copies and communication ran.
 
-    Without a script it trains the demo's model. A script says itself what is traced, with `tilestep.profile`.
+    Without a script it trains the demo's model. A script chooses what to trace, with `tilestep.profile`.
     """
     from rich.console import Console
 
@@ -505,15 +507,17 @@ def _script(script: Path, arguments: list[str], out: Path) -> list[Report]:
 def tune(
     rules: Annotated[list[str] | None, typer.Argument(help="Names, or module:function.", metavar="[RULE]...")] = None,
     device: Device = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed turns of each candidate.")] = 7,
-    elements: Annotated[int, typer.Option(min=0, help="Elements of all parameters; 0 fits the device.")] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Time for all of it, in seconds; 0 for no limit.")] = 300,
-    save: Annotated[bool, typer.Option(help="Keep the result for later processes.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each candidate.")] = 7,
+    elements: Annotated[
+        int, typer.Option(min=0, help="Elements of all parameters; 0 for a size that fits the device.")
+    ] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Time limit in seconds; 0 for none.")] = 300,
+    save: Annotated[bool, typer.Option(help="Store the result in the cache for later processes.")] = True,
 ) -> None:
-    """Measure how to cut tensors into tiles, for the traffic of these rules; without any, of every rule there is.
+    """Find the fastest tile shapes on this machine, for the given rules or for all registered rules.
 
-    Rules that move the same bytes share the result, and work on whole matrices is not tiled.
-    Optimizers take it up when they are made. What is measured is kept at once: Ctrl-C loses the rest alone.
+    Rules with the same traffic share a result; matrix products are not tiled. Optimizers made later use the result.
+    Each measurement is stored at once, so Ctrl-C keeps those that are done.
     """
     import contextlib
     import io
@@ -567,7 +571,7 @@ def tune(
 
 @app.command()
 def version() -> None:
-    """Print versions, compilers and the device, and say in sentences what is wrong with this machine."""
+    """Print versions, compilers and the device, and report problems of this machine."""
     from rich.console import Console
 
     from ..bench.results import environment
