@@ -272,6 +272,25 @@ def compares_numbers_without_gradients_and_seeds() -> None:
     assert alone.tolist() == [0.5 - rank] * 2
 
 
+def says_why_others_may_not_take_part() -> None:
+    """A clip that one rank has set since the first step ended in an error of the backend's alone."""
+    net = LAYOUTS["fsdp"][0]()
+    optimizer = tilestep.AdamW(net.parameters())
+    backward(net, batch(0, "fsdp"))
+    optimizer.step()
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+
+    def never(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Timed out waiting")
+
+    before, dist.all_reduce = dist.all_reduce, never
+    try:
+        with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2, 3\] decide steps .*same max_grad_norm.*\(Timed out"):
+            optimizer.step()
+    finally:
+        dist.all_reduce = before
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -284,6 +303,7 @@ CHECKS = {
         scalers_agree,
         agrees_over_meshes,
         refuses_other_numbers,
+        says_why_others_may_not_take_part,
         compares_numbers_without_gradients_and_seeds,
     )
 }
