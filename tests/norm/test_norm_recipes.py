@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -169,6 +171,31 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         cpu_backend._library.cache_clear()
         assert compile.load_library is cpu_backend.load_library
+
+
+def test_without_a_compiler_for_other_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for the 2-norm may be there from the cache, without those for all orders."""
+    load = cpu_backend.load_library
+
+    def refuse(title: str, source: str, flags: Sequence[str]) -> ctypes.CDLL:
+        if "-DSQUARES_ALONE" not in flags:
+            raise BuildError("no C++ compiler found")
+        return load(title, source, flags)
+
+    monkeypatch.setattr(cpu_backend, "load_library", refuse)
+    monkeypatch.setattr(compile, "_told", set())
+    cpu_backend._library.cache_clear()
+    tensors = [*drawn([100, 20000, 0], torch.float32), *drawn([9], torch.bfloat16)]
+    try:
+        assert total_norm(tensors).item() == pytest.approx(referee(tensors, 2.0), rel=1e-6)
+        with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler") as record:
+            for norm_type in (1.0, float("inf"), 2.0, float("-inf"), 0.0, 3.0):
+                expected = referee(tensors, norm_type)
+                assert total_norm(tensors, norm_type).item() == pytest.approx(expected, rel=1e-5)
+        assert len(record) == 1
+    finally:
+        monkeypatch.undo()
+        cpu_backend._library.cache_clear()
 
 
 def test_what_graphs_copy_from_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
