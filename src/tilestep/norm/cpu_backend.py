@@ -279,7 +279,7 @@ PER_THREAD = 32768  # elements below which one more thread takes longer to wake 
 
 @functools.lru_cache(maxsize=2)
 def _library(whole: bool = False) -> ctypes.CDLL:
-    """The functions; for the 2-norm alone, which is what steps ask for, they are built in less than half of the time."""
+    """The functions; for the 2-norm alone, which is what steps ask for, they take less than half as long to build."""
     flags = () if whole else ("-DSQUARES_ALONE",)
     return with_signatures(load_library("norm", SOURCE, (*wide_vectors(), *flags)))
 
