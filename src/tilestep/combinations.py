@@ -20,7 +20,7 @@ from .compat import fsdp_module_type, is_flat_part, watch_all_submodules
 
 DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
 
-_SUMS = "which sums gradients over the ranks itself: give shard() the plain module; it does that too"
+_SUMS = "which sums gradients over the ranks itself: pass the plain module to shard(), which sums them too"
 _FLAT = "whose parameters are pieces of flat ones: shard the model with fully_shard instead"
 
 REFUSED: dict[tuple[str, str], str] = {
@@ -28,14 +28,14 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         "capture",
         "joint norm",
-    ): "the host works a joint norm out once for all of its optimizers, which no graph can hold",
+    ): "the host computes a joint norm once for all of its optimizers, which a CUDA graph cannot hold",
     ("shard with narrower parameters", "track_changes"): (
-        "track_changes=True, but with this param_sync_dtype each rank keeps exact weights that the model's are rounded "
-        "from: take a type that holds the parameters'"
+        "track_changes=True, but with this param_sync_dtype each rank keeps exact weights, from which the model's are "
+        "rounded: use a dtype that holds the parameters exactly"
     ),
     ("shard", "shard"): "the optimizer is sharded already",
     ("shard", "overlap"): (
-        "the optimizer is overlapped already, and shard() overlaps communication by itself: give shard() the optimizer "
+        "the optimizer is overlapped already, and shard() overlaps communication by itself: pass shard() the optimizer "
         "without overlap()"
     ),
     ("shard", "offload"): "the optimizer is offloaded already: shard it first, then offload it",
@@ -43,11 +43,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("shard", DP): f"is a DataParallel, {_SUMS}",
     ("shard", FSDP1): f"is a FullyShardedDataParallel, {_SUMS}",
     ("shard", FSDP2): f"is an FSDPModule, {_SUMS}",
-    ("overlap", "shard"): "shard() overlaps communication by itself; its optimizers cannot be given to overlap()",
+    ("overlap", "shard"): "shard() overlaps communication by itself: do not call overlap() on its optimizers",
     ("overlap", "overlap"): "the optimizer is overlapped already",
     ("overlap", "offload of gradients"): (
-        "gradients of this optimizer go to the host while backward runs: to overlap its updates, offload it without "
-        'gradients=True; during="backward" lets them go as well'
+        "gradients of this optimizer go to the host during backward: to overlap its updates, offload it without "
+        'gradients=True; during="backward" frees gradients too'
     ),
     ("overlap", "offload to the CPU"): (
         "updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'"
@@ -59,7 +59,7 @@ REFUSED: dict[tuple[str, str], str] = {
         "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
     ),
     ("offload of gradients", "shard"): (
-        "gradients=True, but a sharded optimizer keeps this rank's part of them on the device"
+        "gradients=True, but a sharded optimizer keeps this rank's part of them on the device: offload its state only"
     ),
     ("offload of gradients", DDP): (
         "is a DistributedDataParallel, which reduces gradients after they have gone to the host: offload without "
@@ -67,7 +67,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("offload of gradients", FSDP1): f"is a FullyShardedDataParallel, {_FLAT}",
     ("offload to the CPU", "shard"): (
-        "where='cpu', but pieces of sharded parameters are updated on the device: take 'gpu'"
+        "where='cpu', but shards of parameters are updated on the device: use where='gpu'"
     ),
     ("capture", "overlap"): "a step that overlaps other work cannot be captured in a CUDA graph",
     ("a norm of the gradients", FSDP1): (

@@ -413,7 +413,7 @@ class HostGradients(TakesGradients):
 
     choice, refused_as = "offload of gradients", OffloadError
     taken_by = (
-        "offload(gradients=True) has moved them to the host while backward ran: set max_grad_norm on the optimizer, "
+        "offload(gradients=True) has moved it to the host during backward: set max_grad_norm on the optimizer, "
         "which clips inside the step"
     )
 

@@ -400,8 +400,7 @@ def refuse_taken(params: Iterable[Any]) -> None:
         for taker in takers:
             if taker.has_taken(param):
                 raise GradientError(
-                    f"gradients cannot be clipped now, that of parameter {place} for one: {taker.taken_by}; nothing "
-                    "was changed"
+                    f"the gradient of parameter {place} cannot be clipped now: {taker.taken_by}; nothing was changed"
                 )
 
 

@@ -189,8 +189,8 @@ class BackwardTracker(TakesGradients):
 
     choice = "overlap"
     taken_by = (
-        'overlap(during="backward") has used them up while backward ran: set max_grad_norm on the optimizer, which '
-        'clips inside the step, or use during="forward" and clip before step()'
+        'overlap(during="backward") has consumed it during backward: set max_grad_norm on the optimizer, which clips '
+        'inside the step, or use during="forward" and clip before step()'
     )
 
     @property
@@ -280,7 +280,7 @@ class BackwardTracker(TakesGradients):
         return RuntimeError(
             f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
             f"{group.name} was updated in backward: run all but the last backward before a step inside "
-            "optimizer.no_sync(); after a backward that was broken off call zero_grad() first; for parameters that "
+            "optimizer.no_sync(); after a backward that raised an error call zero_grad() first; for parameters that "
             'reentrant checkpoints share use during="forward"'
         )
 
@@ -487,12 +487,12 @@ def follow_buckets(
     if wrapper.find_unused_parameters or wrapper.static_graph:
         option = "static_graph" if wrapper.static_graph else "find_unused_parameters"
         raise ValueError(
-            f"DistributedDataParallel with {option}=True says at the end of backward which gradients there are, and "
-            'puts zeros in the place of others before: use during="forward"'
+            f"DistributedDataParallel with {option}=True finds unused parameters at the end of backward, and sets "
+            'their gradients to zero before: use during="forward"'
         )
     if any(param.is_complex() for param in wrapper.module.parameters()):
         raise ValueError(
-            "buckets of DistributedDataParallel do not hold complex gradients as their parameters have them: use "
+            "buckets of DistributedDataParallel hold complex gradients in another layout than their parameters: use "
             'during="forward"'
         )
     group = wrapper.process_group

@@ -183,8 +183,8 @@ class GradientSync(TakesGradients):
 
     choice, wraps = "shard", "the model of a sharded optimizer"
     taken_by = (
-        "shard() has summed them up over the ranks while backward ran: set max_grad_norm on the optimizer, which clips "
-        "inside the step, or call clip_grad_norm_() of the optimizer"
+        "shard() has reduced it over the ranks during backward: set max_grad_norm on the optimizer, which clips inside "
+        "the step, or call clip_grad_norm_() of the optimizer"
     )
 
     @property
