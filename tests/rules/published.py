@@ -227,8 +227,11 @@ def prodigy(
     for t in range(1, STEPS + 1):
         correction = math.sqrt(1 - b2**count) / (1 - b1**count) if use_bias_correction else 1.0
         dlr, total, denominator = d * lr * correction, b3 * numerator, 0.0
-        for i, p in enumerate(tensors):
-            g = gradients[i](p, t) + (0.0 if decouple else weight_decay * p)
+        given = [gradient(p, t) for gradient, p in zip(gradients, tensors)]
+        present = [i for i, g in enumerate(given) if g is not None]
+        for i in present:
+            p = tensors[i]
+            g = given[i] + (0.0 if decouple else weight_decay * p)
             total += d / d0 * dlr * float((g * (first[i] - p)).sum())
             m[i] = b1 * m[i] + d * (1 - b1) * g
             v[i] = b2 * v[i] + d * d * (1 - b2) * g**2
@@ -242,7 +245,8 @@ def prodigy(
                 d = max(d, d_hat)
             d_max = max(d_max, d_hat)
             d = min(d_max, d * growth_rate)
-            for i, p in enumerate(tensors):
+            for i in present:
+                p = tensors[i]
                 decay = weight_decay * dlr * p if decouple else 0.0
                 tensors[i] = p - decay - dlr * m[i] / (np.sqrt(v[i]) + d * eps)
         yield list(tensors), d

@@ -279,6 +279,30 @@ def test_prodigy_over_several_tensors(changes: dict[str, Any]) -> None:
     _compare_prodigy(starts, gradients, changes)
 
 
+def test_prodigys_step_size_is_that_of_all_for_parameters_without_some_gradients() -> None:
+    """One parameter's first gradient comes in step 5, another has none in steps 8 to 11."""
+    without = ((), (1, 2, 3, 4), (8, 9, 10, 11))
+
+    def absent(gradient: Callable[..., Any], steps: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda param, t: None if t in steps else gradient(param, t)
+
+    starts, gradients = zip(*(problem(shape, seed) for seed, shape in enumerate([MATRIX, VECTOR, (3,)])))
+    gradients = [absent(gradient, steps) for gradient, steps in zip(gradients, without)]
+    params = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start in starts]
+    changes = {"d0": 1e-3, "weight_decay": 0.1}
+    optimizer = tilestep.Prodigy(params, **changes)
+    hyper = {**registry["Prodigy"].hyperparameters, **changes}
+    algorithm = published.prodigy([start.copy() for start in starts], gradients, **hyper)
+    for t, (expected, distance) in enumerate(algorithm, 1):
+        has_grown = distance > 2e-3
+        for param, gradient in zip(params, gradients):
+            param.grad = gradient(param.detach(), t)
+        optimizer.step()
+        for param, theirs in zip(params, expected):
+            np.testing.assert_allclose(param.detach().numpy(), theirs, rtol=1e-6, atol=1e-8, err_msg=f"step {t}")
+    assert has_grown, "the step size did not grow, so the test shows nothing"
+
+
 def test_prodigy_does_not_count_steps_in_which_nothing_moves() -> None:
     def waits(gradient: Callable[..., Any]) -> Callable[..., Any]:
         return lambda param, t: gradient(param, t) * (t > 3)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .protocol import State, at_least, between, rule
-from .scalars import sum_over_tensors
+from .scalars import max_over_tensors, sum_over_tensors
 
 
 @rule(
@@ -70,9 +70,10 @@ def prodigy(
         d <- min(max(d_max, h), growth_rate * (max(d, h) if d = d0 else d)), d_max <- max(d_max, h)
         p <- p - weight_decay * e * p - e * m / (sqrt(v) + d * eps)
     with g <- g + weight_decay * p before instead of the decay when `decouple` is off. While norm1(s) is 0, and where
-    lr is 0, nothing moves. d, d_max and d_numerator (r) are one number for the whole optimizer; every parameter keeps
-    the same copy, which it does not renew in a step without a gradient; one whose first gradient comes later begins at
-    d0. With beta1 = 0 the authors' code takes the new d for m, and this rule the one that the equations have.
+    lr is 0, nothing moves. d, d_max and d_numerator (r) are one number for the whole optimizer, of which every
+    parameter keeps a copy that steps with a gradient renew: d and d_max are the largest of the parameters that have
+    one, r is the parameter's own, which is older after steps without and 0 at the first. With beta1 = 0 the authors'
+    code takes the new d for m, and this rule the one that the equations have.
 
     Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (ICML 2024),
     algorithm 4; names and defaults of the authors' konstmish/prodigy, without `slice_p`.
@@ -80,6 +81,8 @@ def prodigy(
     beta1, beta2 = betas
     if beta3 is None:
         beta3 = torch.sqrt(beta2)
+    # Copies that were not renewed, for want of a gradient, are behind: neither number ever falls.
+    d, d_max = max_over_tensors(d), max_over_tensors(d_max)
     if not decouple:
         grad = grad + weight_decay * param
     dlr = d * lr
@@ -90,8 +93,9 @@ def prodigy(
     s = torch.where(active, beta3 * s + (d / d0) * (d if safeguard_warmup else dlr) * grad, s)
     exp_avg = torch.where(active, beta1 * exp_avg + (d * (1 - beta1)) * grad, exp_avg)
     exp_avg_sq = torch.where(active, beta2 * exp_avg_sq + (d * d * (1 - beta2)) * grad * grad, exp_avg_sq)
-    progress = (grad * (p0 - param)).sum()
-    numerator = beta3 * d_numerator + sum_over_tensors((d / d0) * dlr * progress)
+    # Scaled before it is summed, so that the sum is of the pass that has s.
+    progress = ((d / d0) * dlr * grad * (p0 - param)).sum()
+    numerator = beta3 * d_numerator + sum_over_tensors(progress)
     denominator = sum_over_tensors(torch.where(active, s.abs().sum(), 0.0))
     moves = denominator > 0
     if use_bias_correction:
