@@ -466,6 +466,15 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: if the optimizer was made without `stats`, and before a step has measured.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> weight.grad = torch.tensor([3.0, 4.0])
+            >>> optimizer.step()
+            >>> float(optimizer.stats["weight"]["grad_norm"])
+            5.0
         """
         if self.taps is None:
             raise RuntimeError("stats: make the optimizer with stats=tilestep.Stats(every=...)")

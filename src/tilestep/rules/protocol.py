@@ -329,9 +329,22 @@ class Rule:
         return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(self.function)
 
     def check(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a hyperparameter outside its range or NaN, `TypeError` for an unknown one.
+        """Validate hyperparameters; a function of the step is checked by its value at step 1.
 
-        A function of the step is checked by what it gives at step 1.
+        Args:
+            hyperparameters: values by name.
+
+        Raises:
+            ValueError: for a value outside its range, NaN, or a tuple of another length.
+            TypeError: for an unknown hyperparameter.
+
+        Example:
+            >>> import tilestep
+            >>> try:
+            ...     tilestep.registry["SGD"].check({"lr": -1.0})
+            ... except ValueError as error:
+            ...     print("lr" in str(error))
+            True
         """
         for key, value in hyperparameters.items():
             value = value if type(value) in PYTHON_TYPES else as_python(value)
@@ -354,11 +367,16 @@ class Rule:
                     raise ValueError(f"Invalid {label}: {entry}; it must be {wanted}")
 
     def range_of(self, key: str, index: int = 0) -> Interval:
-        """The values that a hyperparameter, or this entry of a tuple, may take.
+        """The valid values of a hyperparameter.
 
         Args:
             key: the hyperparameter.
-            index: the entry.
+            index: the entry, for a tuple.
+
+        Example:
+            >>> import tilestep
+            >>> str(tilestep.registry["AdamW"].range_of("betas", 1))
+            'in [0, 1)'
         """
         interval = self.ranges.get(key, Interval())
         return interval[index] if isinstance(interval, tuple) else interval
@@ -431,7 +449,7 @@ class Rule:
         return tuple(result)
 
     def bound(self) -> Callable[..., Any]:
-        """The function as it is called: with `math`, `min` and others that take 0-dim values."""
+        """The function with `math`, `min` and other functions replaced by versions that take 0-dim values."""
         if self._bound is None:
             self._bound = scalar_globals(self.function)
         return self._bound

@@ -86,16 +86,16 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
 
 
 class CapturedStep:
-    """A captured step; made by `capture`.
+    """A captured step; made by `tilestep.capture`.
 
     Args:
-        optimizer: whose step it is.
-        updating: the optimizer whose plan it works on.
+        optimizer: the optimizer.
+        updating: the optimizer whose plan the graph uses.
         graph: the CUDA graph.
-        output: what the captured function has returned: tensors that each replay writes anew.
-        table: the table of addresses that the graph reads, to be kept.
-        gradients: the gradients that must stay where they are, by the place of their parameter.
-        choices: what the graph leaves out.
+        output: the output of the captured function: tensors that each replay overwrites.
+        table: the table of addresses that the graph reads.
+        gradients: the gradients that must keep their memory, by the index of their parameter.
+        choices: the steps that the graph leaves out.
     """
 
     def __init__(

@@ -67,19 +67,28 @@ class Stats:
 class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
     """The statistics of one step: a table on the device, and `read` for the host.
 
-    A mapping from names to mappings from columns to device scalars. Columns, for each parameter: `grad_norm` and
-    `grad_max` of its unscaled, unclipped gradient; `param_norm` and `param_max` after the step; `update_norm` and
-    `update_max` of what the step adds, before it is rounded to the stored dtype; `update_ratio`, the update's norm by
-    the parameter's; `zero_fraction` of gradients that are 0; `lost_fraction` of elements whose update was lost to
-    rounding; `<state>_norm` and `<state>_max` of each state after the step. A norm is a 2-norm, a maximum one of
-    magnitudes. A skipped step has the gradient's columns, an update of 0 and what was kept. NaN stands for what a
-    parameter does not have: of one without a gradient all columns.
+    A mapping from names of parameters to mappings from columns to device scalars. The columns are `grad_norm` and
+    `grad_max` of the unscaled, unclipped gradient; `param_norm` and `param_max` after the step; `update_norm` and
+    `update_max` of the update, before rounding to the stored dtype; `update_ratio`, the update's norm over the
+    parameter's; `zero_fraction`, the fraction of gradient elements that are 0; `lost_fraction`, the fraction of updates
+    lost to rounding; and `<state>_norm` and `<state>_max` of each state after the step. Norms are 2-norms, maxima are
+    of magnitudes. A skipped step has an update of 0 and the unchanged parameter and states. Columns that do not apply
+    are NaN: all of them, without a gradient.
 
     Attributes:
-        names: of the parameters: those given, else `"group.index"`.
-        columns: of the table.
-        table: float64[names, columns] on the device, not waited for.
-        step: which call of `step()` was measured.
+        names: the names of named parameters, otherwise `"group.index"`.
+        columns: the columns of the table.
+        table: float64[names, columns] on the device; not synchronized.
+        step: the number of the measured call of `step()`.
+
+    Example:
+        >>> import torch, tilestep
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> optimizer.stats.names, optimizer.stats.step, optimizer.stats.table.shape[0]
+        (('weight',), 1, 1)
     """
 
     def __init__(self, names: Sequence[str], columns: Sequence[str], table: torch.Tensor, step: int) -> None:
@@ -93,7 +102,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
             self._copied.record()
 
     def follow(self) -> None:
-        """Let the current stream wait for the table, which a stream of updates may have made."""
+        """Make the current stream wait for the table, which a stream of updates may have written."""
         if self._copied is not None:
             current = torch.cuda.current_stream(self.table.device)
             current.wait_event(self._copied)
@@ -337,6 +346,17 @@ class StatsPlot:
 
         Raises:
             KeyError: for statistics without the column.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> weight.grad = torch.tensor([3.0, 4.0])
+            >>> optimizer.step()
+            >>> plot = tilestep.StatsPlot("grad_norm")
+            >>> plot.add(optimizer.stats)
+            >>> plot.steps
+            [1]
         """
         if self.column not in stats.columns:
             raise KeyError(f"no column is called {self.column!r}; there are {', '.join(stats.columns)}")
@@ -346,7 +366,19 @@ class StatsPlot:
 
     @property
     def rows(self) -> dict[str, list[float]]:
-        """The values of each parameter, one per step."""
+        """The values of each parameter, one per step.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> weight.grad = torch.tensor([3.0, 4.0])
+            >>> optimizer.step()
+            >>> plot = tilestep.StatsPlot("grad_norm")
+            >>> plot.add(optimizer.stats)
+            >>> plot.rows
+            {'weight': [5.0]}
+        """
         for stats in self._added:
             length = len(next(iter(self._rows.values()), []))
             read = stats.read()

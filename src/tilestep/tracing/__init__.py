@@ -173,12 +173,12 @@ def _spans(name: str, thread: int, spans: Intervals) -> list[dict[str, Any]]:
 
 
 class Profile:
-    """A traced block; made by `profile`.
+    """A traced block; made by `tilestep.profile`.
 
     Args:
-        out: folder for the files; None writes none.
+        out: the folder for the files; None writes none.
         picture: whether to draw.
-        title: of the picture.
+        title: the title of the picture.
     """
 
     def __init__(self, out: Path | None, picture: bool, title: str) -> None:
@@ -188,7 +188,7 @@ class Profile:
 
     @property
     def report(self) -> Report:
-        """What was seen.
+        """The measured times, after the block.
 
         Raises:
             RuntimeError: inside the block.
@@ -198,7 +198,7 @@ class Profile:
         return self._report
 
     def iteration(self) -> None:
-        """Say that an iteration is over; only needed where `optimizer.step()` does not say so by itself."""
+        """Mark the end of an iteration; only needed if it calls no `optimizer.step()`, as in a replayed graph."""
         with torch.profiler.record_function(ITERATION):
             pass
 

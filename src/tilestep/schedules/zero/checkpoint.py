@@ -371,11 +371,11 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
 def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
     """Load the newest complete checkpoint of `save_checkpoint`, in place; all ranks must call it.
 
-    Folders that `save_checkpoint` did not make are passed over, unless there are no others: then the newest that
-    `torch.distributed.checkpoint` has finished is taken, as earlier versions of tilestep wrote theirs without a mark.
+    Other folders are ignored, unless there is no checkpoint of `save_checkpoint`: then the newest complete checkpoint
+    of `torch.distributed.checkpoint` is loaded, which earlier versions of tilestep wrote.
 
     Args:
-        state: what to load, as `torch.distributed.checkpoint.load` takes it; on any number of ranks.
+        state: what to load, as for `torch.distributed.checkpoint.load`; on any number of ranks.
         folder: where the checkpoints are.
 
     Returns:
@@ -384,6 +384,18 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
     Raises:
         FileNotFoundError: if there is none.
         RankError: if a rank died.
+
+    Example:
+        >>> import tempfile, torch, tilestep
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
+        >>> _ = tilestep.save_checkpoint(state, folder)
+        >>> state["weight"].zero_()
+        tensor([0., 0.])
+        >>> tilestep.load_checkpoint(state, folder).name, state["weight"].tolist()
+        ('checkpoint-1', [1.0, 1.0])
+        >>> torch.distributed.destroy_process_group()
     """
     import torch.distributed.checkpoint as dcp
 

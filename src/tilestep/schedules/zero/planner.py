@@ -20,15 +20,15 @@ _CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """For `torch.distributed.checkpoint.load`: takes checkpoints of torch's optimizers, and misses all else.
+    """A planner for `torch.distributed.checkpoint.load` that accepts checkpoints of torch's optimizers, and nothing less.
 
-    Param groups of tilestep's optimizers have a rule, a clip and a kind of master that those of torch's have not, and
-    every state has a step count, which torch's SGD and Muon have not. `DefaultLoadPlanner` refuses such a checkpoint,
-    or, with `allow_partial_load`, takes one without half of the state. Of an optimizer that has no state before its
-    first step, it loads param groups alone; this one brings the state too, as whole tensors in CPU memory. So it does
-    with states in other blocks than the optimizer's (`state_dtype`), for `load_state_dict` to take them by value;
-    `DefaultLoadPlanner` reads their codes as if they were numbers. A checkpoint with masters of another kind
-    (`master_weights`) than a state has is refused, with what to do instead.
+    tilestep's param groups have a rule, a clip and a format of masters, and its states a step count, which checkpoints
+    of torch's optimizers may lack. `DefaultLoadPlanner` refuses such a checkpoint, or, with `allow_partial_load`,
+    accepts one that lacks any state. This planner keeps the optimizer's values for what torch does not have, and raises
+    if anything else is missing. For an optimizer without state, before its first step, it loads the state as full
+    tensors in CPU memory. It does the same for states in other blocks than the optimizer's (`state_dtype`), which
+    `load_state_dict` converts by value; `DefaultLoadPlanner` would read their codes as numbers. It refuses a checkpoint
+    with another format of masters (`master_weights`), and says what to do.
 
     Example:
         >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp

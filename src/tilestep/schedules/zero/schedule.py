@@ -245,6 +245,21 @@ class ShardedSchedule(Schedule):
 
         Only needed before you read parameters that you hold yourself, for example in a list; reading a parameter from
         its module waits for it.
+
+        Example:
+            >>> import torch, tilestep
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> mine = list(model.parameters())
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> optimizer = tilestep.shard(tilestep.SGD(mine, lr=0.5), model)
+            >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.wait()
+            >>> mine[0].tolist()
+            [[0.5, 0.0]]
+            >>> torch.distributed.destroy_process_group()
         """
         self.sharding.inner.memory.wait()
         self.parameters.wait_all()
