@@ -20,7 +20,7 @@ _CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """A planner for `torch.distributed.checkpoint.load` that accepts checkpoints of torch's optimizers, and nothing less.
+    """A strict planner for `torch.distributed.checkpoint.load` that accepts checkpoints of torch's optimizers too.
 
     tilestep's param groups have a rule, a clip and a format of masters, and its states a step count, which checkpoints
     of torch's optimizers may lack. `DefaultLoadPlanner` refuses such a checkpoint, or, with `allow_partial_load`,
