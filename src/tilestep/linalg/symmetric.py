@@ -29,7 +29,7 @@ class Blocks:
 
 BLOCKS = Blocks()
 
-_SMALLEST = 1024  # half the tiles are no gain for matrices of 512 rows; for 2,048 they take 0.65 of the time (one H200)
+_SMALLEST = 1024  # below, half the tiles are no gain: benchmarks/symmetric_products.py
 
 
 def can_multiply(batch: torch.Tensor, blocks: Blocks | None = None) -> bool:

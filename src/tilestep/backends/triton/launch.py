@@ -80,7 +80,7 @@ _THREADS = "TILESTEP_BUILD_THREADS"
 class Launcher:
     """One kernel, grid, device and set of constants; made by `prepare`, called with the run-time arguments.
 
-    `kernel[grid](...)` takes 20 to 40 us to look at every argument again, for the compiled kernel that fits. A launcher
+    `kernel[grid](...)` looks at every argument again, for the compiled kernel that fits. A launcher
     looks once; later calls go to the compiled kernel itself.
     """
 
