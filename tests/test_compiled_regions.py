@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -201,5 +202,29 @@ def test_a_backward_that_compiled_code_runs_compiles_no_hook(attached: str) -> N
         step = torch.compile(train, backend="aot_eager") if compiled else train
         for seed in range(4):
             step(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)))
+        results.append([param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("during", ["backward", "forward"])
+def test_a_backward_that_is_compiled_as_a_whole_updates(during: Any) -> None:
+    """torch forgets what is to be called at the end of such a backward, which then seemed to have been broken off."""
+    from torch._dynamo import compiled_autograd
+
+    torch._dynamo.reset()
+    results = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer: Any = tilestep.AdamW(model.parameters(), lr=0.05)  # type: ignore[attr-defined]
+        if compiled:
+            tilestep.overlap(optimizer, model, during=during)
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))).square().mean()
+            around = compiled_autograd._enable(torch.compile(backend="eager")) if compiled else nullcontext()
+            with around:
+                loss.backward()
+            optimizer.step()
         results.append([param.detach() for param in model.parameters()])
     assert all(map(torch.equal, *results))

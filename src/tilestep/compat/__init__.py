@@ -389,6 +389,10 @@ def after_backward(callback: Callable[[], None]) -> bool:
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None or not hasattr(engine, "queue_callback"):
         return False
+    # A backward that is compiled as a whole forgets what is queued while its code runs.
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        return False
     engine.queue_callback(callback)
     return True
 
