@@ -62,7 +62,7 @@ def _tests(name: str, gpus: int, seconds: float, words: str) -> Part:
 
 def _trace(during: str, options: str = "") -> Part:
     model = "--bf16 --layers 6 --width 4096 --context 1024 --batch 8"
-    return Part(f"trace-{during}", 1, 25, f"-m tilestep.cli trace {model} --during {during} {options} --out {{out}}")
+    return Part(f"trace-{during}", 1, 25, f"-m tilestep trace {model} --during {during} {options} --out {{out}}")
 
 
 PARTS = [

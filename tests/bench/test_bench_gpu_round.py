@@ -30,7 +30,7 @@ def test_every_file_of_a_part_is_there(script: Any, tmp_path: Path) -> None:
         words = part.words(tmp_path)
         files = {word for word in words if word.endswith(".py")}
         assert all((ROOT / file).is_file() for file in files), part.name
-        assert files or words[:2] == ["-m", "tilestep.cli"]
+        assert files or words[:2] == ["-m", "tilestep"]
         tested |= {Path(file).name for file in files if file.startswith("tests/")}
     assert tested == {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 

@@ -265,5 +265,5 @@ def test_a_word_for_a_number_is_named(command: str, capfd: pytest.CaptureFixture
 
 
 def test_the_command_works_as_a_program() -> None:
-    result = run_python("-m", "tilestep.cli", "check", "authored:too_many", cwd=FOLDER)
+    result = run_python("-m", "tilestep", "check", "authored:too_many", cwd=FOLDER)
     assert result.returncode == 1 and "it must return 2" in result.stdout
