@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..combinations import DDP, kind_of, wrappers_around
-from ..compat import fake_mode_is_active, is_capturing
+from ..compat import fake_mode_is_active, group_device_types, is_capturing
 from ..placement import ReductionGroup, is_distributed
 from ..placement.local import local_part
 from .groups import described_numbers
@@ -37,10 +37,9 @@ def compare_ranks(optimizer: Optimizer) -> None:
 
 
 def _compare(optimizer: Optimizer, groups: Sequence[Any]) -> None:
+    device = _device_of(optimizer)
+    groups = [group for group in groups if _takes(group, device)]
     lines = [f"{optimizer.control.policy}", *_lines(optimizer)]
-    # Where the parameters are, which is where each rank's collectives run, whatever device is current.
-    devices = (local_part(param).device for group in optimizer.param_groups for param in group["params"])
-    device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
     own = torch.zeros(_SLOTS, dtype=torch.float64, device="cpu")
     for place, line in enumerate(lines):
         own[place % _SLOTS] += zlib.crc32(line.encode())
@@ -55,6 +54,18 @@ def _compare(optimizer: Optimizer, groups: Sequence[Any]) -> None:
             f"{dist.get_rank()} has {', '.join(others) or 'fewer param groups'}, and another rank has not; give all "
             "ranks the same numbers"
         )
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    """Where the parameters are, which is where each rank's collectives run, whatever device is current."""
+    devices = (local_part(param).device for group in optimizer.param_groups for param in group["params"])
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
+def _takes(group: Any, device: torch.device) -> bool:
+    """Whether a process group takes tensors of a device, or of the GPU that they can be sent by."""
+    kinds = group_device_types(group)
+    return kinds is None or device.type in kinds or torch.cuda.is_available()
 
 
 def _lines(optimizer: Optimizer) -> Iterator[str]:
