@@ -131,3 +131,9 @@ def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine._triton() is None or machine.importlib.util.find_spec("triton") is None
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'tilestep[gpu]'" in str(machine._triton())
+
+
+@pytest.mark.parametrize("module", ["tilestep", "tilestep.cli"])
+def test_both_modules_are_the_command_line(module: str) -> None:
+    done = run_python("-m", module, "version", "--help")
+    assert done.returncode == 0 and "version" in done.stdout

@@ -311,8 +311,10 @@ def writer_of(
 
 
 def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
-    """Whether a pass writes nothing that is kept in far more than 16 bits, and reduces nothing that is."""
+    """Whether a pass writes nothing that is kept in far more than 16 bits, and reduces nothing that is.
 
+    But for the parameter where all states are in formats as coarse and some in blocks.
+    """
     states = [storage for name, storage in spec.storages.items() if name != "param"]
     # An update that is made of numbers in blocks is no closer than these.
     of_blocks = spec.has_blocks and all(map(is_coarse, states))
