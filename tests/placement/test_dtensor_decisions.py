@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import tilestep
+from tilestep.optimizer import agreement
 from tilestep.placement import ReductionGroup
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, -1.5, 0.0, math.inf, -math.inf]
@@ -234,9 +235,10 @@ def refuses_other_numbers() -> None:
             optimizer = tilestep.AdamW(net.parameters(), **{key: other if rank == last else one})
             before = [full(param).clone() for param in net.parameters()]
             backward(net, batch(0, None if layout == "ddp" else layout))
-            said = f"rank {rank} has group 0 {key}={other if rank == last else one}, and another rank has not"
+            said = re.escape(f"rank {rank} has group 0 {key}={other if rank == last else one}, and rank ")
+            said += r"[01] has not;" if rank == last else rf"{last} has not;"
             for _ in range(2):
-                with pytest.raises(ValueError, match=re.escape(said)):
+                with pytest.raises(ValueError, match=said):
                     optimizer.step()
             for param, old in zip(net.parameters(), before):
                 assert torch.equal(full(param), old), layout
@@ -252,6 +254,48 @@ def refuses_other_numbers() -> None:
     backward(net, batch(0, "fsdp"))
     with pytest.raises(ValueError, match="ranks disagree on what a step does"):
         optimizer.step()
+
+
+def a_rank_may_skip_its_first_step() -> None:
+    """The others compared numbers in a collective, which met the next one of that rank: the gradients' of a model."""
+    rank = dist.get_rank()
+    agreement.PATIENCE, before = 0.1, agreement.PATIENCE
+    try:
+        nets = plain(), plain()
+        copies = [DDP(net) for net in nets]
+        optimizers = [make(net.parameters(), lr=0.1) for make, net in zip((tilestep.SGD, torch.optim.SGD), nets)]
+        for net, optimizer in zip(copies, optimizers):
+            for step in range(3):
+                backward(net, batch(step))
+                if rank or step:
+                    optimizer.step()
+                optimizer.zero_grad()
+        for own, theirs in zip(*(net.parameters() for net in nets)):
+            torch.testing.assert_close(own, theirs)
+    finally:
+        agreement.PATIENCE = before
+
+
+def a_rank_that_comes_late_is_compared() -> None:
+    """Its numbers are refused by itself at its first step, and at their next one by the others, which have gone on."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    agreement.PATIENCE, before = 0.1, agreement.PATIENCE
+    try:
+        net = LAYOUTS["fsdp"][0]()
+        optimizer = tilestep.AdamW(net.parameters(), lr=0.2 if rank == last else 0.1)
+        backward(net, batch(0, "fsdp"))
+        if rank != last:
+            optimizer.step()
+        dist.barrier()
+        if rank == last:
+            with pytest.raises(ValueError, match=r"rank 3 has group 0 lr=0\.2, and rank 0 has not"):
+                optimizer.step()
+        dist.barrier()
+        if rank != last:
+            with pytest.raises(ValueError, match=rf"rank {rank} has group 0 lr=0\.1, and rank 3 has not"):
+                optimizer.step()
+    finally:
+        agreement.PATIENCE = before
 
 
 def compares_numbers_without_gradients_and_seeds() -> None:
@@ -305,6 +349,8 @@ CHECKS = {
         refuses_other_numbers,
         says_why_others_may_not_take_part,
         compares_numbers_without_gradients_and_seeds,
+        a_rank_may_skip_its_first_step,
+        a_rank_that_comes_late_is_compared,
     )
 }
 

@@ -2,73 +2,115 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..combinations import DDP, kind_of, wrappers_around
-from ..compat import fake_mode_is_active, group_device_types, is_capturing
-from ..placement import ReductionGroup, is_distributed
-from ..placement.local import local_part
+from ..compat import default_store, fake_mode_is_active, is_capturing
+from ..placement import is_distributed
 from .groups import described_numbers
 from .parameters import Optimizer
 
-_SLOTS = 128  # numbers that are compared: of one size on all ranks, whatever their groups are
+PATIENCE = 10.0  # seconds that a rank's first step waits for the first steps of the other ranks
+_LATER_STEPS = 100  # in how many further steps a rank looks, without waiting, whether the others have stepped since
 
 
 def compare_ranks(optimizer: Optimizer) -> None:
     """Raise on ranks whose groups have other numbers than those of a rank with which they share parameters."""
-    # Each rank's own numbers, the largest of all ranks and the smallest tell. Later changes are not compared: a rank
-    # does not know that another one's have changed, and finding out would be a message at every step.
+    # Later changes are not compared: a rank does not know that another one's have changed, and finding out would be a
+    # message at every step.
     control = optimizer.control
-    if control.compared or is_capturing() or fake_mode_is_active():
+    if is_capturing() or fake_mode_is_active():
         return
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and "shard" not in optimizer.attached:
-        # Modules may have meshes of their own, of the same ranks.
-        groups = {tuple(dist.get_process_group_ranks(group)): group for group in _process_groups(optimizer)}
-        if groups:
-            _compare(optimizer, list(groups.values()))
-    control.compared = True
+    try:
+        if not several or "shard" in optimizer.attached:
+            is_over = True
+        elif control.comparison is None:
+            # Modules may have meshes of their own, of the same ranks.
+            control.comparison = RankComparison(sorted(set(_rank_sets(optimizer))), list(_lines(optimizer)))
+            is_over = control.comparison.is_over(PATIENCE)
+        else:
+            is_over = control.comparison.is_over()
+    except ValueError:
+        control.comparison = None
+        raise
+    except RuntimeError:
+        # The process group has no store, or the process that keeps it has ended.
+        is_over = True
+    if is_over:
+        control.compared, control.comparison = True, None
 
 
-def _compare(optimizer: Optimizer, groups: Sequence[Any]) -> None:
-    device = _device_of(optimizer)
-    groups = [group for group in groups if _takes(group, device)]
-    lines = [f"{optimizer.control.policy}", *_lines(optimizer)]
-    own = torch.zeros(_SLOTS, dtype=torch.float64, device="cpu")
-    for place, line in enumerate(lines):
-        own[place % _SLOTS] += zlib.crc32(line.encode())
-    own = torch.cat([own, -own])
-    ends = own.to(device, copy=True)
-    ReductionGroup(groups, ranks=()).largest(ends)
-    differ = (ends.cpu() != own).view(2, -1).any(0).tolist()
-    others = [line for place, line in enumerate(lines) if differ[place % _SLOTS]]
-    if any(differ):
+class RankComparison:
+    """A comparison of what ranks are about to do, through the store in which they have found each other."""
+
+    # No collective: a rank that skips its first step would answer with the next one that it calls, which is another.
+    # The store is looked up each time: one that outlives its process group answers the next one on its port.
+
+    def __init__(self, rank_sets: Sequence[tuple[int, ...]], lines: Sequence[str]) -> None:
+        self._rank, self._lines, self._looks = dist.get_rank(), lines, 0
+        text = "\n".join(lines)
+        digest = f"{zlib.crc32(text.encode()):08x}"
+        self._open: list[tuple[tuple[int, ...], str]] = []
+        for ranks in rank_sets:
+            place = f"tilestep/numbers/{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}"
+            # The n-th comparison of each rank is one with the n-th of the others.
+            place = f"{place}/{_store_at(place).add(f'begun by {self._rank}', 1)}"
+            store = _store_at(place)
+            store.set(str(self._rank), text)
+            store.add(digest, 1)
+            if store.add("arrived", 1) == len(ranks):
+                store.set("equal", str(int(store.add(digest, 0) == len(ranks))))
+            self._open.append((ranks, place))
+
+    def is_over(self, patience: float = 0.0) -> bool:
+        """Whether nothing more will be compared; waits at most so many seconds for ranks that have not begun.
+
+        Raises:
+            ValueError: if a rank has other lines.
+        """
+        end, pause = time.monotonic() + patience, 0.001
+        while not self._answered() and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.25)
+        self._looks += 1
+        return not self._open or self._looks > _LATER_STEPS
+
+    def _answered(self) -> bool:
+        for ranks, place in list(self._open):
+            store = _store_at(place)
+            if not store.check(["equal"]):
+                continue
+            self._open.remove((ranks, place))
+            if store.get("equal") == b"0":
+                self._refuse({rank: store.get(str(rank)).decode().split("\n") for rank in ranks})
+        return not self._open
+
+    def _refuse(self, lines_of: dict[int, list[str]]) -> None:
+        other = next(rank for rank, lines in lines_of.items() if lines != self._lines)
+        own = [line for line in self._lines if line not in lines_of[other]]
         raise ValueError(
             "ranks disagree on what a step does, and would drift apart or wait for each other forever: rank "
-            f"{dist.get_rank()} has {', '.join(others) or 'fewer param groups'}, and another rank has not; give all "
-            "ranks the same numbers"
+            f"{self._rank} has {', '.join(own) or 'fewer param groups'}, and rank {other} has not; give all ranks the "
+            "same numbers"
         )
 
 
-def _device_of(optimizer: Optimizer) -> torch.device:
-    """Where the parameters are, which is where each rank's collectives run, whatever device is current."""
-    devices = (local_part(param).device for group in optimizer.param_groups for param in group["params"])
-    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
-
-
-def _takes(group: Any, device: torch.device) -> bool:
-    """Whether a process group takes tensors of a device, or of the GPU that they can be sent by."""
-    kinds = group_device_types(group)
-    return kinds is None or device.type in kinds or torch.cuda.is_available()
+def _store_at(place: str) -> dist.Store:
+    store = default_store()
+    if store is None:
+        raise RuntimeError("the process group has no store")
+    return dist.PrefixStore(place, store)
 
 
 def _lines(optimizer: Optimizer) -> Iterator[str]:
+    yield f"{optimizer.control.policy}"
     for index, group in enumerate(optimizer.param_groups):
         yield f"group {index} rule={optimizer.rule_of(group).name}"
     for line in described_numbers(optimizer):
@@ -77,8 +119,8 @@ def _lines(optimizer: Optimizer) -> Iterator[str]:
             yield line
 
 
-def _process_groups(optimizer: Optimizer) -> Iterator[Any]:
-    """Those of the meshes of parameters, a group for each dimension, and of DistributedDataParallel around them."""
+def _rank_sets(optimizer: Optimizer) -> Iterator[tuple[int, ...]]:
+    """Those of the meshes of parameters, and of DistributedDataParallel around them."""
     # Not only of parameters that have a gradient, which on another rank others may have.
     params = [param for group in optimizer.param_groups for param in group["params"]]
     meshes: list[Any] = []
@@ -88,8 +130,10 @@ def _process_groups(optimizer: Optimizer) -> Iterator[Any]:
     for mesh in meshes:
         if mesh.get_coordinate() is not None:
             with suppress(RuntimeError):  # made without process groups
-                yield from [mesh.get_group(dim) for dim in range(mesh.ndim)]
+                mesh.get_group(0)
+                yield tuple(sorted(mesh.mesh.flatten().tolist()))
     own = {id(param) for param in params}
-    wrappers = wrappers_around(lambda param: id(param) in own)
-    around: set[Any] = {wrapper.process_group for wrapper in wrappers if kind_of(wrapper) == DDP}
-    yield from sorted(around, key=dist.get_process_group_ranks)
+    wrappers: list[Any] = wrappers_around(lambda param: id(param) in own)
+    for wrapper in wrappers:
+        if kind_of(wrapper) == DDP:
+            yield tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))

@@ -53,6 +53,7 @@ from ..placement import ReductionGroup
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead
 from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
+from .agreement import RankComparison
 from .parameters import Optimizer
 from .plan import StepPlan, moved
 
@@ -283,6 +284,7 @@ class StepControl:
         self.copies: DataParallelRanks | ReductionGroup | None = None
         """Ranks that have other data and the same parameters, and so the same norms; not known yet where it is None."""
         self.compared = False  # whether ranks that share parameters have compared the numbers of their groups
+        self.comparison: RankComparison | None = None  # with ranks that have not taken their first step yet
         self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
 
     def __getstate__(self) -> dict[str, Any]:
