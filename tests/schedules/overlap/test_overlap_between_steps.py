@@ -112,6 +112,22 @@ def test_a_rate_that_changes_after_backward_is_refused() -> None:
     optimizer.step()
 
 
+def test_a_checkpoint_that_is_loaded_after_backward_is_refused() -> None:
+    """Groups that were updated had their parameters from the states before, and then states that did not have it."""
+    model = small()
+    optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward", bucket_cap_mb=TINY)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match=r"call step\(\) before load_state_dict\(\)"):
+        optimizer.load_state_dict(saved)
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    steps = [state["step"] for state in saved["state"].values()]
+    assert [state["step"] for state in optimizer.state_dict()["state"].values()] == steps
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_norms_are_summed_in_backward(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(clipped, "backward")

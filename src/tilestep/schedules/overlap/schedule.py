@@ -414,10 +414,19 @@ class OverlapSchedule(Schedule):
                 'to decide after backward whether there is a step use during="forward"'
             )
 
+    def _require_no_update(self, method: str) -> None:
+        if self.tracker.has_updated:
+            raise RuntimeError(f"backward has updated parameters already: call step() before {method}")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
+        """Take a checkpoint, between a step and the next backward or after a backward that was broken off."""
+        if not self.tracker.rounds.is_broken:
+            self._require_no_update("load_state_dict()")
+        super().load_state_dict(state_dict, plain)
+
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
         """Add parameters as a group of their own, between a step and the next backward."""
-        if self.tracker.has_updated:
-            raise RuntimeError("backward has updated parameters already: call step() before add_param_group()")
+        self._require_no_update("add_param_group()")
         self.synchronize()
         with unchanged_on_error(self._optimizer()):
             plain(param_group)
