@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +17,22 @@ def has_streams(device: torch.device) -> bool:
 def is_host(device: torch.device) -> bool:
     """Whether a device is the host itself, whose work is done when a call returns."""
     return device.type == "cpu"
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A number on another device; the host waits only if it is the host's."""
+    # A copy to the CPU that is not waited for may be read before it has arrived.
+    return tensor.to(device, non_blocking=not is_host(device))
+
+
+def combined(
+    numbers: Sequence[torch.Tensor], operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add
+) -> torch.Tensor:
+    """The sum of numbers on several devices, or what another operation makes of them, on a GPU if one of them is."""
+    if len(numbers) == 1:
+        return numbers[0]
+    device = next((number.device for number in numbers if not is_host(number.device)), numbers[0].device)
+    return functools.reduce(operation, [moved(number, device) for number in numbers])
 
 
 def synchronize(device: torch.device) -> None:

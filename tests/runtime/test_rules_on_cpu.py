@@ -9,8 +9,10 @@ import pytest
 import torch
 from float64_reference import Run, check_steps
 from format_rows import backend
+from torch.overrides import TorchFunctionMode
 
 import tilestep
+from tilestep.devices import combined
 from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
 from tilestep.rules.compose import scaled_states
@@ -140,3 +142,24 @@ def test_a_rule_that_changes_nothing_counts_its_steps() -> None:
     weight.grad = torch.zeros(2)
     optimizer.step()
     assert weight.tolist() == [1.0, -math.inf] and optimizer.state[weight]["step"] == 1
+
+
+def test_numbers_of_all_devices_are_waited_for_on_the_host() -> None:
+    """Sums over the tensors of several devices came to a CPU by copies that the host did not wait for."""
+
+    class Copies(TorchFunctionMode):
+        unawaited = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.unawaited += (kwargs or {}).get("non_blocking", False) and func is torch.Tensor.copy_
+            return func(*args, **kwargs or {})
+
+    params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
+    optimizer = tilestep.Prodigy(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with Copies() as copies:
+        optimizer.step()
+    assert not copies.unawaited
+    sums = [torch.tensor(float(number)) for number in range(4)]
+    assert combined(sums).item() == 6 and combined(sums, torch.maximum).item() == 3 and combined(sums[:1]) is sums[0]

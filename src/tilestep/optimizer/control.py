@@ -48,6 +48,7 @@ from ..backends.spec import (
     UNSCALE,
 )
 from ..combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
+from ..devices import combined, moved
 from ..errors import GradientError
 from ..placement import ReductionGroup
 from ..placement.local import local_part
@@ -55,7 +56,7 @@ from ..runtime import DeviceEngine, StepInputs, build_ahead
 from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
 from .agreement import RankComparison
 from .parameters import Optimizer
-from .plan import StepPlan, moved
+from .plan import StepPlan
 
 LIMITS_KEY = "limits"  # key of the first group of a state_dict for what adaptive limits remember
 MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
@@ -562,12 +563,8 @@ class JointGradNorm:
                 "joint_norm: gradients of some of its optimizers carry a loss scale and others' do not: unscale those "
                 "of all of them, or of none, before the first steps; nothing was updated"
             )
-        total: torch.Tensor | None = None
-        for member in members:
-            own = member.power_sum(prepared=member.schedule.updating(member) is stepping)
-            if own is not None:
-                total = own if total is None else total + own.to(total.device, non_blocking=total.is_cuda)
-        assert total is not None
+        sums = [member.power_sum(prepared=member.schedule.updating(member) is stepping) for member in members]
+        total = combined([own for own in sums if own is not None])
         if self._group is not None:
             total = total.clone()
             dist.all_reduce(total, group=self._group)

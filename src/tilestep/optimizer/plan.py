@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
-from ..devices import is_host
+from ..devices import combined
 from ..errors import GradientError
 from ..memory.memory import StateMemory
 from ..placement import LocalGradients, ReductionGroup, SharedSums
@@ -366,24 +366,7 @@ def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 
 def _power_sum(home: StateMemory, sources: Sequence[DeviceEngine | JointNorm]) -> torch.Tensor:
-    return total(home.power_sums(sources))
-
-
-def total(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum over devices, on one that is not the CPU if there is one."""
-    if len(sums) == 1:
-        return sums[0]
-    home = next((part.device for part in sums if not is_host(part.device)), sums[0].device)
-    summed = moved(sums[0], home)
-    for part in sums[1:]:
-        summed = summed + moved(part, home)
-    return summed
-
-
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A number on another device."""
-    # A copy to the CPU that is not waited for may be read before it has arrived.
-    return tensor.to(device, non_blocking=not is_host(device))
+    return combined(home.power_sums(sources))
 
 
 _MOVED, _CHANGED = 1, 2  # answers of a look in C++: gradients are elsewhere; Python must say what has changed

@@ -13,7 +13,7 @@ from ..backends.registry import build_segment
 from ..backends.spec import KernelSpec
 from ..backends.triton.launch import Launch, build_threads, build_together
 from ..compat import HOST_UPDATE, UPDATE, is_capturing, marked
-from ..devices import is_host, thread_count
+from ..devices import combined, is_host, moved, thread_count
 from ..errors import StateError
 from ..norm import NormTable
 from ..tensor_watch import FixedTensors, TensorFingerprint
@@ -73,16 +73,13 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
     for members in by_rule.values():
         for slot, value in members[0].spec.program.scalars[index].global_reductions:
             adds = value.operation == "global_sum"
-            parts = [
-                segment.global_parts[:, slot].sum() if adds else segment.global_parts[:, slot].amax()
-                for segment in members
-            ]
-            total = parts[0]
-            for part in parts[1:]:
-                moved = part.to(total.device, non_blocking=True)
-                total = total + moved if adds else torch.maximum(total, moved)
+            parts = [segment.global_parts[:, slot] for segment in members]
+            if adds:
+                total = combined([part.sum() for part in parts])
+            else:
+                total = combined([part.amax() for part in parts], torch.maximum)
             for segment in members:
-                segment.totals[slot].copy_(total, non_blocking=True)
+                segment.totals[slot].copy_(moved(total, segment.totals.device))
 
 
 def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:

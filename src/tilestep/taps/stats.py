@@ -14,6 +14,7 @@ import torch
 from ..backends.spec import INVERSE_SCALE, KernelSpec
 from ..backends.taps import FAR, NEAR, TapColumns, tap_columns
 from ..compat import is_capturing
+from ..devices import moved
 from ..placement.local import is_distributed
 from ..runtime import DeviceEngine
 from ..runtime.segment import Segment
@@ -181,7 +182,7 @@ class _Part:
         if not self.taps.has_run or not self._entries:
             return
         totals = self.taps.totals[self._picks]
-        table[self.rows[:, None], self.columns] = totals.to(self._device, non_blocking=True)
+        table[self.rows[:, None], self.columns] = moved(totals, self._device)
         others = []
         for name in self._numbers:
             number = self.segment.scalar_states[name].to(torch.float64).abs()
@@ -194,7 +195,7 @@ class _Part:
         # Tensors without a gradient have nothing.
         missing = table[self.rows, self._raw.index("grad_zeros")].isnan()
         for column, numbers in others:
-            there = numbers.to(self._device, non_blocking=True).masked_fill(missing, math.nan)
+            there = moved(numbers, self._device).masked_fill(missing, math.nan)
             table[:, self._raw.index(column)].index_copy_(0, self.rows, there)
 
 
