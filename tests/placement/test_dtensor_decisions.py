@@ -114,6 +114,22 @@ def updates_complex_parameters() -> None:
         torch.testing.assert_close(full(mine.state[param]["exp_avg"]), theirs.state[other]["exp_avg"])
 
 
+@tilestep.rule
+def by_size(param: Any, grad: Any, *, lr: float = 0.1) -> Any:
+    return param - lr * grad / param.numel()
+
+
+def refuses_complex_shards_beside_plain_ones() -> None:
+    """A plain parameter before it hid a DTensor whose pairs of reals its rule counted as elements of the whole."""
+    mesh = init_device_mesh(device(), (dist.get_world_size(),))
+    whole = torch.ones(4, 4, dtype=torch.complex64, device=device())
+    alone, sharded = (torch.nn.Parameter(t) for t in (whole.clone(), distribute_tensor(whole, mesh, [Shard(0)])))
+    for params in ([sharded], [alone, sharded]):
+        said = f"parameter {len(params) - 1} of group 0 is complex: by_size does not support complex"
+        with pytest.raises(tilestep.GradientError, match=said):
+            tilestep.Optimizer(params, by_size)
+
+
 def sees_what_one_rank_has() -> None:
     """A NaN in one rank's shard is everyone's norm."""
     placed, _ = _tensors()
@@ -342,6 +358,7 @@ CHECKS = {
         norms_of_partial_sums,
         clips_gradients,
         updates_complex_parameters,
+        refuses_complex_shards_beside_plain_ones,
         sees_what_one_rank_has,
         skips_on_every_rank,
         scalers_agree,

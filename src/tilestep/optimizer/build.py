@@ -167,7 +167,8 @@ def _kind_of(optimizer: Optimizer, known: _Kinds, listed: Listed, part: torch.Te
     whole = optimizer.placement.wholes.get(param)
     like = param if whole is None else whole
     shape = torch.Size((*like.shape, 2)) if like.is_complex() else like.shape
-    kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, grad_dtype(param), part.device.type)
+    is_split_pair = param.is_complex() and is_distributed(param)
+    kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), part.device.type)
     if "state_dtype" in group:
         kind = (*kind, label, shape)
     alike = (*kind, shape) if known.get(kind, kind) is None else kind
