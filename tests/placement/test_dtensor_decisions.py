@@ -263,6 +263,11 @@ def refuses_other_numbers() -> None:
             # Numbers of later steps are each rank's own business: no message says that they differ.
             optimizer.param_groups[0]["lr"] = 0.1
             optimizer.step()
+    net = DDP(plain())
+    optimizer = tilestep.AdamW(net.parameters(), skip_above=tilestep.Sigma())
+    backward(net, batch(0))
+    with pytest.raises(ValueError, match=rf"rank {rank} has {'no' if rank else 'a'} loss for step\(\), and rank"):
+        optimizer.step(loss=None if rank else 1.0)
     net = LAYOUTS["fsdp"][0]()
     first, *rest = net.parameters()
     groups = [{"params": [first]}, {"params": rest}] if rank else [{"params": [first, *rest]}]

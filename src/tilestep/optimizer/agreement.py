@@ -20,7 +20,7 @@ PATIENCE = 10.0  # seconds that a rank's first step waits for the first steps of
 _LATER_STEPS = 100  # in how many further steps a rank looks, without waiting, whether the others have stepped since
 
 
-def compare_ranks(optimizer: Optimizer) -> None:
+def compare_ranks(optimizer: Optimizer, *, has_loss: bool) -> None:
     """Raise on ranks whose groups have other numbers than those of a rank with which they share parameters."""
     # Later changes are not compared: a rank does not know that another one's have changed, and finding out would be a
     # message at every step.
@@ -33,7 +33,7 @@ def compare_ranks(optimizer: Optimizer) -> None:
             is_over = True
         elif control.comparison is None:
             # Modules may have meshes of their own, of the same ranks.
-            control.comparison = RankComparison(sorted(set(_rank_sets(optimizer))), list(_lines(optimizer)))
+            control.comparison = RankComparison(sorted(set(_rank_sets(optimizer))), list(_lines(optimizer, has_loss)))
             is_over = control.comparison.is_over(PATIENCE)
         else:
             is_over = control.comparison.is_over()
@@ -109,8 +109,11 @@ def _store_at(place: str) -> dist.Store:
     return dist.PrefixStore(place, store)
 
 
-def _lines(optimizer: Optimizer) -> Iterator[str]:
+def _lines(optimizer: Optimizer, has_loss: bool) -> Iterator[str]:
     yield f"{optimizer.control.policy}"
+    if optimizer.control.takes_loss:
+        # Ranks that have one average theirs, and would wait for the others.
+        yield "a loss for step()" if has_loss else "no loss for step()"
     for index, group in enumerate(optimizer.param_groups):
         yield f"group {index} rule={optimizer.rule_of(group).name}"
     for line in described_numbers(optimizer):

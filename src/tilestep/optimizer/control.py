@@ -413,9 +413,14 @@ class StepControl:
             plan.ranks.add(total)
         return total
 
+    @property
+    def takes_loss(self) -> bool:
+        """Whether the loss of a step decides whether it is skipped."""
+        return isinstance(self.policy.above, Sigma)
+
     def take_loss(self, loss: Any) -> None:
         """Let the next decision know the loss of its step."""
-        if not any(isinstance(limit, Sigma) for limit in self.policy.inputs().limits):
+        if not self.takes_loss:
             return
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:

@@ -582,7 +582,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         evaluated = None
         if not self.control.compared:
-            compare_ranks(self)
+            compare_ranks(self, has_loss=loss is not None or closure is not None)
         if closure is not None:
             with torch.enable_grad():
                 evaluated = closure()
