@@ -251,7 +251,7 @@ def test_what_a_killed_process_has_left_is_removed_in_time(directory: Path) -> N
     for name, age in ((".build-old", 7200), (".build-new", 10)):
         (directory / name).mkdir()
         os.utime(directory / name, (time.time() - age,) * 2)
-    cache.cached_file("kernel.txt", lambda path: path.write_text("whole"))  # type: ignore[arg-type, return-value]
+    cache.cached("kernel.txt", lambda path: path.write_text("whole")).close()  # type: ignore[arg-type, return-value]
     assert sorted(left_over(directory)) == [".build-new", "kernel.txt"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -20,7 +21,8 @@ import tilestep
 from tilestep import cache
 from tilestep.backends.cpp import compile
 from tilestep.backends.cpp.compile import load_library
-from tilestep.cache import cache_directory, cached_file, content_key, find_cached
+from tilestep.backends.triton import launch
+from tilestep.cache import cache_directory, cached, content_key, find_cached
 from tilestep.errors import BuildError
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
@@ -40,6 +42,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     yield chosen
     monkeypatch.undo()
     forget()
+
+
+def cached_file(name: str, build: Any) -> Path:
+    with cached(name, build) as file:
+        return file.path
 
 
 def write(text: str) -> Any:
@@ -165,6 +172,28 @@ def test_a_read_only_cache_is_read(directory: Path, monkeypatch: pytest.MonkeyPa
     assert cached_file("kernel.txt", never).read_text() == "prebuilt"
     with pytest.warns(RuntimeWarning, match="read-only file system"):
         assert cached_file("other.txt", write("other")).parent != directory
+
+
+def test_a_directory_without_room_for_a_kernel_costs_one_warning() -> None:
+    def check() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))  # as on a full disk, for this process alone
+        works_without_the_cache("File too large")
+
+    assert in_fork(check).exitcode == 0
+
+
+def test_a_full_disk_is_no_end_of_a_training_on_a_gpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """People read Triton's source in the cache; Triton does not."""
+    if not launch.available():
+        pytest.skip("no Triton")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        assert launch.load_module("words", "VALUE = 43\n").VALUE == 43
+    assert not list(directory.glob("words-*.py"))
 
 
 def test_a_cache_removed_meanwhile_is_made_again(directory: Path) -> None:

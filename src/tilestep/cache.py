@@ -1,7 +1,7 @@
-"""Where built kernels are kept: files that only the user can write, verified each time that one is opened.
+"""Where built kernels are kept: files that only the user can write, verified each time one is opened.
 
-Code from a folder that others may write to would run as the user. So the folder's owner and mode, those of the file,
-and for code a checksum are looked at each time, on descriptors: what was verified is what is read or loaded.
+Code from a folder that others may write to would run as the user. So owner and mode of the folder and of the file, and
+the checksum of code, are checked at each opening, on descriptors: what was verified is what is read or loaded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from ._version import __version__
 from .errors import BuildError
 
 _SEALED = (".so", ".key")
-"""Suffixes of files that end with a checksum of their name and content; what loads libraries ignores it."""
+"""Suffixes of files that end with a checksum of their name and content; loaders of libraries ignore it."""
 
 _SEAL = b"\n# tilestep sha256 "
 _SEAL_LENGTH = len(_SEAL) + 64
 
 _BUILDS = ".build-"
-_STALE = 3600.0  # seconds after which a folder of a build is one that a killed process has left
+_STALE = 3600.0  # seconds after which the folder of a build was left by a killed process
+
+_ROOM = 1 << 20  # bytes that a directory must have room for: a kernel, with what its compiler writes beside it
 
 _WORD = 10.0  # seconds of waiting for another process after which a warning says so
 
@@ -64,16 +66,16 @@ class CachedFile:
         self._handle = handle
 
     def loadable(self) -> str:
-        """A path that leads to the very file that was verified, while it is open."""
+        """A path to the very file that was verified; valid while it is open."""
         if not os.path.exists(f"/proc/self/fd/{self._handle}"):
             return str(self.path)
-        # The loader takes a path that it has seen for the library that it has loaded from there, and descriptors are
-        # used again. A number in dots makes each path another one.
+        # The loader takes a path that it has seen before for the library that it loaded from there, and descriptors are
+        # used again. A number in dots makes every path a new one.
         dots = "".join("/." if bit == "1" else "/" for bit in f"{next(self._count):b}")
         return f"/proc/self/fd{dots}/{self._handle}"
 
     def close(self) -> None:
-        """Close the descriptor; what was loaded from it stays."""
+        """Close the descriptor; a library loaded from it stays."""
         os.close(self._handle)
 
     def __enter__(self) -> CachedFile:
@@ -88,12 +90,11 @@ def _chosen_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """The directory new files are put in: `TILESTEP_CACHE_DIR`, else the user's cache directory."""
+    """The directory for new files: `TILESTEP_CACHE_DIR`, else the user's cache directory, else one of this process."""
     directory = _chosen_directory()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(directory):
-            _usable(directory)
+        with _opened(_present(directory)):
+            _require_room(directory)
             return directory
     except OSError as error:
         _warn_once(
@@ -104,9 +105,11 @@ def cache_directory() -> Path:
 
 
 @functools.lru_cache
-def _usable(directory: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=directory):
-        pass
+def _require_room(directory: Path) -> None:
+    """Raise OSError if no kernel can be written: the directory is read-only, the disk full, or a quota used up."""
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        file.write(bytes(_ROOM))
+        file.flush()
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,23 +127,18 @@ def _warn_once(message: str, subject: str) -> None:
 
 
 def forget_directory() -> None:
-    """Try again, at the next build, whether the directory can be used, and say again if not."""
-    _usable.cache_clear()
+    """Check again, at the next build, whether the directory can be used, and warn again if not."""
+    _require_room.cache_clear()
     _require_owned.cache_clear()
     _warned.clear()
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int | None]:
-    """The directory's descriptor, None where systems have none; raises PermissionError if others may write to it."""
-    if not hasattr(os, "getuid"):
-        yield None
-        return
+def _opened(directory: Path) -> Iterator[int]:
+    """The directory's descriptor; raises PermissionError if others may write to it."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        status = os.fstat(handle)
-        why = _not_private(status)
-        if why:
+        if why := _not_private(os.fstat(handle)):
             remedy = "remove it, or name another one in TILESTEP_CACHE_DIR"
             raise PermissionError(f"{why}; built code there cannot be trusted ({remedy})")
         yield handle
@@ -149,40 +147,34 @@ def _opened(directory: Path) -> Iterator[int | None]:
 
 
 def _not_private(status: os.stat_result) -> str:
-    """Why a file or folder may hold what another user has written, or nothing."""
-    if not hasattr(os, "getuid"):
-        return ""
+    """Why another user may have written to a file or folder; empty if none can."""
     if status.st_uid not in (0, os.getuid()):
         return f"it belongs to user {status.st_uid}, not to you"
     return "others may write to it" if status.st_mode & 0o022 else ""
 
 
 def _open_verified(directory: Path, name: str) -> CachedFile | None:
-    """The file of this name in a directory, if both are private and a checksum that the file must have is right."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    """The file of this name in a directory, if both are private and the checksum, where the file has one, is right."""
     path = directory / name
     with contextlib.suppress(OSError), _opened(directory) as folder:
-        handle = os.open(path if folder is None else name, flags | getattr(os, "O_BINARY", 0), dir_fd=folder)
+        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, handle)
             status = os.fstat(handle)
-            why = _not_private(status)
-            if why:
+            if why := _not_private(status):
                 _warn_once(f"tilestep does not use {path}: {why}; remove it", str(path))
                 return None
-            content = _read(handle) if stat.S_ISREG(status.st_mode) else None
-            if content is not None and name.endswith(_SEALED):
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            with open(handle, "rb", closefd=False) as file:
+                content = file.read()
+            if name.endswith(_SEALED):
                 content, seal = content[:-_SEAL_LENGTH], content[-_SEAL_LENGTH:]
-                content = content if seal == _seal(name, content) else None
-            if content is not None:
-                stack.pop_all()
-                return CachedFile(path, handle, content)
+                if seal != _seal(name, content):
+                    return None
+            stack.pop_all()
+            return CachedFile(path, handle, content)
     return None
-
-
-def _read(handle: int) -> bytes:
-    with open(handle, "rb", closefd=False) as file:
-        return file.read()
 
 
 def _seal(name: str, content: bytes) -> bytes:
@@ -190,7 +182,7 @@ def _seal(name: str, content: bytes) -> bytes:
 
 
 def _places() -> Iterator[Path]:
-    """The chosen directory, which is read even where it cannot be written to, and the one that replaces it."""
+    """The chosen directory, which is read even if it cannot be written to, and the one that replaces it."""
     chosen = _chosen_directory()
     yield chosen
     current = cache_directory()
@@ -200,16 +192,15 @@ def _places() -> Iterator[Path]:
 
 def open_cached(name: str) -> CachedFile | None:
     """The verified file of this name, or None."""
-    opened = (_open_verified(directory, name) for directory in _places())
-    return next((file for file in opened if file is not None), None)
+    return next(filter(None, (_open_verified(directory, name) for directory in _places())), None)
 
 
 def cached_names(pattern: str) -> list[str]:
-    """Names in the cache, in their order; whether the files can be trusted is seen when they are opened."""
+    """Names in the cache, sorted; whether a file can be trusted is checked when it is opened."""
     names: set[str] = set()
     for directory in _places():
         with contextlib.suppress(OSError), _opened(directory) as folder:
-            names.update(fnmatch.filter(os.listdir(directory if folder is None else folder), pattern))
+            names.update(fnmatch.filter(os.listdir(folder), pattern))
     return sorted(names)
 
 
@@ -237,12 +228,6 @@ def cached(
     return file
 
 
-def cached_file(name: str, build: Callable[[Path], None]) -> Path:
-    """As `cached`, for files that others read: the path of the file."""
-    with cached(name, build) as file:
-        return file.path
-
-
 def find_cached(name: str) -> Path | None:
     """The path of the verified file of this name, or None."""
     file = open_cached(name)
@@ -253,7 +238,7 @@ def find_cached(name: str) -> Path | None:
 
 
 def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
-    """Write a text file of the cache anew, from what it says so far."""
+    """Rewrite a text file of the cache; `change` gets the text so far, or None."""
     directory = _present(cache_directory())
     with _locked(directory / name, 60.0, "", True):
         file = _open_verified(directory, name)
@@ -268,17 +253,21 @@ def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
 
 
 def publish(name: str, text: str) -> Path:
-    """Write a text for others to read, if it is not there yet."""
+    """Write a text for people to read, if it is not there yet; without it nothing is missing that runs."""
     file = open_cached(name)
     if file is not None:
         with file:
             if file.content == text.encode():
                 return file.path
-    return update_cached(name, lambda _: text)
+    try:
+        return update_cached(name, lambda _: text)
+    except OSError as error:
+        _warn_once(f"tilestep has not written {name} to its cache: {error}", "publish")
+        return cache_directory() / name
 
 
 def private_folder(name: str) -> Path:
-    """A folder of the cache for files of another library, which checks none: no other user can reach into it."""
+    """A folder of the cache for another library, which checks no files: no other user can write into it."""
     directory = _present(cache_directory())
     try:
         return _closed_folder(directory, name)
@@ -290,14 +279,12 @@ def private_folder(name: str) -> Path:
 def _closed_folder(directory: Path, name: str) -> Path:
     path = directory / name
     path.mkdir(mode=0o700, exist_ok=True)
-    if not hasattr(os, "getuid"):
-        return path
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with _opened(directory) as parent, contextlib.ExitStack() as stack:
         handle = os.open(name, flags, dir_fd=parent)
         stack.callback(os.close, handle)
         status = os.fstat(handle)
-        if status.st_mode & 0o022 and os.fstat(parent or handle).st_mode & 0o011:
+        if status.st_mode & 0o022 and os.fstat(parent).st_mode & 0o011:
             raise PermissionError("others could write to it")
         if status.st_mode & 0o077:
             os.fchmod(handle, 0o700)
@@ -307,7 +294,7 @@ def _closed_folder(directory: Path, name: str) -> Path:
 
 @functools.lru_cache
 def _require_owned(path: Path, number: int) -> None:
-    """Raise PermissionError if another user has put something there; looked for once in a process."""
+    """Raise PermissionError if another user has put something there; checked once a process."""
     for folder, _, files in os.walk(path):
         for entry in (folder, *(os.path.join(folder, file) for file in files)):
             owner = os.lstat(entry).st_uid
@@ -322,7 +309,7 @@ def _present(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
-    """A block that one process at a time is in; what it waits for is said after a while, and not waited for forever."""
+    """A block that one process at a time is in; a long wait for another is announced, and ends in `BuildTimeout`."""
     lock = FileLock(f"{path}.lock")
     begin = time.monotonic()
     what = f"{path.name} with {by}" if by else path.name
@@ -350,7 +337,7 @@ def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
 
 
 def _write_whole(directory: Path, name: str, build: Callable[[Path], None]) -> None:
-    """Write a file that is there whole, also after a crash of the machine, or not at all."""
+    """Write a file whole or not at all, even if the machine crashes."""
     _remove_stale(directory)
     folder = Path(tempfile.mkdtemp(prefix=f"{_BUILDS}{name}-", dir=directory))
     try:
@@ -360,18 +347,17 @@ def _write_whole(directory: Path, name: str, build: Callable[[Path], None]) -> N
             if name.endswith(_SEALED):
                 file.write(_seal(name, file.read()))
                 file.flush()
-            os.chmod(partial, 0o644)  # what a linker has written may be writable by a group
+            os.chmod(partial, 0o644)  # a linker's files may be writable by a group
             os.fsync(file.fileno())
         os.replace(partial, directory / name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if os.name == "posix":
-        with _opened(directory) as handle:
-            os.fsync(handle or 0)
+    with _opened(directory) as handle:
+        os.fsync(handle)
 
 
 def _remove_stale(directory: Path) -> None:
-    """Remove what processes have left that were killed while they built."""
+    """Remove the folders of processes that were killed while they built."""
     for path in directory.glob(f"{_BUILDS}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE:
@@ -379,7 +365,7 @@ def _remove_stale(directory: Path) -> None:
 
 
 def text_builder(text: Callable[[], str]) -> Callable[[Path], Any]:
-    """What writes a text that is only made if it is needed, for `cached`."""
+    """A `build` for `cached` that writes a text, made only if it is needed."""
     return lambda path: path.write_text(text())
 
 

@@ -25,7 +25,7 @@ def step_once(variable: str) -> dict[str, object]:
     parameter.grad = torch.ones(3)
     before = {
         "builds": tilestep.compile_count(),
-        "directory": cache._usable.cache_info().currsize,
+        "directory": cache._require_room.cache_info().currsize,
         "tables": tuning.known_table.cache_info().currsize,
         "cuda": torch.cuda.is_initialized(),
         "generated": [name for name in sys.modules if name.startswith("tilestep_generated")],
