@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 import tilestep
 from tilestep import compat
+from tilestep.placement import distribute
+from tilestep.storage import shape_of_entries
 
 HOMES: list[Homes] = [streamed(500, 2), on_host(500)]
 
@@ -148,6 +150,20 @@ def a_distributed_tensor_is_made_around_what_lies_elsewhere() -> None:
             assert compat.distributed_like(part, param, param.shape, param.stride(), param.placements) is part
 
 
+def states_on_the_host_are_not_copied_to_the_device_of_a_mesh() -> None:
+    """Arrays of codes and scales were copied: checkpoints had what they held when the optimizer was made."""
+    net, _ = trained("fsdp", None, "AdamW", 0)
+    param = next(net.parameters())
+    local = compat.local_parts([param])[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(param.device_mesh), "device_type", "meta")
+        for elements in (1, 2, 128):
+            part = torch.zeros(shape_of_entries(local.shape, elements))
+            made = distribute(part, param, None, elements)
+            assert compat.local_parts([made])[0] is part
+            assert made.shape == shape_of_entries(param.shape, elements)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
@@ -157,6 +173,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         checkpoints_are_written_beside_training,
         parameters_that_fsdp_offloads_need_nothing,
         a_distributed_tensor_is_made_around_what_lies_elsewhere,
+        states_on_the_host_are_not_copied_to_the_device_of_a_mesh,
     )
 }
 

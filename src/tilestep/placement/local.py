@@ -94,7 +94,7 @@ def _placed(tensor: Any) -> str:
 
 def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None, elements: int = 1) -> torch.Tensor:
     """A DTensor around a local part, or the part itself where the parameter is a plain tensor."""
-    kind = distributed_tensor_type()
+    kind: Any = distributed_tensor_type()
     if kind is None or not isinstance(like, kind):
         return part
     if part.storage_offset() and dtensors_have_parts():
@@ -102,21 +102,21 @@ def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None,
         # `async_save` takes what it gives as its address for one.
         start = part.new_empty(0).set_(part.untyped_storage(), 0, part.shape, part.stride())
         return with_part(distribute(start, like, over, elements), part)
-    mesh = like.device_mesh  # type: ignore[attr-defined]
+    mesh, shape, placements = like.device_mesh, _shape_of(like, over, elements), _placements(like, over)
+    has_shape_of_param = over is None and elements == 1
+    stride = like.stride() if has_shape_of_param else torch.empty(shape, device="meta").stride()
     with torch.no_grad():
-        if elements != 1:
-            shape = torch.Size(shape_of_entries(like.shape, elements))
-            stride = torch.empty(shape, device="meta").stride()
-            return kind.from_local(part, mesh, like.placements, run_check=False, shape=shape, stride=stride)  # type: ignore[attr-defined]
-        if over is None and part.shape != local_part(like).shape:
+        if has_shape_of_param and part.shape != local_part(like).shape:
             return _replicated(part, mesh)
-        shape, stride = like.shape, like.stride()
-        if over is not None:
-            shape = _without(shape, over)
-            stride = torch.empty(shape, device="meta").stride()
         if part.device.type != mesh.device_type:
-            return distributed_like(part, like, shape, stride, _placements(like, over))
-        return kind.from_local(part, mesh, _placements(like, over), run_check=False, shape=shape, stride=stride)  # type: ignore[attr-defined]
+            # `from_local` would copy it to the mesh's device, and checkpoints would have the copy.
+            return distributed_like(part, like, shape, stride, placements)
+        return kind.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _shape_of(like: torch.Tensor, over: Over | None, elements: int) -> torch.Size:
+    """The shape of a whole buffer of a DTensor."""
+    return torch.Size(shape_of_entries(like.shape if over is None else _without(like.shape, over), elements))
 
 
 def _without(shape: torch.Size, over: Over) -> torch.Size:
@@ -191,10 +191,7 @@ def local_state(
 
 def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 1) -> torch.Tensor:
     """This rank's part of a tensor once it is distributed as a DTensor of its shape is; all of it for other shapes."""
-    shape = like.shape if over is None else _without(like.shape, over)
-    if elements != 1:
-        shape = torch.Size(shape_of_entries(like.shape, elements))
-    placements = _placements(like, over)
+    shape, placements = _shape_of(like, over, elements), _placements(like, over)
     if is_distributed(value) and value.device_mesh == like.device_mesh:
         is_same = value.shape == shape and value.placements == placements
         if not is_same and sendable(value) is not value:
