@@ -33,16 +33,16 @@ class Waits(Protocol):
     def wait(self, param: Any) -> None: ...
 
 
-def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor], bool]) -> list[Any]:
+def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor], bool]) -> None:
     """Let code that looks a parameter up in its module wait for it."""
     # Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
     # embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
     # somewhere else too. Compiled code looks nothing up: a compiled module waits for all below it when it is called.
-    handles: list[Any] = []
     for module in model.modules():
         if any(map(concerns, module.parameters(recurse=False))):
-            handles += _guard(module, waits)
-    return handles + [region for module in model.modules() if (region := CompiledRegion.of(module)) is not None]
+            _guard(module, waits)
+    for module in model.modules():
+        CompiledRegion.put_around(module)
 
 
 class CompiledRegion:
@@ -52,36 +52,30 @@ class CompiledRegion:
     # traced again and says that it takes parameters without a region (`Waits.compiled`).
     # It hangs on the module alone, by the call that it puts around the compiled one: the module can be let go.
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self.is_entered = False  # whether the module is being called
-        self._users = 0
-        self._module = weakref.ref(module)
         self._guarded: list[GuardedParameters] = []
 
     @classmethod
-    def of(cls, module: nn.Module) -> CompiledRegion | None:
-        """The region of a compiled module whose parameters are guarded, one user more; None for other modules."""
+    def put_around(cls, module: nn.Module) -> None:
+        """Have the call of a compiled module wait for the guarded parameters below it; others stay as they are."""
         call = compiled_call(module)
-        if call is None:
-            return None
         kept = [entries for part in module.modules() if isinstance(entries := kept_parameters(part), GuardedParameters)]
-        if not kept:
-            return None
-        region = _put_around(call)[0]
+        if call is None or not kept:
+            return
+        region = getattr(call, _REGION, None)
         if region is None:
-            region = cls(module)
+            region = cls()
             replace_compiled_call(module, region._around(call))
         for entries in kept:
             if region not in entries.regions:
                 entries.regions = (*entries.regions, region)
         region._guarded = kept
-        region._users += 1
-        return region
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def entered(*args: Any, **kwargs: Any) -> Any:
             if _is_traced():
-                # Part of other compiled code, which waits for nothing in here.
+                # Part of other compiled code, which waits for nothing in the region.
                 return call(*args, **kwargs)
             for entries in self._guarded:
                 entries.wait()
@@ -91,52 +85,34 @@ class CompiledRegion:
             finally:
                 self.is_entered = before
 
-        setattr(entered, _REGION, (self, call))
+        setattr(entered, _REGION, self)
         return entered
 
-    def remove(self) -> None:
-        """One user less; without any, the module is as it was."""
-        self._users -= 1
-        module = self._module()
-        if self._users or module is None:
-            return
-        for entries in self._guarded:
-            entries.regions = tuple(region for region in entries.regions if region is not self)
-        # Another call stands there if the module was compiled anew.
-        region, call = _put_around(compiled_call(module))
-        if region is self and call is not None:
-            replace_compiled_call(module, call)
 
-
-_REGION = "tilestep_region"  # the attribute of a call that is a region's: the region, and the compiled call
-
-
-def _put_around(call: Any) -> tuple[CompiledRegion | None, Callable[..., Any] | None]:
-    """The region that a module's call is of, and what it is put around."""
-    return getattr(call, _REGION, (None, None))
+_REGION = "tilestep_region"  # the attribute of a call that is a region's
 
 
 _guarded: weakref.WeakKeyDictionary[Waits, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 """The modules that wait for something."""
 
 
-def _guard(module: nn.Module, waits: Waits) -> list[Any]:
+def _guard(module: nn.Module, waits: Waits) -> None:
     guarded = _guarded.setdefault(waits, weakref.WeakSet())
     if module in guarded:
-        return []
+        return
     guarded.add(module)
     is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, waits))
     lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
     # Recurrent ones keep their parameters in a list of their own too, for their kernels.
     if is_guarded and not any(isinstance(item, nn.Parameter) for value in lists for item in value):
-        return []
+        return
 
     def before_forward(module: nn.Module, _: Any) -> None:
         if waits.is_pending:
             for param in module.parameters(recurse=False):
                 waits.wait(param)
 
-    return [module.register_forward_pre_hook(before_forward)]
+    module.register_forward_pre_hook(before_forward)
 
 
 _sharers: weakref.WeakSet[Waits] = weakref.WeakSet()  # those whose parameters modules of other models may have

@@ -433,7 +433,3 @@ class GradientSync(TakesGradients):
         self.summed_in_graph = False
         if not self.rounds.is_native:
             self.rounds.count_faster()
-
-    def close(self) -> None:
-        """Stop looking at gradients."""
-        self.rounds.hooks.remove()

@@ -266,7 +266,6 @@ class ParameterSync:
         self._which = b""  # for each bucket a one if it was updated the last time, else a zero
         self._updated: list[Bucket] = []
         self._updated_groups: list[GatherGroup] = []
-        self._handles: list[Any] = []
         self._begun: list[GatherGroup] = []
         """The groups of this step whose gathers have begun while it is still updating others."""
         self._unmet: GatherGroup | None = None
@@ -294,7 +293,7 @@ class ParameterSync:
         self._updates.update((id(bucket), 0) for bucket in buckets)
         self._note_writes()
         if self._overlaps:
-            self._handles += guard_model(model, self, lambda param: id(param) in own)
+            guard_model(model, self, lambda param: id(param) in own)
             guard_sharers(self)
 
     def knows(self, param: Any) -> bool:
@@ -483,9 +482,3 @@ class ParameterSync:
                 reason = bucket.unshared or "it is converted on the way"
                 lines[f"{dtype}: the process group's all-gathers send it ({reason})"] = None
         return list(lines)
-
-    def close(self) -> None:
-        """Stop guarding the model's parameters."""
-        self.wait_all()
-        for handle in self._handles:
-            handle.remove()
