@@ -7,12 +7,9 @@ import ctypes
 import math
 import os
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ..backends.cpp.compile import compiler
+from ..backends.cpp.compile import load_library
 from ..devices import has_streams, is_host, synchronize
+from ..errors import BuildError
 from ..tracing.lanes import exported
 
 
@@ -42,7 +40,7 @@ class Trace:
 
 
 class NotRecorded(RuntimeError):
-    """The profiler has not seen what it was there to see."""
+    """The profiler has recorded nothing of the GPU."""
 
 
 def trace(call: Callable[[], object], device: torch.device) -> Trace:
@@ -109,7 +107,7 @@ class Contender:
     call: Callable[[], object]  # does the work once; on a GPU it may return before the work is done
     bytes_moved: int = 0  # the least memory traffic the work needs, in bytes; 0 if unknown
     prepare: Callable[[], object] | None = None  # run before every call, outside all figures
-    repeat: int = 1
+    repeat: int = 1  # calls in a row that make one figure
 
 
 @dataclass(frozen=True)
@@ -149,10 +147,9 @@ class Row:
     setup_seconds: float | None = None
 
     def note_bandwidth(self, limit: float | None = None) -> Row:
-        """Have the bandwidth that its times tell, where the traffic is known, and what part of a limit that is."""
+        """Set the bandwidth, where times and traffic are known, and its fraction of a limit."""
         busy = self.device or self.wall  # device time on a GPU, wall time on a CPU
-        known = busy is not None and self.bytes_moved and busy.median != 0
-        self.bandwidth = self.bytes_moved / (busy.median * 1e-3) if busy is not None and known else None
+        self.bandwidth = self.bytes_moved / (busy.median * 1e-3) if busy and busy.median and self.bytes_moved else None
         self.of_limit = self.bandwidth / limit if self.bandwidth and limit else None
         return self
 
@@ -222,7 +219,7 @@ class _Run:
 
 
 def timed(call: Callable[[], object], device: torch.device, repeat: int = 1) -> tuple[float, float]:
-    """Milliseconds of a call until it has returned and until its work is done, in the mean of so many in a row."""
+    """Milliseconds until a call returns, and until its work is done; means over `repeat` calls in a row."""
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(repeat):
@@ -313,17 +310,7 @@ LOOP_OVER_TENSORS = "plain loop over tensors"
 SOURCE = """
 #include <cstdint>
 template <typename T>
-static void update(T *__restrict p, const T *__restrict g, T *__restrict m, T *__restrict v, int64_t n) {
-#pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
-        T x = g[i];
-        p[i] += x;
-        m[i] += x;
-        v[i] += x;
-    }
-}
-template <typename T>
-static void update_each(T *const *p, T *const *g, T *const *m, T *const *v, const int64_t *n, int64_t count) {
+static void update(T *const *p, T *const *g, T *const *m, T *const *v, const int64_t *n, int64_t count) {
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < count; ++t) {
         T *__restrict pt = p[t], *__restrict mt = m[t], *__restrict vt = v[t];
@@ -337,14 +324,12 @@ static void update_each(T *const *p, T *const *g, T *const *m, T *const *v, cons
         }
     }
 }
-extern "C" void update_each_4(uint32_t **p, uint32_t **g, uint32_t **m, uint32_t **v, const int64_t *n, int64_t count) {
-    update_each(p, g, m, v, n, count);
+extern "C" void update_4(uint32_t **p, uint32_t **g, uint32_t **m, uint32_t **v, const int64_t *n, int64_t count) {
+    update(p, g, m, v, n, count);
 }
-extern "C" void update_each_2(uint16_t **p, uint16_t **g, uint16_t **m, uint16_t **v, const int64_t *n, int64_t count) {
-    update_each(p, g, m, v, n, count);
+extern "C" void update_2(uint16_t **p, uint16_t **g, uint16_t **m, uint16_t **v, const int64_t *n, int64_t count) {
+    update(p, g, m, v, n, count);
 }
-extern "C" void update_4(uint32_t *p, uint32_t *g, uint32_t *m, uint32_t *v, int64_t n) { update(p, g, m, v, n); }
-extern "C" void update_2(uint16_t *p, uint16_t *g, uint16_t *m, uint16_t *v, int64_t n) { update(p, g, m, v, n); }
 """
 
 
@@ -370,47 +355,33 @@ def flat_reads(device: torch.device, size: int) -> list[Contender]:
 
 def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
     """Return a compiled loop over four flat arrays with AdamW's traffic, reading four and writing three of them."""
-    size = dtype.itemsize
-    update = _compiled(f"update_{size}")
-    if update is None:
-        return None
-    integer = {2: torch.int16, 4: torch.int32}[size]
-    arrays: list[Tensor] = [torch.ones(elements, dtype=integer) for _ in range(4)]
-    addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
-
-    def call(arrays: list[Tensor] = arrays) -> None:  # the default keeps the arrays alive
-        update(*addresses, ctypes.c_int64(elements))
-
-    return Contender(PLAIN_LOOP, call, bytes_moved=7 * elements * size)
+    threads = len(os.sched_getaffinity(0))
+    flat = [torch.ones(elements, dtype=_INTEGER[dtype.itemsize]) for _ in range(4)]
+    return _loop(PLAIN_LOOP, [list(array.tensor_split(threads)) for array in flat])
 
 
 def loop_over_tensors(sizes: Sequence[int], dtype: torch.dtype) -> Contender | None:
     """Return `plain_loop` over as many arrays as a model has tensors, each an allocation of its own."""
-    update = _compiled(f"update_each_{dtype.itemsize}")
-    if update is None:
+    operands = [[torch.ones(size, dtype=_INTEGER[dtype.itemsize]) for size in sizes] for _ in range(4)]
+    return _loop(LOOP_OVER_TENSORS, operands)
+
+
+_INTEGER = {2: torch.int16, 4: torch.int32}
+
+
+def _loop(name: str, operands: list[list[Tensor]]) -> Contender | None:
+    """Return the loop over parameters, gradients and two moments; None without a working compiler."""
+    sizes = [array.numel() for array in operands[0]]
+    width = operands[0][0].itemsize
+    try:
+        update = load_library("loops", SOURCE)[f"update_{width}"]
+    except BuildError:
         return None
-    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    arrays = [[torch.ones(size, dtype=integer) for size in sizes] for _ in range(4)]
-    tables = [torch.tensor([array.data_ptr() for array in operand] or [0]) for operand in arrays]
-    tables.append(torch.tensor(list(sizes) or [0]))
+    tables = [torch.tensor([array.data_ptr() for array in operand]) for operand in operands]
+    tables.append(torch.tensor(sizes))
     addresses = [ctypes.c_void_p(table.data_ptr()) for table in tables]
 
-    def call(held: object = (arrays, tables)) -> None:  # the default keeps the arrays alive
+    def call(held: object = (operands, tables)) -> None:  # the default keeps the arrays alive
         update(*addresses, ctypes.c_int64(len(sizes)))
 
-    return Contender(LOOP_OVER_TENSORS, call, bytes_moved=7 * sum(sizes) * dtype.itemsize)
-
-
-def _compiled(function: str) -> Callable[..., None] | None:
-    command = compiler()
-    if command is None:
-        return None
-    flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "loop.cpp", Path(folder) / "loop.so"
-        source.write_text(SOURCE)
-        if subprocess.run([*command, *flags, str(source), "-o", str(library)], capture_output=True).returncode != 0:
-            return None
-        compiled = getattr(ctypes.CDLL(str(library)), function)
-    compiled.restype = None
-    return compiled
+    return Contender(name, call, bytes_moved=7 * sum(sizes) * width)

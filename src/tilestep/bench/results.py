@@ -22,16 +22,14 @@ from rich.table import Table
 from .._version import __version__
 from ..backends.cpp.compile import compiler_version
 from ..devices import has_streams
+from ..tuning import device_key
 from .measure import Row, Spread
 
 
 def device_name(device: torch.device) -> str:
     """Return the marketing name of a GPU, or the CPU's model and core count."""
-    if has_streams(device):
-        return torch.cuda.get_device_name(device)
-    return (
-        f"{_cpu_model()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
-    )
+    name = device_key(device)
+    return name if has_streams(device) else f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def environment(device: torch.device | None = None) -> dict[str, str]:
@@ -65,30 +63,17 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-def _first_line(command: list[str], directory: Path | None = None) -> str:
-    try:
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else ""
-
-
 def _commit() -> str:
     if named := os.environ.get("TILESTEP_COMMIT"):
         return named  # a copy of a checkout without its history
-    source = Path(__file__).resolve().parent
-    commit = _first_line(["git", "rev-parse", "--short=12", "HEAD"], source)
-    changed = commit and _first_line(["git", "status", "--porcelain", "--untracked-files=no"], source)
-    return (commit + "+changes" if changed else commit) or "not a git checkout"
-
-
-def _cpu_model() -> str:
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        folder = Path(__file__).parent
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "not a git checkout"
 
 
 FORMAT = 1

@@ -11,9 +11,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,21 +22,14 @@ if TYPE_CHECKING:
     from ..rules import Rule
 
 
-class Dtype(str, Enum):
-    """Of parameters."""
+Dtype = Literal["fp32", "fp64", "bf16", "fp16"]
 
-    fp32 = "fp32"
-    fp64 = "fp64"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
-    @property
-    def of_torch(self) -> torch.dtype:
-        """The same as torch calls it."""
-        import torch
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The dtype of this name."""
+    import torch
 
-        names = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-        return names[self.value]
+    return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 RULE_HELP = "A rule's name in any case, or module:function."

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +30,7 @@ from .arguments import (
     parse_formats,
     parse_settings,
     require_output,
+    torch_dtype,
 )
 
 if TYPE_CHECKING:
@@ -51,18 +51,9 @@ app = typer.Typer(
 )
 
 
-class Section(str, Enum):
-    """What can be measured."""
-
-    norm = "norm"
-    step = "step"
-    cpu = "cpu"
-    all = "all"
-
-
 @app.command()
 def bench(
-    section: Annotated[Section, typer.Argument(help="What to measure.")] = Section.all,
+    section: Annotated[Literal["norm", "step", "cpu", "all"], typer.Argument(help="What to measure.")] = "all",
     out: Annotated[Path, typer.Option(help="Folder for <section>.json and <section>.png.")] = Path("bench"),
     device: Device = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each contender.")] = 15,
@@ -90,7 +81,7 @@ def bench(
         say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")
     settings = Settings(chosen, quick=quick, compiled=compiled, rounds=rounds, say=say)
     runs = {"norm": run_norm, "step": run_step, "cpu": run_cpu}
-    for name in runs if section is Section.all else [section.value]:
+    for name in runs if section == "all" else [section]:
         result = runs[name](settings)
         stored = result.save(out)
         plot(result, stored.with_suffix(".png"))
@@ -115,13 +106,12 @@ def check(
     from ..checking import check_rule
 
     loaded = load_rule(rule)
-    given = parse_settings(settings, loaded)
     console = Console()
     marks = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("-   ", "yellow")}
     failed = left_out = 0
     _print_line(console, f"{loaded.name}   ({loaded.where})")
     with console.status("checking"):
-        for verdict in check_rule(loaded, given, interpret=interpret):
+        for verdict in check_rule(loaded, parse_settings(settings, loaded), interpret=interpret):
             mark, style = marks[verdict.passed]
             failed += verdict.passed is False
             left_out += verdict.passed is None
@@ -186,27 +176,12 @@ def demo(
     console.print(f"picture: {path}", markup=False)
 
 
-class Model(str, Enum):
-    """How the model runs: eager, its blocks compiled one by one, or compiled as a whole."""
-
-    eager = "eager"
-    blocks = "blocks"
-    whole = "whole"
-
-
-class Buffer(str, Enum):
-    """Memory for gradients, as `shard(grad_buffer=...)` takes it."""
-
-    contiguous = "contiguous"
-    bucket = "bucket"
-
-
 @app.command()
 def plan(
     size: Annotated[str, typer.Argument(help="Elements of all parameters: 1.2B, 350M, 7e9.")],
     rule: RuleOption = "AdamW",
     mesh: Annotated[str, typer.Option(help="Ranks that shard the state, x replicas: 8, 8x4.")] = "8",
-    dtype: ParamDtype = Dtype.bf16,
+    dtype: ParamDtype = "bf16",
     master_weights: MasterWeights = True,
     remainder: Remainder = False,
     masters: Masters = "",
@@ -215,13 +190,16 @@ def plan(
     grad_dtype: Annotated[
         Dtype | None, typer.Option(help="Dtype of gradient reduction: grad_sync_dtype of shard().")
     ] = None,
-    grad_buffer: Annotated[Buffer, typer.Option(help="grad_buffer of shard().")] = Buffer.contiguous,
+    grad_buffer: Annotated[
+        Literal["contiguous", "bucket"], typer.Option(help="grad_buffer of shard().")
+    ] = "contiguous",
     bucket_mb: Annotated[float, typer.Option(min=0, help="MiB of a bucket; 0 for the default of shard().")] = 0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per rank and iteration.")] = 8192,
     clip: Annotated[bool, typer.Option(help="With max_grad_norm.")] = True,
-    model: Annotated[Model, typer.Option(help="Eager, blocks compiled one by one, or compiled as a whole.")] = (
-        Model.eager
-    ),
+    model: Annotated[
+        Literal["eager", "blocks", "whole"],
+        typer.Option(help="Eager, blocks compiled one by one, or compiled as a whole."),
+    ] = "eager",
     captured: Annotated[bool, typer.Option(help="Iterations are replayed from a CUDA graph.")] = False,
     tensors: Annotated[int, typer.Option(min=0, help="Number of tensors; 0 if unknown.")] = 0,
     in_backward: Annotated[bool, typer.Option(help="Update in backward and free gradients: mesh 1, no clip.")] = False,
@@ -244,21 +222,21 @@ def plan(
     needs = footprint(
         loaded,
         parse_settings(settings, loaded),
-        dtype=dtype.of_torch,
-        grad_sync_dtype=None if grad_dtype is None else grad_dtype.of_torch,
+        dtype=torch_dtype(dtype),
+        grad_sync_dtype=None if grad_dtype is None else torch_dtype(grad_dtype),
         **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
     )
     split, copies = mesh_of(mesh)
     figures = default_constants() if constants is None else Constants.load(constants)
-    whole = grad_buffer is Buffer.contiguous
+    contiguous = grad_buffer == "contiguous"
     measured: dict[str, float] = {"network_bandwidth": network * 1e9} if network else {}
     measured |= {"gpus_per_node": gpus_per_node} if gpus_per_node else {}
     said = {name: "as the command line says" for name in measured}
     figures = replace(figures, **measured, sources={**figures.sources, **said})  # type: ignore[arg-type]
-    runs: dict[str, Any] = {"regime": model.value, "captured": captured, "tensors": tensors or None}
+    runs: dict[str, Any] = {"regime": model, "captured": captured, "tensors": tensors or None}
     runs["in_backward"] = in_backward
     bucket = bucket_mb * 2**20 or None
-    job = Job(elements_of(size), needs, split, copies, tokens, whole, clip, bucket=bucket, **runs)
+    job = Job(elements_of(size), needs, split, copies, tokens, contiguous, clip, bucket=bucket, **runs)
     console = Console()
     chosen = planned(job, figures)
     console.print(
@@ -344,18 +322,11 @@ def _print_table(console: Console, title: str, columns: Sequence[str], rows: Seq
     console.print(table)
 
 
-class Backend(str, Enum):
-    """What code is generated for."""
-
-    triton = "triton"
-    cpp = "cpp"
-
-
 @app.command()
 def show(
     rule: RuleName,
-    backend: Annotated[Backend, typer.Option(help="triton for GPUs, cpp for CPUs.")] = Backend.triton,
-    dtype: ParamDtype = Dtype.fp32,
+    backend: Annotated[Literal["triton", "cpp"], typer.Option(help="triton for GPUs, cpp for CPUs.")] = "triton",
+    dtype: ParamDtype = "fp32",
     master_weights: MasterWeights = False,
     remainder: Remainder = False,
     masters: Masters = "",
@@ -378,8 +349,8 @@ def show(
     description = describe(
         loaded,
         parse_settings(settings, loaded),
-        backend=backend.value,
-        dtype=dtype.of_torch,
+        backend=backend,
+        dtype=torch_dtype(dtype),
         dims=dims,
         taps=Taps(stats, changes) if stats or changes else None,
         **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
@@ -390,7 +361,7 @@ def show(
     if not console.is_terminal:
         print(description.source, end="")
         return
-    language = "python" if backend is Backend.triton else "cpp"
+    language = "python" if backend == "triton" else "cpp"
     console.print(Syntax(description.source, language, background_color="default", word_wrap=False))
 
 
@@ -433,14 +404,6 @@ def _listed(arrays: Sequence[Array], small: Sequence[Array]) -> str:
     return ", ".join([*words, *(f"{array.name} (by slice)" for array in small)]) or "nothing"
 
 
-class During(str, Enum):
-    """When updates run."""
-
-    neither = "neither"
-    backward = "backward"
-    forward = "forward"
-
-
 # What follows the script's name is the script's.
 @app.command(context_settings={"allow_interspersed_args": False})
 def trace(
@@ -458,7 +421,9 @@ def trace(
     batch: Annotated[int, typer.Option(min=1, help="Sequences per iteration.")] = 16,
     bf16: Annotated[bool, typer.Option(help="Parameters in bfloat16.")] = False,
     clip: Annotated[float, typer.Option(min=0, help="Clip gradients to this norm; 0 for no clip.")] = 1.0,
-    during: Annotated[During, typer.Option(help="When updates run: see tilestep.overlap.")] = During.neither,
+    during: Annotated[
+        Literal["neither", "backward", "forward"], typer.Option(help="When updates run: see tilestep.overlap.")
+    ] = "neither",
 ) -> None:
     """Trace a few training iterations: when forward, backward, update, copies and communication ran.
 
@@ -474,7 +439,7 @@ def trace(
         size = Size(layers, width, 1 if width % 64 else width // 64, context)
         recipe = Recipe(chosen_device(device), steps=iterations, batch=batch, max_grad_norm=clip, size=size)
         rule = None if optimizer.lower() == "torch" else load_rule(optimizer, "--optimizer")
-        reports = [train_traced(recipe, out, rule, bf16, during.value)]
+        reports = [train_traced(recipe, out, rule, bf16, during)]
     else:
         reports = _script(script, arguments or [], out)
     for report in reports:
