@@ -48,7 +48,7 @@ def graphs() -> Iterator[None]:
         for module in (schedule, gradients, parameters, side_stream):
             patch.setattr(module, "is_capturing", lambda: simulation.graph is not None)
         patch.setattr(Ranks, "can_be_captured", True)
-        collectives = [(Ranks, name) for name in ("add_in", "reduce_scatter", "all_gather")]
+        collectives = [(Ranks, name) for name in ("add_copies", "reduce_scatter", "all_gather")]
         for owner, name in (*collectives, (ReductionGroup, "add"), (ReductionGroup, "largest")):
             before = getattr(owner, name)
 

@@ -98,7 +98,7 @@ def test_collectives_are_those_of_an_iteration(one_rank: None, monkeypatch: pyte
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6)))
     optimizer = tilestep.shard(tilestep.AdamW(model.parameters(), max_grad_norm=1.0), model, bucket_cap_mb=1 / 64)  # type: ignore[attr-defined]
     calls: list[str] = []
-    for name in ("reduce_scatter", "all_gather", "add_in", "begin_to_add"):
+    for name in ("reduce_scatter", "all_gather", "add_copies", "begin_to_add"):
         before = getattr(Ranks, name)
 
         def counted(*arguments: Any, name: str = name, before: Any = before, **options: Any) -> Any:

@@ -280,13 +280,10 @@ class Ranks:
         """The groups that together reach all ranks."""
         return [self.shard] if self.copies == 1 else [self.shard, self.replicate]
 
-    def add_in(self, group: Any, values: torch.Tensor, *, mean: bool = False) -> None:
-        """Replace numbers by their sums over a group of ranks; by their means where it `can_average` them."""
-        try:
-            dist.all_reduce(values, _OPERATIONS[mean], group)
-        except RuntimeError as error:
-            self.monitor.explain(error)
-            raise
+    def add_copies(self, values: torch.Tensor, *, mean: bool = False) -> None:
+        """Replace numbers by their sums over the ranks with copies; by their means where it `can_average` them."""
+        with self.monitor:
+            dist.all_reduce(values, _OPERATIONS[mean], self.replicate)
 
     def begin_to_add(self, values: torch.Tensor) -> Any:
         """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for."""

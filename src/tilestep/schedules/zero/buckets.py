@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -160,14 +161,14 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
     """The most expensive first, each to the rank that has least to do, in sections as short as they can be made."""
     sizes = {index: _aligned(items[index].numel) for index in members}
     by_size = sorted(members, key=lambda member: (-items[member].numel, member))
-    section = max(*_dealt(by_size, sizes, [0] * ranks)[1], ALIGNMENT)
+    section = max(*_dealt(by_size, sizes, ranks)[1], ALIGNMENT)
     loads = [0] * ranks
     owners: dict[int, int] = {}
     for index in sorted(members, key=lambda member: (-items[member].cost, -items[member].numel, member)):
         fitting = [rank for rank in range(ranks) if loads[rank] + sizes[index] <= section]
         if not fitting:
             # What is balanced by size alone always fits.
-            owners, loads = _dealt(by_size, sizes, [0] * ranks)
+            owners, loads = _dealt(by_size, sizes, ranks)
             break
         spent = list(costs)
         for other, owner in owners.items():
@@ -179,9 +180,9 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
     return _placed(members, items, owners, section, ranks)
 
 
-def _dealt(members: Sequence[int], sizes: Mapping[int, int], loads: list[int]) -> tuple[dict[int, int], list[int]]:
+def _dealt(members: Sequence[int], sizes: Mapping[int, int], ranks: int) -> tuple[dict[int, int], list[int]]:
     """Each in turn to the rank that has fewest elements; who has what, and how much."""
-    owners: dict[int, int] = {}
+    loads, owners = [0] * ranks, dict[int, int]()
     for index in members:
         owners[index] = rank = loads.index(min(loads))
         loads[rank] += sizes[index]
@@ -224,26 +225,17 @@ def boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if not sizes:
         return [Box((), (), 0)]
-    row = math.prod(sizes[1:])
-    blocks: list[Box] = []
-    first, last = start // row, (stop - 1) // row
-    if first == last:
-        return _in_row(sizes, first, start, stop)
-    if start % row:
-        blocks += _in_row(sizes, first, start, (first + 1) * row)
-        first += 1
-    whole_rows = stop // row - first
-    if whole_rows:
-        blocks.append(Box((first, *[0] * (len(sizes) - 1)), (whole_rows, *sizes[1:]), first * row))
-    if stop % row:
-        blocks += _in_row(sizes, last, last * row, stop)
+    row, blocks = math.prod(sizes[1:]), []
+    # A part of the first row, whole rows, a part of the last; some of them may be empty.
+    edges = (start, min(_aligned(start, row), stop), max(stop // row * row, start), stop)
+    for begin, end in pairwise(sorted(edges)):
+        place, offset = divmod(begin, row)
+        if offset or end - begin < row:
+            inner = boxes(sizes[1:], offset, offset + end - begin)
+            blocks += [Box((place, *box.offsets), (1, *box.sizes), begin - offset + box.start) for box in inner]
+        else:
+            blocks.append(Box((place, *[0] * (len(sizes) - 1)), ((end - begin) // row, *sizes[1:]), begin))
     return blocks
-
-
-def _in_row(sizes: Sequence[int], place: int, start: int, stop: int) -> list[Box]:
-    base = place * math.prod(sizes[1:])
-    inner = boxes(sizes[1:], start - base, stop - base)
-    return [Box((place, *box.offsets), (1, *box.sizes), base + box.start) for box in inner]
 
 
 _CALLER = 6  # frames from a warning about buckets to the call of `shard`

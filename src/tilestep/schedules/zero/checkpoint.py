@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -61,21 +60,13 @@ class ShardedTensorPiece(torch.Tensor):
         return cls(local, shape, order, ranges, ranks)
 
     @classmethod
-    def alone(
-        cls,
-        local: torch.Tensor | None,
-        shape: tuple[int, ...],
-        member: Member,
-        ranks: Ranks,
-        dtype: torch.dtype | None = None,
-    ) -> ShardedTensorPiece:
-        """A buffer of any shape that one rank has alone, as it has the parameter."""
-        numel = math.prod(shape)
+    def alone(cls, value: torch.Tensor, member: Member, ranks: Ranks) -> ShardedTensorPiece:
+        """A buffer of any shape that one rank has alone, as it has the parameter; on the others a meta tensor."""
+        shape, numel = tuple(value.shape), value.numel()
         pieces = [member.bucket.layout.piece(member.slot, rank) for rank in range(ranks.size)]
         # Of an empty parameter every rank has the buffers.
         ranges = tuple((0, numel) if start < stop or not member.slot.numel else (0, 0) for start, stop in pieces)
-        if local is None:
-            local = torch.empty(0, dtype=dtype, device=member.param.device)
+        local = torch.empty(0, dtype=value.dtype, device=member.param.device) if value.is_meta else value
         order = memory_order(member.param) if shape == tuple(member.param.shape) else tuple(range(len(shape)))
         return cls(local, shape, order, ranges, ranks)
 
@@ -192,7 +183,7 @@ def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | No
     if value.shape == member.piece.shape:
         return ShardedTensorPiece.of(value, member, sharding.ranks)
     # Numbers for each row or column: of whole parameters only.
-    return ShardedTensorPiece.alone(value, tuple(value.shape), member, sharding.ranks)
+    return ShardedTensorPiece.alone(value, member, sharding.ranks)
 
 
 def _state_elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict[str, Any]:
@@ -207,10 +198,14 @@ def _state_elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -
     state = template.begin(member.name, like, group, {}, requests, StateMemory(), like.shape)
     fill_buffers(requests, StateMemory())
     return {
-        name: ShardedTensorPiece.alone(None, tuple(value.shape), member, sharding.ranks, value.dtype)
+        name: ShardedTensorPiece.alone(value, member, sharding.ranks)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.is_meta
+        if _is_meta(value)
     }
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def local_state(member: Member, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,14 +275,10 @@ def full_state_dict(
     for number in numbers:
         values = packed["state"].get(number, {})
         if number in wholes:
-            known = own.get(number, {})
+            member, values = wholes[number], described[number] | own.get(number, {})
             values = {
-                name: known[name]
-                if name in known
-                else ShardedTensorPiece.alone(None, tuple(value.shape), wholes[number], ranks, value.dtype)
-                if isinstance(value, torch.Tensor) and value.is_meta
-                else value
-                for name, value in described[number].items()
+                name: ShardedTensorPiece.alone(value, member, ranks) if _is_meta(value) else value
+                for name, value in values.items()
             }
         collected: dict[str, Any] = {}
         for name, value in values.items():

@@ -295,7 +295,7 @@ class GradientSync(TakesGradients):
         section = sums.section
         assert section is not None
         if self.ranks.copies > 1:
-            self.ranks.add_in(self.ranks.replicate, section, mean=sums.comes_averaged)
+            self.ranks.add_copies(section, mean=sums.comes_averaged)
         if self.options.average and not sums.comes_averaged and self.ranks.count > 1:
             section.div_(self.ranks.count)
         if sums.carried is not None:
@@ -345,7 +345,7 @@ class GradientSync(TakesGradients):
         self._used_work.wait()
         self._used_work = None
         if self.ranks.copies > 1:
-            self.ranks.add_in(self.ranks.replicate, self.used)
+            self.ranks.add_copies(self.used)
         if not captures:
             self.digest.receive(self.used[-HyperparameterDigest.PARTS :])
 

@@ -42,17 +42,24 @@ except ImportError:  # Windows
 
 
 def ranks_of(mesh: Any) -> Ranks:
-    """The ranks of a mesh."""
+    """The ranks of a mesh, whose processes the monitor knows from now on; all of them must ask."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("shard() needs torch.distributed: call torch.distributed.init_process_group() first")
-    if mesh is None:
-        return _watched(Ranks(dist.group.WORLD, None, rank_monitor()))
+    shard, replicate = (dist.group.WORLD, None) if mesh is None else _groups_of(mesh)
+    ranks = Ranks(shard, replicate, rank_monitor())
+    # Other backends raise an error on the ranks that are left.
+    ranks.monitor.watch(ranks.everyone(ranks.monitor.own), logs=ranks.can_be_captured)
+    return ranks
+
+
+def _groups_of(mesh: Any) -> tuple[Any, Any]:
+    """The group of a mesh that splits the state, and the one that replicates it, if there is one."""
     if mesh.ndim not in (1, 2):
         raise ValueError(f"shard() takes a mesh of one or two dimensions, not {mesh.ndim}: slice it, mesh['dp']")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} does not belong to {mesh}; only ranks of the mesh may call shard()")
     if mesh.ndim == 1:
-        return _watched(Ranks(mesh.get_group(), None, rank_monitor()))
+        return mesh.get_group(), None
     names = mesh.mesh_dim_names or ()
     bare = [name.removeprefix("dp_") for name in names]
     # Without names the second splits.
@@ -64,14 +71,7 @@ def ranks_of(mesh: Any) -> Ranks:
             "'replicate'"
         )
     shard = sides[0] if sides else 1
-    return _watched(Ranks(mesh.get_group(shard), mesh.get_group(1 - shard), rank_monitor()))
-
-
-def _watched(ranks: Ranks) -> Ranks:
-    """Ranks whose processes the monitor knows from now on; all of them must ask."""
-    # Other backends raise an error on the ranks that are left.
-    ranks.monitor.watch(ranks.everyone(ranks.monitor.own), logs=ranks.can_be_captured)
-    return ranks
+    return mesh.get_group(shard), mesh.get_group(1 - shard)
 
 
 PATIENCE = 5.0  # seconds after an error of communication in which the end of a process shows
