@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilestep.schedules.zero.buckets import (
@@ -93,6 +93,7 @@ def test_buckets_are_small_at_both_ends_where_nobody_says(itemsize: int, total: 
     assert [size / mebi for size in _bytes(items, ranks=4)] == sizes
 
 
+@settings(deadline=None)
 @given(st.floats(1, 1e13))
 def test_sizes_of_buckets_are_within_their_limits(total: float) -> None:
     sizes = default_sizes(total)
