@@ -355,9 +355,8 @@ def flat_reads(device: torch.device, size: int) -> list[Contender]:
 
 def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
     """Return a compiled loop over four flat arrays with AdamW's traffic, reading four and writing three of them."""
-    threads = len(os.sched_getaffinity(0))
     flat = [torch.ones(elements, dtype=_INTEGER[dtype.itemsize]) for _ in range(4)]
-    return _loop(PLAIN_LOOP, [list(array.tensor_split(threads)) for array in flat])
+    return _loop(PLAIN_LOOP, [list(array.tensor_split(os.cpu_count() or 1)) for array in flat])
 
 
 def loop_over_tensors(sizes: Sequence[int], dtype: torch.dtype) -> Contender | None:

@@ -28,8 +28,10 @@ from .measure import Row, Spread
 
 def device_name(device: torch.device) -> str:
     """Return the marketing name of a GPU, or the CPU's model and core count."""
-    name = device_key(device)
-    return name if has_streams(device) else f"{name}, {len(os.sched_getaffinity(0))} cores"
+    if has_streams(device):
+        return device_key(device)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{device_key(device)}, {count} cores"
 
 
 def environment(device: torch.device | None = None) -> dict[str, str]:
@@ -67,13 +69,12 @@ def _commit() -> str:
     if named := os.environ.get("TILESTEP_COMMIT"):
         return named  # a copy of a checkout without its history
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
+    source = Path(__file__).parent
     try:
-        folder = Path(__file__).parent
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
+        described = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return "not a git checkout"
+    return described.stdout.strip()
 
 
 FORMAT = 1

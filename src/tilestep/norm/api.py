@@ -16,7 +16,7 @@ from ..errors import GradientError
 from ..placement.local import as_real, resolved
 from ..schedules.accumulation import refuse_taken
 from .plan_cache import Recipe, find_recipe
-from .sharded import as_from_torch, sharded_norm
+from .sharded import sharded_norm
 
 
 def total_norm(
@@ -64,21 +64,15 @@ def total_norm(
     if not listed:
         return torch.tensor(0.0)
     recipe, listed = _readable(listed, norm_type)
-    if recipe is None:
-        with torch.no_grad(), marked(UPDATE):
-            sharded = sharded_norm(listed)
-            if sharded is None:
-                return torch.nn.utils.get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
-            norm = sharded.norm(norm_type)
-            if error_if_nonfinite:
-                _require_finite(norm, norm_type)
-            return as_from_torch(norm)
-    else:
-        with torch.no_grad(), marked(UPDATE), recipe.lock:
-            norm = recipe.norm(listed, norm_type)
-    if error_if_nonfinite:
-        _require_finite(norm, norm_type)
-    return norm
+    with torch.no_grad(), marked(UPDATE):
+        source = sharded_norm(listed) if recipe is None else recipe
+        if source is None:
+            return torch.nn.utils.get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
+        with source.lock:
+            norm = source.norm(listed, norm_type)
+        if error_if_nonfinite:
+            _require_finite(norm, norm_type)
+        return norm
 
 
 def clip_grad_norm_(
@@ -139,32 +133,26 @@ def clip_grad_norm_(
             if parameter.grad is not None and parameter.grad.is_complex():
                 parameter.grad = resolved(parameter.grad)
         gradients = list(map(as_real, [parameter.grad for parameter in listed if parameter.grad is not None]))
-    if recipe is None:
-        with torch.no_grad(), marked(UPDATE):
-            sharded = sharded_norm(gradients, positions)
-            if sharded is None:
-                return torch.nn.utils.clip_grad_norm_(listed, float(max_norm), norm_type, error_if_nonfinite, foreach)
-            norm = sharded.norm(norm_type)
+    with torch.no_grad(), marked(UPDATE):
+        source = sharded_norm(gradients, positions) if recipe is None else recipe
+        if source is None:
+            return torch.nn.utils.clip_grad_norm_(listed, float(max_norm), norm_type, error_if_nonfinite, foreach)
+        with source.lock:
+            norm = source.norm(gradients, norm_type)
             if error_if_nonfinite:
                 _require_finite(norm, norm_type)
-            sharded.scale(norm, max_norm if _on_device(max_norm) else float(max_norm))
-            return as_from_torch(norm)
-    with torch.no_grad(), marked(UPDATE), recipe.lock:
-        norm = recipe.norm(gradients, norm_type)
-        if error_if_nonfinite:
-            _require_finite(norm, norm_type)
-        recipe.scale(gradients, norm, max_norm if _on_device(max_norm) else float(max_norm))
-    return norm
+            source.scale(gradients, norm, max_norm if _on_device(max_norm) else float(max_norm))
+        return norm
 
 
 def _readable(
     tensors: list[torch.Tensor], norm_type: float, positions: Callable[[], Sequence[int]] | None = None
 ) -> tuple[Recipe | None, list[torch.Tensor]]:
-    """The recipe for tensors, and what it reads: of complex ones, the pairs of reals where these have the same norm."""
+    """The recipe for tensors, and the tensors it reads: complex ones as pairs of reals where the norm is the same."""
     try:
         return find_recipe(tensors, positions), tensors
     except GradientError:
-        # Only now, as no other list should pay for the question.
+        # Asked only after a failure: other lists need not pay for the question.
         if not any(tensor.is_complex() for tensor in tensors):
             raise
     tensors = list(map(resolved, tensors))
@@ -178,7 +166,7 @@ _opaque_norm, _opaque_clip = opaque(total_norm), opaque(clip_grad_norm_)
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """A list of what is given; itself where it is one, since copying thousands of references touches every tensor."""
+    """A list of the tensors; a list itself, since copying thousands of references touches every tensor."""
     return tensors if type(tensors) is list else list(tensors)
 
 

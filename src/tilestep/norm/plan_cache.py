@@ -1,4 +1,4 @@
-"""What is kept from one call to the next: for a list of tensors with the same metadata, its tables on the devices."""
+"""Tables on the devices, kept from call to call for lists of tensors with the same metadata."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ..tensor_watch import TensorFingerprint
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 
+Positions = Callable[[], Sequence[int]]  # the places that messages call a list's tensors by
+
 KEPT = 8  # recipes kept, the last used first; each holds 20 bytes of device memory per tile
 
 
@@ -28,7 +30,7 @@ class Recipe:
         self._bytes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
         self._uploaded = False
         self._in_place: tuple[int, int] | None = None
-        self._overlap: bool | None = None
+        self._overlap: bool | None = None  # None if not looked at since the addresses changed
         self._first_device = tensors[0].device
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self._dtype = torch.float64 if wide else torch.float32
@@ -93,14 +95,12 @@ class Recipe:
     def _dense(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._loose:
             return tensors
-        dense = list(tensors)
-        for index in self._loose:
-            dense[index] = dense[index].contiguous()
-        return dense
+        loose = set(self._loose)
+        return [tensor.contiguous() if index in loose else tensor for index, tensor in enumerate(tensors)]
 
     def _follow(self, dense: list[torch.Tensor]) -> None:
         """Bring the addresses on the devices up to date, if any tensor moved."""
-        # What `fits` has seen just now holds once; another thread may have brought other addresses since.
+        # The answer of `fits` holds once: another thread may have brought other addresses since.
         seen, self._in_place = self._in_place, None
         in_place = seen == (id(dense), self._watch.times_remembered) or self._watch.same_addresses(dense)
         if not (self._uploaded and in_place):
@@ -153,12 +153,12 @@ _recipes: list[tuple[Hashable, Recipe]] = []
 _lock = threading.Lock()
 
 
-def find_recipe(tensors: list[torch.Tensor], positions: Callable[[], Sequence[int]] | None = None) -> Recipe | None:
-    """The recipe for a list of tensors, made if there is none."""
+def find_recipe(tensors: list[torch.Tensor], positions: Positions | None = None) -> Recipe | None:
+    """The recipe for a list of tensors, made if there is none; None if their memory cannot be read."""
     first, last = tensors[0], tensors[-1]
     key = (len(tensors), first.shape, last.shape, first.device)
-    # What a capture uploads is there when its graph is replayed, not before: nothing else can use it, nor can it use
-    # what others have and may change. It is memory of the graph, as any tensor made inside.
+    # Tables uploaded in a capture exist once its graph is replayed: no other call can use them. Nor can the capture use
+    # tables of other calls, which may change. They are memory of the graph, as any tensor made inside.
     captures = first.is_cuda and torch.cuda.is_current_stream_capturing()
     with _lock:
         for place, (own_key, recipe) in enumerate(() if captures else _recipes):
@@ -183,27 +183,31 @@ def forget_recipes() -> None:
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all memory is ours to read."""
+    """Whether kernels can read the memory of all tensors."""
     plain = (torch.Tensor, torch.nn.Parameter)
     return all(type(tensor) in plain and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
 
 
-def _require_supported(tensors: Sequence[torch.Tensor], positions: Callable[[], Sequence[int]] | None) -> None:
+def name_of(place: int, positions: Positions | None) -> str:
+    """What messages call a tensor of a list."""
+    return f"tensor {place}" if positions is None else f"the gradient of parameter {positions()[place]}"
+
+
+def _require_supported(tensors: Sequence[torch.Tensor], positions: Positions | None) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.layout == torch.strided and tensor.dtype in DTYPES:
             continue
-        name = f"tensor {index}" if positions is None else f"the gradient of parameter {positions()[index]}"
+        name = name_of(index, positions)
         if tensor.layout != torch.strided:
             raise GradientError(f"{name} is sparse ({tensor.layout}): call .to_dense() on it first")
         raise GradientError(f"{name} has dtype {tensor.dtype}; a norm reads bfloat16, float16, float32, float64")
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may have held the lock, and its tables' partial results were in use."""
+    """Drop the lock and the tables: another thread of the parent may have been using them."""
     global _lock
     _lock = threading.Lock()
     _recipes.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,8 @@ from ..compat import layouts, local_parts, ready
 from ..errors import GradientError
 from ..placement import ReductionGroup, is_distributed
 from ..placement.local import as_real, local_part
-from .plan_cache import Recipe, find_recipe
+from .plan_cache import Positions, Recipe, find_recipe, name_of
 from .tiles import Order, combine, order_of
-
-Positions = Callable[[], Sequence[int]]
 
 KEPT = 4  # lists of tensors whose meshes and placements are remembered
 
@@ -41,10 +40,11 @@ class Shares:
 
 
 class ShardedNorm:
-    """The norm of one list of tensors, some of which are DTensors."""
+    """The norm of one list of tensors, some of which are DTensors; used as a `Recipe` is."""
+
+    lock = nullcontext()  # the recipes of its parts have their own
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: Shares, positions: Positions | None) -> None:
-        self._tensors = tensors
         self._ranks = shares.ranks
         self._local = [as_real(ready(part)) for part in local_parts(tensors)]
         self._recipe = _recipe(self._local, positions)
@@ -59,10 +59,10 @@ class ShardedNorm:
             own = [parts[place] for place in places]
             self._parts.append((share, own, _recipe(own, None)))
 
-    def norm(self, norm_type: float) -> torch.Tensor:
+    def norm(self, tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The p-norm: a scalar on the first tensor's device, equal on all ranks."""
         order = order_of(norm_type)
-        if order not in (Order.SQUARES, Order.NONZERO) and any(tensor.is_complex() for tensor in self._tensors):
+        if order not in (Order.SQUARES, Order.NONZERO) and any(tensor.is_complex() for tensor in tensors):
             raise GradientError(f"a norm of order {norm_type} of complex DTensors is not supported; order 2 is")
         if order is Order.NONZERO:  # a tensor that is sharded has a nonzero if any of its parts has
             device = self._local[0].device
@@ -82,7 +82,7 @@ class ShardedNorm:
                 self._ranks.add(total)
             total = combine(total, norm_type)
         wide = any(tensor.dtype == torch.float64 for tensor in self._local)
-        return total.reshape(()).to(torch.float64 if wide else torch.float32)
+        return _as_from_torch(total.reshape(()).to(torch.float64 if wide else torch.float32))
 
     def _total(self, share: float, own: list[torch.Tensor], recipe: Recipe, norm_type: float) -> torch.Tensor:
         """The norm of tensors that count alike before its root, a sum times their share; float64[1]."""
@@ -91,26 +91,21 @@ class ShardedNorm:
         order = order_of(norm_type)
         if order in (Order.LARGEST, Order.SMALLEST):
             return total
-        # What stands for a larger sum is no number to take a part of.
+        # A sum at the limit stands for a larger one, of which no share can be taken.
         return (torch.where(total >= LARGEST_SUM, math.inf, total) if order is Order.SQUARES else total) * share
 
-    def scale(self, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
+    def scale(self, tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, max_norm / (norm + 1e-6)); of a partial sum its terms."""
         with self._recipe.lock:
             self._recipe.scale(self._local, norm, max_norm)
-        torch.autograd.graph.increment_version([tensor for tensor in self._tensors if is_distributed(tensor)])
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if is_distributed(tensor)])
 
 
-def as_from_torch(norm: torch.Tensor) -> torch.Tensor:
-    """A norm of DTensors with the methods that torch's has, which is a DTensor: `full_tensor` and `to_local`."""
-    # Methods of another tensor with the same memory, as its own would keep it alive in a circle.
+def _as_from_torch(norm: torch.Tensor) -> torch.Tensor:
+    """A norm with the methods of torch's norm of DTensors, which is a DTensor: `full_tensor` and `to_local`."""
+    # Methods of another tensor with the same memory: its own would keep it alive in a circle.
     norm.full_tensor = norm.to_local = norm.detach().detach  # type: ignore[attr-defined]
     return norm
-
-
-def name_of(place: int, positions: Positions | None) -> str:
-    """What messages call a tensor of a list."""
-    return f"tensor {place}" if positions is None else f"the gradient of parameter {positions()[place]}"
 
 
 def _is_partial(tensor: Any) -> bool:
@@ -128,31 +123,31 @@ def _summed(tensor: Any) -> Any:
 def _recipe(tensors: list[torch.Tensor], positions: Positions | None) -> Recipe:
     recipe = find_recipe(tensors, positions)
     if recipe is None:
-        strange = next(tensor for tensor in tensors if type(tensor) is not torch.Tensor or tensor.device.type == "meta")
+        odd = next(tensor for tensor in tensors if type(tensor) is not torch.Tensor or tensor.device.type == "meta")
         raise GradientError(
-            f"a tensor has a part that is a {type(strange).__name__} on {strange.device}; beside DTensors of plain "
+            f"a tensor has a part that is a {type(odd).__name__} on {odd.device}; beside DTensors of plain "
             "tensors, on the CPU or CUDA, a norm takes plain tensors only"
         )
     return recipe
 
 
-_known: list[tuple[list[Any], Shares]] = []
+_shares: list[tuple[list[Any], Shares]] = []
 _lock = threading.Lock()
 
 
 def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = None) -> ShardedNorm | None:
-    """What takes the norm of a list of tensors on several ranks; all of them must ask for it."""
+    """The norm of a list of tensors on several ranks, which all must ask for; None if no tensor is a DTensor."""
     described = layouts(tensors)
     if not any(layout is not None for layout in described):
         return None
     with _lock:
         fitting = (
             place
-            for place, (layouts_before, _) in enumerate(_known)
-            if len(layouts_before) == len(described) and all(map(operator.is_, layouts_before, described))
+            for place, (kept, _) in enumerate(_shares)
+            if len(kept) == len(described) and all(map(operator.is_, kept, described))
         )
         place = next(fitting, None)
-        shares = Shares(tensors, positions) if place is None else _known.pop(place)[1]
-        _known.insert(0, (described, shares))
-        del _known[KEPT:]
+        shares = Shares(tensors, positions) if place is None else _shares.pop(place)[1]
+        _shares.insert(0, (described, shares))
+        del _shares[KEPT:]
     return ShardedNorm(tensors, shares, positions)
