@@ -279,7 +279,8 @@ def test_prodigy_over_several_tensors(changes: dict[str, Any]) -> None:
     _compare_prodigy(starts, gradients, changes)
 
 
-def test_prodigys_step_size_is_that_of_all_for_parameters_without_some_gradients() -> None:
+@pytest.mark.parametrize("beta3", [None, 0.5])
+def test_prodigys_numbers_are_those_of_all_for_parameters_without_some_gradients(beta3: float | None) -> None:
     """One parameter's first gradient comes in step 5, another has none in steps 8 to 11."""
     without = ((), (1, 2, 3, 4), (8, 9, 10, 11))
 
@@ -289,7 +290,7 @@ def test_prodigys_step_size_is_that_of_all_for_parameters_without_some_gradients
     starts, gradients = zip(*(problem(shape, seed) for seed, shape in enumerate([MATRIX, VECTOR, (3,)])))
     gradients = [absent(gradient, steps) for gradient, steps in zip(gradients, without)]
     params = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start in starts]
-    changes = {"d0": 1e-3, "weight_decay": 0.1}
+    changes = {"d0": 1e-3, "weight_decay": 0.1, "beta3": beta3}
     optimizer = tilestep.Prodigy(params, **changes)
     hyper = {**registry["Prodigy"].hyperparameters, **changes}
     algorithm = published.prodigy([start.copy() for start in starts], gradients, **hyper)
@@ -300,6 +301,8 @@ def test_prodigys_step_size_is_that_of_all_for_parameters_without_some_gradients
         optimizer.step()
         for param, theirs in zip(params, expected):
             np.testing.assert_allclose(param.detach().numpy(), theirs, rtol=1e-6, atol=1e-8, err_msg=f"step {t}")
+            if param.grad is not None:
+                assert optimizer.state[param]["d"].item() == pytest.approx(distance, rel=1e-6), f"step {t}"
     assert has_grown, "the step size did not grow, so the test shows nothing"
 
 
@@ -358,6 +361,22 @@ def test_prodigys_bias_correction_does_not_begin_before_the_learning_rate() -> N
         return weight.detach()
 
     assert torch.equal(trained([0.0, 0.0, 1.0, 1.0, 1.0]), trained([1.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("changes", [{}, {"decouple": False}, {"use_bias_correction": True}])
+def test_prodigy_keeps_infinite_weights_and_shows_gradients_that_are_none(changes: dict[str, Any]) -> None:
+    """As its authors' code, whose comparisons leave a step size that is not a number out."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, -torch.inf, 2.0], dtype=torch.float64))
+    optimizer = tilestep.Prodigy([weight], d0=1e-2, **changes)
+    for _ in range(3):
+        before = weight.detach().clone()
+        weight.grad = torch.tensor([0.5, 0.1, -0.5], dtype=torch.float64)
+        optimizer.step()
+        assert weight[1] == -torch.inf and (weight[[0, 2]] != before[[0, 2]]).all() and weight[[0, 2]].isfinite().all()
+    assert optimizer.state[weight]["d"] == 1e-2
+    weight.grad = torch.tensor([0.5, torch.nan, -0.5], dtype=torch.float64)
+    optimizer.step()
+    assert weight[1].isnan()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .protocol import State, at_least, between, rule
-from .scalars import max_over_tensors, sum_over_tensors
+from .scalars import decayed, max_over_tensors, sum_over_tensors
 
 
 @rule(
@@ -19,6 +19,7 @@ from .scalars import max_over_tensors, sum_over_tensors
         "d_max": State("d0", shape="scalar"),
         "d_numerator": State(0.0, shape="scalar"),
         "idle": State(0.0, shape="scalar"),
+        "renewals": State(0.0, shape="scalar"),
     },
     ranges={
         "lr": at_least(0),
@@ -43,6 +44,7 @@ def prodigy(
     d_max: Any,
     d_numerator: Any,
     idle: Any,
+    renewals: Any,
     *,
     lr: Any = 1.0,
     betas: Any = (0.9, 0.999),
@@ -72,8 +74,9 @@ def prodigy(
     with g <- g + weight_decay * p before instead of the decay when `decouple` is off. While norm1(s) is 0, and where
     lr is 0, nothing moves. d, d_max and d_numerator (r) are one number for the whole optimizer, of which every
     parameter keeps a copy that steps with a gradient renew: d and d_max are the largest of the parameters that have
-    one, r is the parameter's own, which is older after steps without and 0 at the first. With beta1 = 0 the authors'
-    code takes the new d for m, and this rule the one that the equations have.
+    one, and r is that with the most `renewals`. A step in which only parameters that missed others have a gradient
+    goes on from an older r. An h that is not a number, as beside infinite weights, leaves d and d_max as they are.
+    With beta1 = 0 the authors' code takes the new d for m, and this rule the one that the equations have.
 
     Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (ICML 2024),
     algorithm 4; names and defaults of the authors' konstmish/prodigy, without `slice_p`.
@@ -81,10 +84,12 @@ def prodigy(
     beta1, beta2 = betas
     if beta3 is None:
         beta3 = torch.sqrt(beta2)
-    # Copies that were not renewed, for want of a gradient, are behind: neither number ever falls.
-    d, d_max = max_over_tensors(d), max_over_tensors(d_max)
+    # Copies that were not renewed, for want of a gradient, are behind: d and d_max never fall, so the largest are the
+    # newest; r does, so the newest is that of the parameters that have been renewed most often.
+    d, d_max, newest = max_over_tensors(d), max_over_tensors(d_max), max_over_tensors(renewals)
+    latest = max_over_tensors(torch.where(renewals == newest, d_numerator, -math.inf))
     if not decouple:
-        grad = grad + weight_decay * param
+        grad = decayed(grad, param, weight_decay)
     dlr = d * lr
     if use_bias_correction:
         count = step - idle
@@ -95,17 +100,19 @@ def prodigy(
     exp_avg_sq = torch.where(active, beta2 * exp_avg_sq + (d * d * (1 - beta2)) * grad * grad, exp_avg_sq)
     # Scaled before it is summed, so that the sum is of the pass that has s.
     progress = ((d / d0) * dlr * grad * (p0 - param)).sum()
-    numerator = beta3 * d_numerator + sum_over_tensors(progress)
+    numerator = beta3 * latest + sum_over_tensors(progress)
     denominator = sum_over_tensors(torch.where(active, s.abs().sum(), 0.0))
-    moves = denominator > 0
+    # Of infinite or missing numbers the denominator is NaN: standing still would hide them.
+    moves = denominator != 0
     if use_bias_correction:
         idle = torch.where(moves, idle, idle + 1)
     d_hat = d_coef * numerator / denominator
-    # d0 may have been rounded when it was stored as the first d, so equality would miss.
-    begun = torch.where(d <= d0 * (1 + 1e-6), torch.maximum(d, d_hat), d)
-    d_max = torch.where(moves, torch.maximum(d_max, d_hat), d_max)
+    # d0 may have been rounded when it was stored as the first d, so equality would miss. Comparisons leave out NaN.
+    begun = torch.where((d <= d0 * (1 + 1e-6)) & (d_hat > d), d_hat, d)
+    d_max = torch.where(moves & (d_hat > d_max), d_hat, d_max)
     d = torch.where(moves, torch.minimum(d_max, begun * growth_rate), d)
     d_numerator = torch.where(moves, numerator, d_numerator)
-    decayed = param * (1 - dlr * weight_decay) if decouple else param
-    param = torch.where(moves, decayed - dlr * (exp_avg / (exp_avg_sq.sqrt() + d * eps)), param)
-    return param, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator, idle
+    renewals = torch.where(moves, newest + 1, renewals)
+    shrunk = param * (1 - dlr * weight_decay) if decouple else param
+    param = torch.where(moves, shrunk - dlr * (exp_avg / (exp_avg_sq.sqrt() + d * eps)), param)
+    return param, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator, idle, renewals
