@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tilestep
+from tilestep.errors import StateError
 from tilestep.graph import OPERATIONS, Graph, flat_numbers, trace
 from tilestep.rules import Rule, registry
 
@@ -201,6 +202,30 @@ def test_torchs_invalid_arguments_are_refused(name: str) -> None:
     assert refused > 0
 
 
+@pytest.mark.parametrize("state_dtype", [None, "int8"])
+def test_momentum_that_begins_late_is_undampened_as_torch_has_it(state_dtype: str | None) -> None:
+    kwargs: dict[str, Any] = {"lr": 0.1, "momentum": 0.0, "dampening": 0.5}
+    mine = torch.nn.Parameter(torch.linspace(-1, 1, 4096, dtype=torch.float64 if state_dtype is None else None))
+    theirs = torch.nn.Parameter(mine.detach().clone())
+    ours, torchs = tilestep.SGD([mine], state_dtype=state_dtype, **kwargs), torch.optim.SGD([theirs], **kwargs)
+
+    def step(dampening: float = 0.5, **changes: float) -> None:
+        torchs.param_groups[0].update(changes)
+        ours.param_groups[0].update({"dampening": dampening, **changes})
+        for param, optimizer in ((mine, ours), (theirs, torchs)):
+            param.grad = torch.full_like(param, 0.25)
+            optimizer.step()
+
+    step()
+    before = mine.detach().clone()
+    with pytest.raises(StateError, match=r"'momentum_buffer' of .*begins after 1 steps, with dampening=0.5: set damp"):
+        step(momentum=0.9)
+    assert torch.equal(mine.detach(), before)
+    step(momentum=0.9, dampening=0.0)  # torch's first gradient enters undampened with any
+    step()
+    torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=1e-12 if state_dtype is None else 1e-3)
+
+
 @pytest.mark.parametrize("kwargs", [{"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.1}])
 def test_nesterov_needs_momentum_and_no_dampening(kwargs: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="Nesterov momentum requires"):
@@ -316,3 +341,22 @@ def test_infinite_weights_stay_as_they_are_without_weight_decay(name: str) -> No
             optimizer.step()
     torch.testing.assert_close(mine.detach(), theirs.detach())
     assert mine.detach().isinf().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+@pytest.mark.parametrize("broken", [None, 0])
+def test_adafactor_keeps_what_is_infinite_or_no_number_where_torch_does(
+    shape: tuple[int, ...], broken: int | None
+) -> None:
+    start = torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=torch.float64)
+    start[1], start[2] = torch.inf, -torch.inf
+    mine, theirs = (torch.nn.Parameter(start.reshape(shape).clone()) for _ in range(2))
+    ours, torchs = tilestep.Adafactor([mine]), torch.optim.Adafactor([theirs])
+    for _ in range(3):
+        gradient = torch.linspace(-0.5, 0.7, start.numel(), dtype=torch.float64)
+        if broken is not None:
+            gradient[broken] = torch.nan
+        for param, optimizer in ((mine, ours), (theirs, torchs)):
+            param.grad = gradient.reshape(shape).clone()
+            optimizer.step()
+        torch.testing.assert_close(mine.detach(), theirs.detach(), equal_nan=True)

@@ -446,6 +446,8 @@ class StateTemplate:
         state: dict[str, Any] = {}
         for name, start in self.starts.items():
             value: Any = values.get(name)
+            if value is None and start.zero_if_late is not None:
+                _check_late(label, name, start.zero_if_late, group, values)
             if name in self.in_blocks:
                 storage = self.formats[name]
                 arrays = storage.arrays(name)
@@ -605,6 +607,16 @@ def _is_same(value: torch.Tensor, live: Any) -> bool:
 
 def _start(start: State, group: Mapping[str, Any]) -> float:
     return float(at_step(group[start.init], 1.0, start.init) if isinstance(start.init, str) else start.init)
+
+
+def _check_late(label: str, name: str, hyper: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise for a state that begins after its parameter's first step, which the rule allows only without a number."""
+    steps = float(state.get("step") or 0.0)
+    if steps > 0 and float(at_step(group[hyper], steps + 1, hyper)) != 0:
+        raise StateError(
+            f"the state {name!r} of {label} begins after {steps:.0f} steps, with {hyper}={group[hyper]}: set {hyper} "
+            "to 0 for one step, or delete the parameter from the optimizer's `state` to begin anew"
+        )
 
 
 def shape_of(start: State, param: torch.Tensor, whole: torch.Size) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from .protocol import Interval, State, at_least, rule
 from .scalars import machine_epsilon
 
@@ -60,7 +62,9 @@ def adafactor(
     if maximize:
         grad = -grad
     root_numel = math.sqrt(param.numel())
-    alpha = max(eps2, param.norm() / root_numel) * min(lr, 1 / math.sqrt(step))
+    # Comparisons, as Python's max of torch's code: of an RMS that is NaN the other number is taken.
+    size = param.norm() / root_numel
+    alpha = torch.where(size > eps2, size, eps2) * min(lr, 1 / math.sqrt(step))
     param = param * (1 - lr * weight_decay)
     weight = step**beta2_decay
     square = grad * grad
@@ -72,6 +76,7 @@ def adafactor(
         variance = variance + weight * (square - variance)
         estimate = variance
     update = grad * estimate.clamp(min=eps1 * eps1).rsqrt()
-    denom = max(1, update.norm() / (root_numel * d))
+    excess = update.norm() / (root_numel * d)
+    denom = torch.where(excess > 1, excess, 1.0)
     param = param - (alpha / denom) * update
     return param, row_var, col_var, variance

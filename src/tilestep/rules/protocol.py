@@ -149,6 +149,8 @@ def check_names(where: str, states: Mapping[str, Any], hyperparameters: Mapping[
             raise RuleError(
                 f"{where}: state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'"
             )
+        if start.zero_if_late not in (None, *hyperparameters):
+            raise RuleError(f"{where}: state {name!r} has zero_if_late={start.zero_if_late!r}, no hyperparameter")
 
 
 def check_range_names(where: str, ranges: Collection[str], hyperparameters: Collection[str]) -> None:
@@ -200,6 +202,8 @@ class State:
             parameters and float32 otherwise. `state_dtype` of an optimizer does not change a dtype that is given here.
         signed: whether elements can be negative, for formats with blocks; None derives it from the rule's formula and
             the ranges of its hyperparameters.
+        zero_if_late: the name of a hyperparameter that must be 0 where the state begins in a later step of its
+            parameter than the first, as when other hyperparameters have switched it on; a step raises where it is not.
 
     Raises:
         RuleError: for another shape, or a dtype that does not fit the shape.
@@ -222,6 +226,7 @@ class State:
     shape: str = "param"
     dtype: torch.dtype | None = None
     signed: bool | None = None
+    zero_if_late: str | None = None
 
     def __post_init__(self) -> None:
         check_start(self.init, self.shape)

@@ -16,7 +16,7 @@ from .scalars import decayed
     options={"foreach": None, "differentiable": False, "fused": None},
     keyword_only=("maximize",),
     uncounted=True,
-    states={"momentum_buffer": State()},
+    states={"momentum_buffer": State(zero_if_late="dampening")},
     numbered=1,
 )
 def sgd(
@@ -34,8 +34,8 @@ def sgd(
 ) -> tuple[Any, ...]:
     """Gradient descent with momentum, dampening, Nesterov's correction and coupled weight decay.
 
-    Equations (b starts at 0, and the gradient of step 1 enters it undampened; torch's first that enters it, which is
-    another where `momentum` is 0 at first and raised later, with `dampening`):
+    Equations (b starts at 0, and the gradient of step 1 enters it undampened, as the first one must: where `momentum`
+    is raised from 0 later, `dampening` must be 0 in that step; where it is 0, b is dropped, which torch keeps):
         g <- g + weight_decay * p
         b <- momentum * b + (1 - dampening) * g
         g <- g + momentum * b if nesterov else b
@@ -43,6 +43,7 @@ def sgd(
 
     Raises:
         ValueError: for `nesterov` without momentum or with dampening.
+        StateError: where the momentum begins later than at a parameter's first step, with dampening.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (ICML 2013);
     torch.optim.SGD.
