@@ -51,7 +51,7 @@ def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
     with pytest.raises(RuleError, match=r"State\(None\): it begins at a number"):
         State(None)  # type: ignore[arg-type]
     with pytest.raises(RuleError, match="state 'average' has zero_if_late='damp', no hyperparameter"):
-        rule(states={"average": State(zero_if_late="damp")})(with_state)
+        tilestep.rule(states={"average": State(zero_if_late="damp")})(with_state)
     with pytest.raises(RuleError, match="state 'average' begins at 'begin', which is no hyperparameter, nor 'param'"):
         tilestep.rule(with_state, states={"average": State("begin")})
     assert tilestep.rule(with_state, states={"average": State("start")}).states["average"].init == "start"

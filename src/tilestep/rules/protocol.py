@@ -329,7 +329,13 @@ class Rule:
 
     @property
     def where(self) -> str:
-        """The rule's file and first line, for messages."""
+        """The rule's file and first line, for messages.
+
+        Example:
+            >>> file, _, line = registry["SGD"].where.rpartition(":")
+            >>> file.endswith("sgd.py"), line.isdigit()
+            (True, True)
+        """
         code = getattr(self.function, "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(self.function)
 
@@ -454,7 +460,16 @@ class Rule:
         return tuple(result)
 
     def bound(self) -> Callable[..., Any]:
-        """The function with `math`, `min` and other functions replaced by versions that take 0-dim values."""
+        """The function with `math`, `min` and other functions replaced by versions that take 0-dim tensors.
+
+        Example:
+            >>> import math, torch
+            >>> @rule
+            ... def falling(param, grad, *, lr=0.1, step):
+            ...     return param - lr / math.sqrt(step) * grad
+            >>> falling.bound()(torch.ones(1), torch.ones(1), lr=0.5, step=torch.tensor(4.0))
+            tensor([0.7500])
+        """
         if self._bound is None:
             self._bound = scalar_globals(self.function)
         return self._bound
