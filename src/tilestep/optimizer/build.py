@@ -85,8 +85,8 @@ def build_engines(
     members: Mapping[int, torch.Tensor],
     keys: Sequence[Sequence[str]],
 ) -> tuple[list[DeviceEngine], list[DeviceControl], dict[Any, list[int]]]:
-    """Make the engines, the control numbers of each device, and which engines are those of each part."""
-    home = optimizer.memory
+    """Make the engines, the control numbers of each device, and the places of the engines of each part."""
+    memory = optimizer.memory
     engines: list[DeviceEngine] = []
     controls: list[DeviceControl] = []
     places: dict[Any, list[int]] = {}
@@ -98,9 +98,9 @@ def build_engines(
                 own.setdefault(id(spec), (spec, []))[1].append(entry)
         control = DeviceControl(device)
         controls.append(control)
-        cut = [home.split_segments(list(own.values())) for own in divided.values()]
+        cut = [memory.split_segments(list(own.values())) for own in divided.values()]
         made = [
-            DeviceEngine(device, own, optimizer.param_groups, keys, control.numbers, home.on_segment) for own in cut
+            DeviceEngine(device, own, optimizer.param_groups, keys, control.numbers, memory.on_segment) for own in cut
         ]
         if len(made) > 1:
             joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)
@@ -114,7 +114,7 @@ def build_engines(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, which ten thousand kept records would set off several times over the heap."""
+    """Pause Python's garbage collector, which ten thousand new objects would start several times over the heap."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -144,7 +144,7 @@ class _Planned:
 
 @dataclass
 class _Kind:
-    """What is the same for all parameters of a kind; `part` is what is here of one of them."""
+    """What all parameters of a kind share; `part` is this rank's part of one of them."""
 
     graph: Graph
     spec: KernelSpec
@@ -158,21 +158,21 @@ class _Kind:
         return StateTemplate(self.part, self.group, self.graph, self.rule, self.spec.storages)
 
 
-_Kinds = dict[tuple[Any, ...], _Kind | None]  # None for one whose parameters of each shape are a kind of their own
+_Kinds = dict[tuple[Any, ...], _Kind | None]  # None where parameters of each shape are a kind of their own
 
 
-def _kind_of(optimizer: Optimizer, known: _Kinds, listed: Listed, part: torch.Tensor) -> _Kind:
-    """The graph and the kernels of a parameter, of which a part is here; looked up once for all of a kind."""
+def _kind_of(optimizer: Optimizer, kinds: _Kinds, listed: Listed, part: torch.Tensor) -> _Kind:
+    """The graph and the kernels of a parameter, of which this rank has a part; made once for all of its kind."""
     label, group_index, group, param = listed
-    whole = optimizer.placement.wholes.get(param)
-    like = param if whole is None else whole
-    shape = torch.Size((*like.shape, 2)) if like.is_complex() else like.shape
+    full = optimizer.placement.wholes.get(param, param)
+    shape = torch.Size((*full.shape, 2)) if full.is_complex() else full.shape
     is_split_pair = param.is_complex() and is_distributed(param)
-    kind: tuple[Any, ...] = (group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), part.device.type)
+    base: tuple[Any, ...] = (group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), part.device.type)
     if "state_dtype" in group:
-        kind = (*kind, label, shape)
-    alike = (*kind, shape) if known.get(kind, kind) is None else kind
-    if alike not in known:
+        base = (*base, label, shape)
+    key = (*base, shape) if kinds.get(base, base) is None else base
+    kind = kinds.get(key)
+    if kind is None:
         rule = optimizer.rule_of(group)
         try:
             graph = graph_of(rule, group, shape, compute_dtype(part))
@@ -190,7 +190,7 @@ def _kind_of(optimizer: Optimizer, known: _Kinds, listed: Listed, part: torch.Te
         if param.is_complex():
             check_pairs(label, rule, graph, is_sharded=is_distributed(param))
         if graph.branches_on_sizes:
-            known[kind], alike = None, (*kind, shape)
+            kinds[base], key = None, (*base, shape)
         own = grad_dtype(part if param.is_complex() else param)
         named = "" if optimizer.placement.has_own_names else label
         formats = storages(part, group, graph, rule, own, named, shape)
@@ -207,10 +207,8 @@ def _kind_of(optimizer: Optimizer, known: _Kinds, listed: Listed, part: torch.Te
                     "of its own without them"
                 )
             spec = optimizer.taps.spec(spec, make, part.device)
-        known[alike] = _Kind(graph, spec, part, group, rule)
-    found = known[alike]
-    assert found is not None
-    return found
+        kind = kinds[key] = _Kind(graph, spec, part, group, rule)
+    return kind
 
 
 @_without_collection()
@@ -219,13 +217,13 @@ def check_params(optimizer: Optimizer) -> None:
     kinds, by_device = _Kinds(), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     gaps: set[tuple[int, torch.device]] = set()
-    at_home, state = optimizer.memory.is_beside, vars(optimizer)["state"]
+    memory, state = optimizer.memory, vars(optimizer)["state"]
     for listed in listed_once(optimizer):
         label, _, group, param = listed
         if not _begins(param, state, all_that_train=True):
             continue
-        if not at_home:
-            optimizer.memory.check(label, param)
+        if not memory.is_beside:
+            memory.check(label, param)
         part = _checked(optimizer, label, param)
         part = as_real(part) if part.is_complex() else part
         if "master_weights" in group:
@@ -246,33 +244,33 @@ def check_params(optimizer: Optimizer) -> None:
 
 @_without_collection()
 def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
-    """Engines for an optimizer's parameters as they are now; the state that steps need is made on the way."""
+    """The engines of an optimizer's parameters as they are now; makes the state that steps need."""
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, partial(check_flags, optimizer.rule_of(group), group))
     state = _watched(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     kept = set(map(id, params))
     for param in [param for param in state if id(param) not in kept]:
-        # State that was made ahead, of a parameter that has left its group before any step.
+        # Its state was made ahead, and it has left its group before any step.
         if isinstance(state[param], ParameterState) and state[param].is_ahead:
             del state[param]
-    home = optimizer.memory
+    memory = optimizer.memory
     together = begins_together(optimizer)
     every = ahead or together
-    home.begin([(label, p) for label, _, _, p in listed_once(optimizer) if _begins(p, state, all_that_train=every)])
-    requests, kinds, exchanges = BufferRequests(), _Kinds(), dict[Any, MatrixExchange]()
-    planned: list[_Planned] = []
+    stepped: list[Listed] = []
     dormant: list[torch.Tensor] = []
     for listed in listed_once(optimizer):
-        label, _, _, param = listed
-        if not _begins(param, state, all_that_train=every):
-            dormant.append(param)
-            continue
-        one = _planned(optimizer, kinds, listed, state.get(param, {}), requests)
-        if one.spec.program.matrices.scratch and not is_whole(param):
-            one.exchange = take_in_matrix(exchanges, label, param, everywhere=bool(one.graph.matrix_states))
-        planned.append(one)
-    fill_buffers(requests, home)
+        if _begins(listed[3], state, all_that_train=every):
+            stepped.append(listed)
+        else:
+            dormant.append(listed[3])
+    memory.begin([(label, param) for label, _, _, param in stepped])
+    requests, kinds, exchanges = BufferRequests(), _Kinds(), dict[Any, MatrixExchange]()
+    planned = [_planned(optimizer, kinds, listed, state.get(listed[3], {}), requests) for listed in stepped]
+    for one in planned:
+        if one.spec.program.matrices.scratch and not is_whole(one.param):
+            one.exchange = take_in_matrix(exchanges, one.label, one.param, everywhere=bool(one.graph.matrix_states))
+    fill_buffers(requests, memory)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
     for one in unreal:
@@ -303,7 +301,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         sharers=mesh_ranks,
         places=places,
         controls=controls,
-        home=home,
+        home=memory,
         further_rounds=further_rounds(optimizer),
         ahead=[one.param for one in planned if state[one.param].is_ahead],
     )
@@ -342,7 +340,7 @@ def begin_at_once(optimizer: Optimizer) -> None:
 
 
 def _watched(optimizer: Optimizer) -> WatchedState:
-    """The optimizer's state, which counts its changes from now on."""
+    """The optimizer's state, made to count its changes."""
     if not isinstance(optimizer.state, WatchedState):
         optimizer.state = WatchedState(dict, optimizer.state)
     return optimizer.state
@@ -358,18 +356,18 @@ def _planned(
 ) -> _Planned:
     """A parameter with its kernels and state; `values` and `live` are those of `StateTemplate.begin`."""
     label, group_index, group, param = listed_param
-    home = optimizer.memory
-    # Most are plain tensors, of which nothing has to be asked that was asked when they were added.
+    memory = optimizer.memory
+    # Most are plain tensors, which were checked when they were added.
     is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
-    whole = param if is_plain and live is not None else _checked(optimizer, label, param)
-    part = whole if is_plain else as_real(whole)
-    if not home.is_beside:
-        part = home.part(param, part)
+    local = param if is_plain and live is not None else _checked(optimizer, label, param)
+    part = local if is_plain else as_real(local)
+    if not memory.is_beside:
+        part = memory.part(param, part)
     if "master_weights" in group:
         check_master(label, part.dtype, group)
     kind = _kind_of(optimizer, kinds, listed_param, part)
     graph, template = kind.graph, kind.template
-    unreal = not is_plain and is_unreal(whole)
+    unreal = not is_plain and is_unreal(local)
 
     def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
         entries = entries_of(values, template.names)
@@ -380,40 +378,40 @@ def _planned(
             own = {name: as_real(value) if name in template.buffers else value for name, value in own.items()}
         return own
 
-    found = [*values.values(), *(live or {}).values()]
+    stored = [*values.values(), *(live or {}).values()]
     if not is_plain or not all(
-        [type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in found]
+        [type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in stored]
     ):
         values, live = kernel_values(values), None if live is None else kernel_values(live)
-    state = template.begin(label, part, group, values, requests, home, param.shape, live)
+    state = template.begin(label, part, group, values, requests, memory, param.shape, live)
     return _Planned(label, group_index, param, graph, kind.spec, state, is_unreal=unreal)
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
-    """What of a parameter is here, if it can be updated."""
-    whole = checked_part(label, param)
-    if not is_unreal(whole):
+    """This rank's part of a parameter, if it can be updated."""
+    local = checked_part(label, param)
+    if not is_unreal(local):
         if fake_mode_is_active():
             require_no_real(optimizer)
-        if whole.layout is torch.strided:
-            if whole.is_neg() or whole.is_conj():
-                whole.data = resolved(whole.data)
-            if not has_memory(whole):
-                kind = type(whole).__name__
+        if local.layout is torch.strided:
+            if local.is_neg() or local.is_conj():
+                local.data = resolved(local.data)
+            if not has_memory(local):
+                kind = type(local).__name__
                 freed = "has no memory: its storage was freed"
                 what = freed if kind in ("Tensor", "Parameter") else f"is of the type {kind}"
                 raise GradientError(
                     f"{label} {what}; only parameters whose values lie in memory of their own can be updated"
                 )
-    check_parameter(whole, label)
-    return whole
+    check_parameter(local, label)
+    return local
 
 
 @_without_collection()
 def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """States with a checkpoint's values, copied unless they are the optimizer's buffers; those that begin with them."""
+    """States with a checkpoint's values, which are copied unless they are the optimizer's own buffers."""
     kinds, requests = _Kinds(), BufferRequests()
     together = begins_together(optimizer)
     begun = [
@@ -423,9 +421,12 @@ def loaded_states(
         or (one[3].requires_grad and (together or is_distributed(one[3])) and _begins(one[3], {}, all_that_train=True))
     ]
     optimizer.memory.begin([(label, param) for label, _, _, param in begun])
-    chosen = [one for one in begun if saved and not one[3].is_meta]
     live = optimizer.state
-    planned = [_planned(optimizer, kinds, one, saved.get(one[3], {}), requests, live.get(one[3], {})) for one in chosen]
+    planned = [
+        _planned(optimizer, kinds, one, saved.get(one[3], {}), requests, live.get(one[3], {}))
+        for one in begun
+        if saved and not one[3].is_meta
+    ]
     absent = [
         (name, id(request.state))
         for name, missing in requests.items()
@@ -452,7 +453,7 @@ def loaded_states(
 def _engines(
     optimizer: Optimizer, planned: Sequence[_Planned], mesh_ranks: ReductionGroup | None
 ) -> tuple[list[DeviceEngine], list[DeviceControl], Any, list[list[torch.Tensor]]]:
-    """Engines of planned parameters, which get their states now; the engines' places, and their parameters."""
+    """The engines of planned parameters, their controls, their places by part, and their parameters."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     members: dict[int, torch.Tensor] = {}
     ordinals: dict[torch.Tensor, int] = {}
@@ -462,7 +463,7 @@ def _engines(
     for one in planned:
         entry = _entry(optimizer, one)
         if one.spec.draws:
-            # Which parameter it is, and which of its elements it has, for random bits that know no mesh.
+            # The random bits of an element do not depend on the mesh: they depend on parameter and index.
             pair, piece = 2 if one.param.is_complex() else 1, optimizer.placement.origin(one.param)
             if piece is not None:
                 entry.ordinal, entry.origin = ordinals[piece.param], pair * (piece.start or 0)
@@ -490,16 +491,16 @@ def _engines(
 
 
 def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
-    """What an engine is told of a parameter."""
+    """A parameter as an engine sees it."""
     part = optimizer.memory.part(one.param, as_real(local_part(one.param)))
     scratch = one.spec.program.matrices.scratch
-    own = [array.name for array in one.spec.arrays if array.name not in scratch]
-    arrays = {name: part if name == "param" else one.state[name] for name in own}
+    names = [array.name for array in one.spec.arrays if array.name not in scratch]
+    arrays = {name: part if name == "param" else one.state[name] for name in names}
     scalars = {name: one.state[name] for name in ("step", *one.graph.scalar_states)}
-    # The view of a complex parameter is all of it, and counts its versions.
+    # A complex parameter shares its version counter with its view.
     is_view = one.param.is_complex() and not is_distributed(one.param)
-    whole = optimizer.placement.wholes.get(one.param) if part is one.param or is_view else one.param
-    entry = Entry(one.label, part, arrays, scalars, one.group_index, whole)
+    full = optimizer.placement.wholes.get(one.param) if part is one.param or is_view else one.param
+    entry = Entry(one.label, part, arrays, scalars, one.group_index, full)
     entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
     entry.exchange = one.exchange
     entry.in_norm = optimizer.param_groups[one.group_index].get("in_norm", True)
@@ -507,7 +508,7 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
 
 
 def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> dict[str, Any]:
-    """A parameter's state as users see it: DTensors and complex buffers as the parameter; numbers are plain tensors."""
+    """A parameter's state as users see it: buffers are DTensors or complex as the parameter, numbers plain tensors."""
     if not is_distributed(param) and not param.is_complex():
         return state
     buffers = {*MASTER_KEYS, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
@@ -522,8 +523,8 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
 
 
 def begins_together(optimizer: Optimizer) -> bool:
-    """Whether all state begins with the first step, and not that of each parameter with its first gradient."""
-    # Where state lives elsewhere there is room for all of it; ranks that share a norm all work it out.
+    """Whether all state begins at the first step, and not at each parameter's first gradient."""
+    # Offloaded state has room for all parameters; of optimizers that share a norm each needs all gradients.
     schedule, control = optimizer.schedule, optimizer.control
     return schedule.begins_together or not optimizer.memory.is_beside or control.joint is not None
 

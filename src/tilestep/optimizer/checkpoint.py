@@ -88,7 +88,7 @@ def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(blocks: Storage, name: str, values: Mapping[str, Any]) -> Any:
-    """A state in blocks as float32 numbers; of a DTensor what is here, as a DTensor."""
+    """A state in blocks as float32 numbers; a DTensor as a DTensor of its local part."""
     codes = values[name]
     elements = blocks.arrays(name)[0].elements
     local = {array.name: local_part(values[array.name]) for array in blocks.arrays(name)}
@@ -101,7 +101,7 @@ def _values(blocks: Storage, name: str, values: Mapping[str, Any]) -> Any:
 
 
 def _placed(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
-    """What is here of a state of this shape, as a DTensor where the array that it was read from is one."""
+    """The local part of a state of this shape, as a DTensor if the array that it was read from is one."""
     if not is_distributed(like):
         return numbers
     stride = torch.empty(shape, device="meta").stride()
@@ -110,9 +110,9 @@ def _placed(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
     )
 
 
-_NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes has the tensors of a state
-_CODES, _SCALES = "::quantized", "::scales"  # what FlashOptim adds to the names of states
-_CORRECTION = "error_bits"  # what FlashOptim keeps beside a parameter of 16 bits
+_NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' key for the tensors of a state
+_CODES, _SCALES = "::quantized", "::scales"  # FlashOptim's suffixes of names of states
+_CORRECTION = "error_bits"  # FlashOptim's correction of a parameter of 16 bits
 _MARKS = {_NESTED, "state1", _CORRECTION, *(f"{name}{_CODES}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"))}
 
 _PLAIN_STATES = {torch.Tensor, torch.nn.Parameter, int, float, type(None)}
@@ -125,9 +125,9 @@ def read_by_value(
     rule: Rule | None = None,
     param: torch.Tensor | None = None,
 ) -> Mapping[str, Any]:
-    """A parameter's saved state with what other libraries have quantized in float32, under this library's names."""
-    # As bitsandbytes 0.50, torchao 0.18 (`torchao.optim`) and FlashOptim 0.1.4 write it. Those of `scaled_states` are
-    # multiplied with their scales, unless these are the rule's own.
+    """A parameter's saved state, in which states that other libraries have quantized are float32 under our names."""
+    # As bitsandbytes 0.50, torchao 0.18 (`torchao.optim`) and FlashOptim 0.1.4 write it. States of `scaled_states` are
+    # multiplied by their scales, unless the rule itself has these.
     own = () if rule is None else rule.state_names
     scales = [name for name in values if name.endswith("_scale") and name not in own]
     if not scales and _MARKS.isdisjoint(values) and _PLAIN_STATES.issuperset(map(type, values.values())):
@@ -154,7 +154,7 @@ def read_by_value(
 
 
 def _of_subclass(label: str, name: str, value: Any) -> Any:
-    """A state that is a tensor of a library's own class, as torchao's `OptimState8bit`, which gives its numbers."""
+    """The numbers of a state that is a tensor of a library's own class, as torchao's `OptimState8bit`."""
     local = local_part(value)
     try:
         numbers = local.dequantize().to(torch.float32)
@@ -168,11 +168,11 @@ def _of_subclass(label: str, name: str, value: Any) -> Any:
 
 def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
     """FlashOptim's states: 32 neighbours of the flattened local tensor have a scale of 16 bits."""
-    # Second moments are kept by their root, in 255 steps; others companded, 2x / (1 + |x|) in 127.
+    # Second moments are stored as roots, in 255 steps; other states as 2x / (1 + |x|), in 127 steps.
     own = local_part(codes)
     scale = None if scales is None else local_part(scales)
     if scale is not None and scale.dtype is torch.bfloat16:
-        # It is the bits of a float16: torch's optimizers would round one of its own when they load it.
+        # These are the bits of a float16, which FlashOptim hides from the casts of torch's loader.
         scale = scale.view(torch.float16)
     rows, most = _rows(label, name, own, scale, 32)
     if name.endswith("_sq"):
@@ -184,7 +184,7 @@ def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
 
 
 def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """bitsandbytes' states: codes of 8 bits are places in a map, and 256 neighbours have their largest magnitude."""
+    """bitsandbytes' states: codes of 8 bits index a map, and 256 neighbours are scaled by their largest magnitude."""
     others = {name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state"))}
     for number in "12":
         codes, scale = values.get(f"state{number}"), values.get(f"absmax{number}")
@@ -209,7 +209,7 @@ def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, Any]:
-    """bitsandbytes' states under the names that a rule's have."""
+    """bitsandbytes' states under the names of the rule's states."""
     first, second = values.pop("state1"), values.pop("state2", None)
     states = [first, second] if second is not None else [first]
     if second is not None and first.dim() == second.dim() + 1:
@@ -228,7 +228,7 @@ def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, A
 def _rows(
     label: str, name: str, codes: torch.Tensor, scale: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as numbers, a row for each scale, and a column of these."""
+    """Codes as numbers, a row for each scale, and a column of the scales."""
     count = -(-codes.numel() // block)
     if scale is None or scale.dim() != 1 or len(scale) != count:
         shape = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
@@ -259,7 +259,7 @@ def _corrected(label: str, param: torch.Tensor, correction: Any, group: Mapping[
     exponent = torch.where(exact == 0, least, exponent - 1).clamp(min=least)
     steps = bits.to(exact.device).double() / torch.iinfo(bits.dtype).max
     value = (exact + torch.ldexp(steps, exponent - mantissa - 1)).float()
-    # Half a unit is a tie, which may round to the neighbour: a master belongs to what it rounds to.
+    # Half a unit is a tie, which may round to the neighbour; a master must round to its parameter.
     value = torch.where(value.to(param.dtype) == local, value, torch.nextafter(value, local.float()))
     return _placed(value, param, param.shape)
 
@@ -291,22 +291,22 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
         state.clear()
         state.update(states)
         if isinstance(state, WatchedState):
-            # The same entries as before: tables made for them fit as before, and so do captured graphs.
+            # The entries are those of before, and so tables and captured graphs fit as before.
             state.changes = changes
         raise
 
 
 def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Take a checkpoint's groups and states as torch does, but uncast, and whole or not at all."""
-    # Values are copied into new buffers, so that nothing that was handed out before is written to; a buffer that is the
-    # optimizer's own, as after `dcp.load` in place, stays. Tables and graphs made before are used no more.
+    """Load a checkpoint's groups and states as torch does, but without casts, and completely or not at all."""
+    # Values are copied into new buffers, so that tensors which users have are not written to. The optimizer's own
+    # buffers, as after `dcp.load` in place, stay. Present tables and graphs are not used any more.
     try:
         with unchanged_on_error(optimizer):
-            given = after_hooks(optimizer, with_limits(state_dict))
-            optimizer.param_groups = groups = loaded_groups(optimizer, given["param_groups"])
+            state_dict = after_hooks(optimizer, with_limits(state_dict))
+            optimizer.param_groups = groups = loaded_groups(optimizer, state_dict["param_groups"])
             for group in groups:
                 without_defaults(group)
-            saved = _saved_states(optimizer, given)
+            saved = _saved_states(optimizer, state_dict)
             states = loaded_states(optimizer, saved)
             for param, values in saved.items():
                 state = states.setdefault(param, dict(values))
@@ -314,25 +314,25 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                     # The checkpoint was written while the parameters held their averages.
                     state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
                     copy_into(state[TRAINING], values[TRAINING].detach())
-            identifiers = {identifier for group in given["param_groups"] for identifier in group["params"]}
-            others = {key: value for key, value in given["state"].items() if key not in identifiers}
-            optimizer.take_states({**states, **others}, set(states).difference(saved), given["param_groups"])
+            numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+            others = {key: value for key, value in state_dict["state"].items() if key not in numbers}
+            optimizer.take_states({**states, **others}, set(states).difference(saved), state_dict["param_groups"])
             for hook in load_hooks(optimizer)[1]:
                 hook(optimizer)
     except BaseException:
         if not optimizer.memory.is_beside:
-            # It has let go of what the plan has moved.
+            # The memory has freed buffers of the plan.
             optimizer.drop_plan()
         raise
 
 
 def after_hooks(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint as the hooks that were registered for loading leave it; the caller's dict is left alone."""
-    given = dict(state_dict)
+    """A checkpoint after the pre-hooks of loading; the caller's dict is not changed."""
+    hooked = dict(state_dict)
     for hook in load_hooks(optimizer)[0]:
-        replaced = hook(optimizer, given)
-        given = given if replaced is None else replaced
-    return given
+        replaced = hook(optimizer, hooked)
+        hooked = hooked if replaced is None else replaced
+    return hooked
 
 
 def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -350,7 +350,7 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
             raise StateError(
                 f"group {index} of the checkpoint is of rule {theirs['rule']}, this optimizer's is of {rule.name}"
             )
-        # What AdamW is, and Adam may be.
+        # AdamW always decouples the weight decay, Adam may.
         wanted = rule.options.get("decoupled_weight_decay")
         if wanted is not None and bool(theirs.get("decoupled_weight_decay", wanted)) is not wanted:
             raise StateError(
@@ -365,7 +365,7 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
             other = own.get(key)
             kinds = set(map(type, value if isinstance(value, (tuple, list)) else (value,)))
             alike = type(value) is type(other) and PYTHON_TYPES.issuperset(kinds) and bool(value == other)
-            # What the optimizer has was checked when it was given.
+            # The optimizer's own value was checked before.
             if value is not other and not alike:
                 about_group(index, partial(check_group, rule, group))
                 break
@@ -374,7 +374,7 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
 
 @contextmanager
 def states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A block in which an optimizer's `state` has nothing of parameters that have left its groups."""
+    """A block in which an optimizer's `state` has no entries of parameters that have left its groups."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     state = optimizer.state
     if all(not isinstance(key, torch.Tensor) or id(key) in held for key in state):
@@ -390,9 +390,9 @@ def states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
     """Give a loaded param group its parameters and the keys that the checkpoint does not have."""
-    # How state is kept and sent is not the checkpoint's business: `master_weights`, `state_dtype`, `rounding` and the
-    # types that travel stay as this optimizer was made; where both round at random, the checkpoint's `seed` goes on.
-    # Nor is code: hyperparameters that are functions of the step stay as they are.
+    # The optimizer decides how state is stored and communicated: it keeps its `master_weights`, `state_dtype`,
+    # `rounding` and sync dtypes. If both round stochastically, the checkpoint's `seed` continues. Hyperparameters that
+    # are functions of the step stay as they are.
     for key in ("params", "param_names", *rule.hyperparameters, *rule.options):
         if key in old:
             group.setdefault(key, old[key])
@@ -418,8 +418,8 @@ def _with_functions(old: Any, loaded: Any) -> Any:
 
 
 def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-    """Put numbers in the place of functions of the step: what they gave at the group's last step."""
-    # What gradients and parameters travel in is left out: checkpoints know nothing of ranks.
+    """Replace functions of the step by their values at the group's last step."""
+    # Sync dtypes are left out: checkpoints do not depend on ranks.
     for group, other in zip(optimizer.param_groups, saved):
         for key in ("grad_sync_dtype", "param_sync_dtype"):
             other.pop(key, None)
@@ -427,7 +427,7 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
             other["state_dtype"] = saved_choice(other["state_dtype"])
         functions = [key for key, value in other.items() if key != "params" and changes(value)]
         if functions:
-            # Reading a step count from a device waits for it; a checkpoint's is usually on the host.
+            # This waits for the device, as saving the checkpoint will.
             steps = [optimizer.state[param]["step"] for param in group["params"] if param in optimizer.state]
             step = max(1.0, *(float(one) for one in steps if one is not None), 1.0)
             other.update({key: _numbers(at_step(other[key], step, key)) for key in functions})
@@ -440,15 +440,15 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
 
 
-def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
-    """The values that a checkpoint has for each parameter, checked as far as names and shapes tell."""
+def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+    """A checkpoint's values for each parameter, with names and shapes checked."""
     checked: dict[torch.Tensor, dict[str, Any]] = {}
     readers: dict[tuple[int, torch.dtype], _StateReader] = {}
-    keys = [(key, saved) for saved in given["param_groups"] for key in saved["params"]]
+    keys = [(key, saved) for saved in state_dict["param_groups"] for key in saved["params"]]
     live = optimizer.state
     for (key, saved), (label, index, group, param) in zip(keys, iter_params(optimizer)):
-        values = given["state"].get(key, {})
-        # A state without anything in it is one that has not begun.
+        values = state_dict["state"].get(key, {})
+        # An empty state has not begun.
         if _NOTHING.issuperset(map(type, values.values())):
             continue
         reader = readers.get((index, param.dtype))
@@ -462,7 +462,7 @@ def _saved_states(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[torch.
 
 
 class _StateReader:
-    """Checks a checkpoint's states of a group's parameters of one dtype: made once for all of them."""
+    """Checks a checkpoint's states of a group's parameters of one dtype; made once for all of them."""
 
     def __init__(self, rule: Rule, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         self.rule = rule
@@ -476,7 +476,7 @@ class _StateReader:
         self.names = {"step", *starts, *beside}  # what a state of the rule may have
 
     def check_names(self, label: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Raise if a checkpoint has buffers that neither the rule nor this parameter's state knows."""
+        """Raise if a checkpoint has buffers that neither the rule nor this parameter's state has."""
         rule = self.rule
         for name, value in saved.items():
             if name not in self.names and name not in state and isinstance(value, torch.Tensor):
@@ -489,7 +489,7 @@ class _StateReader:
         """The values of a parameter's state, checked."""
         values, rule = dict(saved), self.rule
         if not _PLAIN.issuperset(map(type, values.values())) and not is_distributed(param):
-            # As they come from an optimizer of DTensors.
+            # The checkpoint is of an optimizer of DTensors.
             values = {name: gathered(value) if is_distributed(value) else value for name, value in values.items()}
         has_blocks = not self._beside.isdisjoint(values)
         for name, start in self._starts.items():
@@ -521,11 +521,11 @@ class _StateReader:
                     f"state {name!r} of {label} has shape {tuple(value.shape)} in the checkpoint, it needs {wanted}"
                 )
         if self._integers in values and values[self._integers].dtype.is_floating_point:
-            # torch's optimizers have rounded it: what is left of integers is of no use.
+            # torch's optimizers have cast the integers to floating point, which has lost them.
             del values[self._integers]
         if values.get("step") is None and any(isinstance(value, torch.Tensor) for value in values.values()):
             if rule.uses_step and not rule.uncounted:
                 raise StateError(f"the checkpoint has no step count ('step') for {label}, which {rule.name} needs")
-            # Optimizers of torch that count no steps have their buffers from the first one on.
+            # torch's optimizers without step counts make their buffers at the first step.
             values["step"] = 1.0
         return values

@@ -1,4 +1,4 @@
-"""Clip, scale and skip: what a step is decided from, the numbers that decide it on a device, and what outlives it.
+"""Clip, scale and skip: the inputs of a step's decision, the numbers of it on a device, and what is kept for later.
 
 The formulas, the same on every device (inputs in the order of `StepInputs`; `nan` and `inf` as in IEEE arithmetic):
 
@@ -18,8 +18,8 @@ The formulas, the same on every device (inputs in the order of `StepInputs`; `na
         MEAN_COUNT += 1
     overflow out = overflow
 
-CLIP is what an adaptive limit clips to beside `max_grad_norm`, inf without one; limits with a memory of their own run
-after these formulas (runtime/limits.py).
+CLIP is the norm to which an adaptive limit clips in addition to `max_grad_norm`, inf without one; limits with a memory
+run after these formulas (runtime/limits.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from .agreement import RankComparison
 from .parameters import Optimizer
 from .plan import StepPlan
 
-LIMITS_KEY = "limits"  # key of the first group of a state_dict for what adaptive limits remember
+LIMITS_KEY = "limits"  # key of the first group of a state_dict with what adaptive limits remember
 MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
 """Keys of a state_dict's first group, and the places of these numbers among a step's."""
 
@@ -125,7 +125,7 @@ class SkipPolicy:
         return self.nonfinite or self.above is not None
 
     def inputs(self) -> StepInputs:
-        """What is the same at every step."""
+        """The inputs that are the same at every step."""
         if isinstance(self.above, TimesMean):
             mean = self.above
             return StepInputs(
@@ -141,7 +141,7 @@ class SkipPolicy:
 
 
 def fresh_control(device: torch.device) -> torch.Tensor:
-    """Control numbers of a step without clip, scale or skip, and nothing remembered: float64[8] on the device."""
+    """Control numbers of a first step without clip, scale or skip: float64[8] on the device."""
     control = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=device)
     control[INVERSE_SCALE].fill_(1.0)
     control[CLIP].fill_(math.inf)
@@ -179,7 +179,7 @@ def decide_on_host(control: torch.Tensor, inputs: StepInputs) -> None:
 
 
 def limit_on_host(control: torch.Tensor, limit: StepLimit, memory: torch.Tensor, loss: torch.Tensor | None) -> None:
-    """Let a limit with a memory decide a CPU step."""
+    """Apply a limit with a memory to a CPU step."""
     decided, remembered = control.tolist(), memory.tolist()
     limit.on_host(decided, remembered, None if loss is None else float(loss))
     control.numpy()[:] = decided
@@ -192,7 +192,7 @@ class DeviceControl:
     def __init__(self, device: torch.device) -> None:
         self.numbers = fresh_control(device)
         self.overflow = torch.zeros((), dtype=torch.float32, device=device)
-        self.launchers: dict[Any, Any] = {}  # of kernels that write the numbers, by what a step is decided from
+        self.launchers: dict[Any, Any] = {}  # of kernels that write the numbers, by kind of inputs
         self._kernels = control_kernels(self.numbers)
         self._was_trivial = True
         self._plain = self.numbers[: UNSCALE + 1].clone()
@@ -201,7 +201,7 @@ class DeviceControl:
         """Write the control numbers of a step."""
         is_trivial = not inputs.needs_norm and inputs.is_trivial
         if is_trivial and captured:
-            # The host cannot know whether a graph was replayed, and what it has decided.
+            # The host does not know whether a graph was replayed since, nor its decision.
             self.numbers[: UNSCALE + 1].copy_(self._plain)
             return
         if is_trivial and self._was_trivial:
@@ -226,21 +226,21 @@ class DeviceControl:
                 )
 
     def launches(self, inputs: StepInputs) -> list[Any]:
-        """What `update` launches first, where kernels write the numbers."""
+        """The first launches of `update`, if kernels write the numbers."""
         if self._kernels is None or inputs.is_trivial:
             return []
         inputs = replace(inputs, overflow=self.overflow if inputs.check_overflow else None)
         return [self._kernels.decision_launch(self.numbers, inputs, self.launchers)]
 
     def build(self, inputs: StepInputs) -> None:
-        """Build the kernels that decide such steps, where kernels do."""
+        """Build the kernels that decide such steps, if kernels do."""
         if self._kernels is not None and not inputs.is_trivial:
             self._kernels.decide_on_device(self.numbers, inputs, self.launchers, build_only=True)
             self._apply_limits(inputs, build_only=True)
 
 
 class DataParallelRanks:
-    """The ranks of every DistributedDataParallel around an optimizer's parameters, whenever that is made."""
+    """The ranks of every DistributedDataParallel around an optimizer's parameters, present or made later."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
@@ -251,7 +251,7 @@ class DataParallelRanks:
         follow_wrappers(self)
 
     def holds(self, param: Any) -> bool:
-        """Whether something is a parameter of the optimizer."""
+        """Whether an object is a parameter of the optimizer."""
         optimizer = self._optimizer()
         if optimizer is not None and not self._own:
             self._own = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -264,7 +264,7 @@ class DataParallelRanks:
 
     def average(self, values: torch.Tensor) -> None:
         """Replace numbers by their means over the ranks."""
-        self._own = set()  # other groups and parameters may come until the next wrapper does
+        self._own = set()  # groups may change before the next wrapper is made
         self._wrappers = [reference for reference in self._wrappers if reference() is not None]
         groups = {wrapper.process_group for reference in self._wrappers if (wrapper := reference()) is not None}
         for group in sorted(groups, key=dist.get_process_group_ranks):
@@ -272,18 +272,18 @@ class DataParallelRanks:
 
 
 class StepControl:
-    """What the steps of an optimizer are decided from, and what outlives them."""
+    """The decisions of an optimizer's steps: their inputs, and what is kept from step to step."""
 
     def __init__(self, policy: SkipPolicy) -> None:
         self.policy, self._policy_needs_norm = policy, policy.needs_norm
-        self._constants = vars(policy.inputs())  # what of the inputs is the same at every step
+        self._constants = vars(policy.inputs())  # the inputs that are the same at every step
         self.history = StepHistory()
-        self.numbers: torch.Tensor | None = None  # control numbers of the last step, or what the next carries on with
+        self.numbers: torch.Tensor | None = None  # control numbers of the last step, which the next one continues
         self.checks_overflow = False  # set by `GradScaler` for one step: gradients that are not finite are an overflow
         self.gradients_scaled: bool | None = None  # set by `GradScaler`: whether gradients carry a loss scale
-        self.joint: JointGradNorm | None = None  # what shares its norm with other optimizers
+        self.joint: JointGradNorm | None = None  # the norm that it shares with other optimizers
         self.copies: DataParallelRanks | ReductionGroup | None = None
-        """Ranks that have other data and the same parameters, and so the same norms; not known yet where it is None."""
+        """The ranks that have other data and the same parameters; None until they are needed."""
         self.compared = False  # whether ranks that share parameters have compared the numbers of their groups
         self.comparison: RankComparison | None = None  # with ranks that have not taken their first step yet
         self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
@@ -296,7 +296,7 @@ class StepControl:
         vars(self).update(state)
 
     def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a step asks for the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
+        """Whether a step needs the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
         clips = any(group.get("max_grad_norm") is not None for group in groups)
         return clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
 
@@ -305,7 +305,7 @@ class StepControl:
         return self.policy.inputs().limits + adaptive_clips(groups)
 
     def inputs(self, optimizer: Optimizer) -> StepInputs | None:
-        """What the coming step is decided from; None where nothing is asked of it beside its update."""
+        """The inputs of the coming step; None for a step that neither clips, scales nor skips."""
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if self.gradients_scaled and scale is None and found_inf is None:
             raise GradientError(
@@ -330,7 +330,7 @@ class StepControl:
         return inputs
 
     def update_control(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs | None = None) -> None:
-        """Write the control numbers of every engine for this step; the norm pass is run if anything asks for it."""
+        """Write the control numbers of every engine for this step; runs the norm pass if the step needs it."""
         inputs = inputs or self.inputs(optimizer) or StepInputs(**self._constants)
         engines, ranks = plan.engines, plan.ranks
         if not engines:
@@ -368,7 +368,7 @@ class StepControl:
         plan.decided_plainly = not captured and not inputs.needs_norm and inputs.is_trivial
 
     def _mean_loss(self, optimizer: Optimizer, loss: torch.Tensor) -> torch.Tensor:
-        """The mean loss of the ranks that have copies of the parameters, each of which would decide by its own."""
+        """The mean loss of the ranks that have copies of the parameters, so that all of them decide alike."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return loss
         if self.copies is None:
@@ -378,7 +378,7 @@ class StepControl:
         return loss
 
     def expected(self, optimizer: Optimizer, plan: StepPlan) -> StepInputs:
-        """What a step is decided from, for a capture; the norm pass is run if anything asks for it."""
+        """The inputs of a captured step; runs the norm pass if the step needs it."""
         inputs = StepInputs(**self._constants)
         inputs.check_overflow, inputs.memory = self.checks_overflow, self.history
         inputs.needs_norm = self.needs_norm(optimizer.param_groups)
@@ -394,12 +394,12 @@ class StepControl:
         if self.joint is not None:
             inputs.power_sum = self.joint.power_sum(optimizer)
             return
-        # What several ranks decide together is not finished in the launch that decides on this one.
+        # Where several ranks decide together, the norm is combined before the launch that decides.
         if plan.sums_in_tiles and plan.ranks is None:
             inputs.partials = plan.norm_sources[0].norm_partials()
             plan.sums_in_tiles = inputs.partials is not None
         if inputs.partials is None:
-            # A steady step's launch, with nothing in between.
+            # A steady step calls the launch directly.
             norm_pass = plan.norm_engine.norm_pass if plan.norm_engine is not None else None
             inputs.power_sum = plan.power_sum() if norm_pass is None else norm_pass()
 
@@ -419,7 +419,7 @@ class StepControl:
         return isinstance(self.policy.above, Sigma)
 
     def take_loss(self, loss: Any) -> None:
-        """Let the next decision know the loss of its step."""
+        """Keep the loss of a step for its decision."""
         if not self.takes_loss:
             return
         if isinstance(loss, torch.Tensor):
@@ -432,7 +432,7 @@ class StepControl:
             raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
 
     def carry_to(self, engines: Sequence[DeviceEngine]) -> None:
-        """Let engines that were built anew go on with the norm, the skipped steps and the mean norm."""
+        """Give new engines the norm, the skipped steps and the mean norm of the previous ones."""
         if self.numbers is not None:
             for engine in engines:
                 engine.control[SKIPPED:].copy_(self.numbers[SKIPPED:])
@@ -441,7 +441,7 @@ class StepControl:
             self.numbers = engines[0].control
 
     def save(self, state_dict: dict[str, Any]) -> None:
-        """Put what limits remember into the first group of a state_dict, unread, and name them by plain values."""
+        """Put what limits remember, unread, into the first group of a state_dict, and plain values for the limits."""
         groups = state_dict["param_groups"]
         own: dict[str, Any] = {}
         if self.numbers is not None and isinstance(self.policy.above, TimesMean):
@@ -458,7 +458,7 @@ class StepControl:
             own = {}
 
     def load(self, groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take what limits remember out of a loaded state_dict."""
+        """Take over what limits remember from a loaded state_dict, and remove it from the groups."""
         first = saved[0] if saved else {}
         for group in groups:
             for key in (*MEAN_KEYS, LIMITS_KEY):
@@ -483,14 +483,14 @@ def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
 
 
 def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> None:
-    """Let all ranks know the norm of all gradients, and whether one of them overflowed."""
+    """Combine over all ranks the norm, the loss and the overflow of a step."""
     own_sum = None if has_whole_norm else inputs.power_sum
     numbers = [number for number in (own_sum, inputs.loss, inputs.found_inf) if number is not None]
     if not numbers:
         return
     device = numbers[0].device
     if len(numbers) == 1 and own_sum is not None and own_sum.dtype is torch.float64:
-        # What computes it does so anew at every step, for the decision alone.
+        # The tensor is computed anew at every step and used for the decision alone.
         inputs.power_sum = own_sum if own_sum.dim() == 1 else own_sum.reshape(1)
         group.add(inputs.power_sum)
         return
@@ -517,7 +517,7 @@ def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
 
 
 def _decision_launches(plan: StepPlan, inputs: StepInputs) -> list[Any]:
-    """The launches of the norm and of the decision, if one engine decides for itself."""
+    """The launches of the norm and of the decision, if one engine decides alone."""
     if plan.ranks is not None or len(plan.engines) > 1:
         return []
     launches = []
@@ -532,7 +532,7 @@ def _decision_launches(plan: StepPlan, inputs: StepInputs) -> list[Any]:
 
 
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state_dict with the limits that `StepControl.save` has named by plain values."""
+    """A state_dict with the limits for which `StepControl.save` has put plain values."""
     groups = [
         {**group, "max_grad_norm": ZClip(**group["max_grad_norm"]["ZClip"])}
         if isinstance(group.get("max_grad_norm"), dict)
@@ -543,7 +543,7 @@ def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class JointGradNorm:
-    """What optimizers that share a norm have in common; made by `joint_norm`."""
+    """The norm that several optimizers share; made by `joint_norm`."""
 
     def __init__(self, optimizers: Sequence[Optimizer], group: Any) -> None:
         self._members = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -552,7 +552,7 @@ class JointGradNorm:
         self._stepped: set[int] = set()
 
     def power_sum(self, optimizer: Optimizer) -> torch.Tensor:
-        """The sum of squares of all members' gradients, float64[1]; worked out by the first that steps."""
+        """The sum of squares of all members' gradients, float64[1]; computed by the first member that steps."""
         if self._total is None or id(optimizer) in self._stepped:
             self._total, self._stepped = self._sum(optimizer), set()
         self._stepped.add(id(optimizer))
@@ -561,7 +561,7 @@ class JointGradNorm:
     def _sum(self, stepping: Optimizer) -> torch.Tensor:
         members = self._living()
         carries = bool(stepping.control.gradients_scaled) or getattr(stepping, "grad_scale", None) is not None
-        # A scaler does not mark optimizers that it has not stepped yet; those that it has unscaled it does.
+        # A scaler marks optimizers that it has stepped or unscaled, and no others.
         others = [member for member in members if member.schedule.updating(member) is not stepping]
         if any(other.control.gradients_scaled not in (None, carries) for other in others):
             raise GradientError(
@@ -616,10 +616,10 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
         >>> round(left.item(), 4), round(right.item(), 4), optimizers[0].grad_norm.item()
         (-0.6, -0.8, 5.0)
     """
-    given = list(optimizers)
-    if len(given) < (2 if group is None else 1) or len({id(optimizer) for optimizer in given}) < len(given):
-        raise ValueError(f"joint_norm: {len(given)} optimizers; it takes two or more, each once")
-    for place, optimizer in enumerate(given):
+    members = list(optimizers)
+    if len(members) < (2 if group is None else 1) or len({id(optimizer) for optimizer in members}) < len(members):
+        raise ValueError(f"joint_norm: {len(members)} optimizers; it takes two or more, each once")
+    for place, optimizer in enumerate(members):
         if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "power_sum")):
             raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not one of tilestep's")
         refuse("joint norm", optimizer.attached, f"joint_norm: optimizer {place}:")
@@ -628,7 +628,7 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
                 f"joint_norm: backward has updated {name} of optimizer {place} already: call it before backward, or "
                 "after step()"
             )
-    joint = JointGradNorm(given, group)
-    for optimizer in given:
+    joint = JointGradNorm(members, group)
+    for optimizer in members:
         optimizer.control.joint = joint
         optimizer.attach(("joint norm",))

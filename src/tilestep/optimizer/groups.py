@@ -31,21 +31,21 @@ GROUP_OPTIONS: Mapping[str, Any] = {
     "grad_sync_dtype": None,
     "param_sync_dtype": None,
 }
-"""What a param group may say for any rule, and what a group means that does not say it; the last two for `shard`."""
+"""The options of param groups that all rules have, with their defaults; the last two are for `shard`."""
 
 OWN_KEYS = (*GROUP_OPTIONS, "rule")  # keys that torch's param groups do not have; at their defaults a group has none
 
 
 def deciding_keys(rule: Rule) -> tuple[str, ...]:
-    """What of a param group decides what a step does, or that it is refused."""
+    """The keys of a param group that decide what a step does, or whether it is refused."""
     return (*rule.hyperparameters, *OWN_KEYS, "differentiable", *_FIXED.intersection(rule.options))
 
 
-_FIXED = frozenset({"decoupled_weight_decay"})  # options that are part of what a rule is, in every group
+_FIXED = frozenset({"decoupled_weight_decay"})  # options that belong to the rule and that no group can change
 
 
 def without_defaults(group: dict[str, Any]) -> None:
-    """Take the options that are at their defaults out of a param group, which then has torch's keys."""
+    """Remove the options that are at their defaults from a param group, so that it has torch's keys."""
     for key, default in GROUP_OPTIONS.items():
         value = group.get(key, default)
         if value is default or (type(value) is type(default) and value == default):
@@ -53,7 +53,7 @@ def without_defaults(group: dict[str, Any]) -> None:
 
 
 def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
-    """The rule that is meant."""
+    """The rule of this name, or the rule itself."""
     if isinstance(rule, str):
         if rule not in adopted and rule not in registry:
             names = {name.lower(): name for name in sorted(registry)}
@@ -77,13 +77,13 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
 
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for a hyperparameter that the rule or the optimizer refuses."""
-    given = _given(rule, group)
-    for key, value in given.items():
+    numbers = _host_values(rule, group)
+    for key, value in numbers.items():
         default = rule.hyperparameters[key]
         alike = type(value) is type(default) and type(value) in PYTHON_TYPES
         if not alike and (value is not None or not rule.range_of(key).or_none):
             _check_kind(key, value, default)
-    rule.check(given)
+    rule.check(numbers)
     limit = group.get("max_grad_norm")
     limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
     if isinstance(limit, ZClip):
@@ -94,13 +94,13 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
 
 
 def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raise for what no rule can do, in a param group that may have been changed since it was added."""
+    """Raise for flags that no rule supports; a param group may have been changed since it was added."""
     if not isinstance(group.get("in_norm", True), bool):
         raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; True, or False for a group left out of the norm")
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     check_rounding(group)
-    for name, value in flat_numbers(_given(rule, group)):
+    for name, value in flat_numbers(_host_values(rule, group)):
         if not isinstance(value, torch.Tensor) and value != value:
             raise ValueError(f"Invalid {name}: nan")
     limit = group.get("max_grad_norm")
@@ -120,7 +120,7 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
 
 
 def _check_kind(key: str, value: Any, default: Any) -> None:
-    """Raise `TypeError` for something else than a number where the default is one; a tuple entry by entry."""
+    """Raise `TypeError` for a value of another kind than the default's; tuples are compared entry by entry."""
     if isinstance(default, (tuple, list)):
         if not isinstance(value, (tuple, list)):
             raise TypeError(f"Invalid {key}: {value!r}; it takes {len(default)} values")
@@ -134,13 +134,13 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         raise TypeError(f"Invalid {key}: {value!r}; it cannot be a function of the step")
 
 
-def _given(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
+def _host_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters, as the host can read them."""
     return {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
 
 
 def _on_host(value: Any, key: str) -> Any:
-    """A value with every tensor that the host can read as the number it holds, and Python's numbers for numpy's."""
+    """A value with Python's numbers in place of numpy's and of tensors that the host can read."""
     if type(value) in PYTHON_TYPES:
         return value
     value = as_python(value)
@@ -154,7 +154,7 @@ def _on_host(value: Any, key: str) -> Any:
 
 
 def about_group(index: int, check: Callable[[], None]) -> None:
-    """Run a check and say in its error which group it is about."""
+    """Run a check; its error names the group."""
     try:
         check()
     except (TypeError, ValueError) as error:
@@ -180,25 +180,18 @@ def current_value(group: Mapping[str, Any], step: Any, name: str) -> torch.Tenso
 
 
 def described_numbers(optimizer: Optimizer) -> Iterator[str]:
-    """Everything that decides what a step makes of the same gradients, in words."""
+    """Everything in param groups that decides what a step makes of gradients, a line for each number."""
     for index, group in enumerate(optimizer.param_groups):
         for key in deciding_keys(optimizer.rule_of(group)):
-            yield f"group {index} {key}={_as_text(group.get(key, GROUP_OPTIONS.get(key)))}"
+            yield f"group {index} {key}={plain_value(group.get(key, GROUP_OPTIONS.get(key)), waits=False)}"
 
 
-def _as_text(value: Any) -> str:
+def plain_value(value: Any, *, waits: bool = True) -> str:
+    """A hyperparameter as text that is the same in every process; one on a GPU is only read if that may wait for it."""
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_as_text, value))})"
-    # What only a device knows would have to be waited for.
-    return "a number on the device" if isinstance(value, torch.Tensor) and value.is_cuda else plain_value(value)
-
-
-def plain_value(value: Any) -> str:
-    """A hyperparameter as text that is the same in every process."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(plain_value, value))})"
+        return f"({', '.join(plain_value(entry, waits=waits) for entry in value)})"
     if isinstance(value, torch.Tensor):
-        return repr(value.tolist())
+        return repr(value.tolist()) if waits or not value.is_cuda else "a number on the device"
     if callable(value) and not dataclasses.is_dataclass(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return repr(value)
@@ -266,14 +259,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 OUTSIDE = r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
-"""Names of parameters that lie at a model's ends: embeddings and heads."""
+"""Names of parameters at the ends of a model: embeddings and heads."""
 
 
 _RULE = "Muon"
 
 
 def sorted_for(rule: Rule) -> str:
-    """The call that sorts a model's parameters for a rule that takes matrices alone, for messages."""
+    """The call that sorts a model's parameters for a rule of matrices, for messages."""
     return "tilestep.muon_groups(model" + (")" if rule.name == _RULE else ', muon={"rule": ...})')
 
 

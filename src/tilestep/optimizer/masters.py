@@ -1,4 +1,4 @@
-"""How low-precision parameters are kept in float32, and how that follows what other code writes to them."""
+"""Masters of 16-bit parameters, and how they follow what other code writes to the parameters."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def check_choice(choice: Any) -> None:
 
 
 def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterFormat | None:
-    """How parameters of this dtype are kept in float32 in a param group; None where they are not."""
+    """The kind of master that a param group gives to parameters of this dtype, or None."""
     kind = _CHOICES[group.get("master_weights", False)]
     return kind if kind is not None and dtype in kind.dtypes else None
 
 
 def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Raise for a parameter that cannot be kept as its group says."""
+    """Raise for a parameter that cannot have the master of its group."""
     choice = group.get("master_weights", False)
     kind = _CHOICES[choice]
     if kind is None or choice is True or dtype in kind.dtypes:
@@ -48,7 +48,7 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
 
 
 def other_master(kind: MasterFormat, state: Mapping[str, Any]) -> MasterFormat | None:
-    """The kind of master that a state or checkpoint has where it has none of this kind."""
+    """Another kind of master that a state or checkpoint has, if it has none of this kind."""
     if kind.key in state:
         return None
     for other in MASTER_FORMATS.values():
@@ -59,7 +59,7 @@ def other_master(kind: MasterFormat, state: Mapping[str, Any]) -> MasterFormat |
 
 
 def exact_values(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
-    """A parameter as precisely as its state has it, as a new tensor; without a master, in its own dtype."""
+    """A parameter's values with its master's precision, as a new tensor; without a master, in its own dtype."""
     for kind in MASTER_FORMATS.values():
         if kind.key in state:
             return kind.values(param, state[kind.key])
@@ -67,10 +67,10 @@ def exact_values(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Masters:
-    """Parameters whose masters do not show that other code has written to the parameter: their versions do."""
+    """Parameters with masters that are invalid once other code has written to the parameter, which versions show."""
 
-    # What a remainder adds to a value of 16 bits is of no use for another value. (A float32 master is compared with its
-    # copy as it is read.) A write that no version counts, through `param.data`, leaves half a unit in the last place.
+    # A remainder belongs to one 16-bit value. (A kernel compares a float32 master with the parameter when it reads it.)
+    # A write that does not count a version, through `param.data`, leaves an error of half a unit in the last place.
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Masters:
         return len(self._params)
 
     def _total(self) -> int:
-        # Versions only grow: no version has changed if their sum has not. A DTensor and its part have one each.
+        # Versions only grow: if their sum has not changed, none has. A DTensor and its local part have one each.
         own = sum_of_versions(self._params)
         return own + sum_of_versions(local_parts(self._params)) if self._have_parts else own
 
@@ -105,7 +105,7 @@ class Masters:
         return versions
 
     def carry(self, before: Masters | None) -> None:
-        """Take over when others were last looked at: these are made of the same parameters, state and groups."""
+        """Take over the versions of the masters of a previous plan of the same parameters."""
         if before is None:
             return
         keys = [(id(param), kind) for param, kind, _ in self._members]
@@ -117,7 +117,7 @@ class Masters:
         return not self._params or self._total() == self._sum
 
     def follow(self) -> None:
-        """Forget what the masters add to parameters that other code has written to since `record_versions`."""
+        """Zero the masters of parameters that other code has written to since `record_versions`."""
         now = self._versions_of(self._params)
         for place, ((_, _, master), version) in enumerate(zip(self._members, now)):
             if self._versions[place] not in (None, version):
@@ -125,14 +125,14 @@ class Masters:
                 self._versions[place] = version
 
     def record_versions(self) -> None:
-        """Parameters and masters agree now."""
+        """Remember the present versions: parameters and masters agree."""
         if self._params:
             versions = self._versions_of(self._params)
             self._versions, self._sum = list(versions), sum(versions)
 
     @contextmanager
     def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """A block that writes parameters with their masters."""
+        """A block that writes parameters and masters together."""
         chosen = self._params if params is None else [param for param in params if id(param) in self._places]
         before = self._versions_of(chosen)
         yield

@@ -15,14 +15,14 @@ from ..graph import Graph, size_from_end
 from ..placement import ReductionGroup
 from ..rules import Rule
 from ..runtime import check_no_overlap, is_dense
+from ..runtime.taps import extent_of
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise if two tensors have an element in common; tensors that only interleave are fine."""
     filled = [(label, tensor) for label, tensor in tensors if tensor.numel()]
     starts = np.asarray([tensor.data_ptr() for _, tensor in filled], dtype=np.int64)
-    extents = [tensor.nbytes if tensor.is_contiguous() else _extent(tensor) for _, tensor in filled]
-    ends = starts + np.asarray(extents, dtype=np.int64)
+    ends = starts + np.asarray([_nbytes_spanned(tensor) for _, tensor in filled], dtype=np.int64)
     order = np.argsort(starts, kind="stable")
     if (np.maximum.accumulate(ends[order])[:-1] <= starts[order][1:]).all():
         return
@@ -36,10 +36,9 @@ def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         open_spans.append(index)
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return (reach + 1) * tensor.element_size()
+def _nbytes_spanned(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the last, gaps included."""
+    return tensor.nbytes if tensor.is_contiguous() else extent_of(tensor) * tensor.element_size()
 
 
 def _intersect(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -47,7 +46,7 @@ def _intersect(left: torch.Tensor, right: torch.Tensor) -> bool:
     if is_dense(left) and is_dense(right):
         return True
     first = min(left.data_ptr(), right.data_ptr())
-    taken = np.zeros(max(tensor.data_ptr() + _extent(tensor) for tensor in (left, right)) - first, dtype=bool)
+    taken = np.zeros(max(tensor.data_ptr() + _nbytes_spanned(tensor) for tensor in (left, right)) - first, dtype=bool)
     _bytes_of(taken, left, first)[...] = True
     return bool(_bytes_of(taken, right, first).any())
 
@@ -61,7 +60,7 @@ def _bytes_of(memory: np.ndarray, tensor: torch.Tensor, first: int) -> np.ndarra
     return np.lib.stride_tricks.as_strided(begin, shape=shape, strides=strides)
 
 
-LISTED_TWICE = "a param group lists a parameter twice"  # what messages say where each parameter must be there once
+LISTED_TWICE = "a param group lists a parameter twice"  # in messages where that is refused
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
@@ -92,7 +91,7 @@ def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool
 
 
 class Optimizer(Protocol):
-    """`optimizer.Optimizer`, for the functions that its methods are made of."""
+    """`optimizer.Optimizer`, as modules see it that it imports."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -123,7 +122,7 @@ class Optimizer(Protocol):
 
 
 Listed = tuple[str, int, dict[str, Any], torch.Tensor]
-"""What messages call a parameter, index of its group, its group, and itself."""
+"""A parameter's label in messages, the index of its group, its group, and the parameter."""
 
 
 def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
@@ -138,7 +137,7 @@ def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
 
 
 def listed_once(optimizer: Optimizer) -> list[Listed]:
-    """As `iter_params`, without the further places of parameters that a group lists several times."""
+    """As `iter_params`, with each parameter once, even if a group lists it several times."""
     seen: dict[int, Listed] = {}
     for one in iter_params(optimizer):
         seen.setdefault(id(one[3]), one)
@@ -146,7 +145,7 @@ def listed_once(optimizer: Optimizer) -> list[Listed]:
 
 
 def further_rounds(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
-    """For parameters that a group lists several times, which torch updates as often: those of each further round."""
+    """The ids of parameters listed at least twice, at least three times, and so on: torch updates them as often."""
     ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     if len(set(ids)) == len(ids):
         return ()
@@ -156,18 +155,18 @@ def further_rounds(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozen
 
 
 def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise for a lazy module's parameter that has no shape yet, where shapes are needed at once."""
+    """Raise for a lazy module's parameter that has no shape yet."""
     for label, param in params:
         if is_lazy(param):
             raise ValueError(f"{label} has no shape yet, and {caller} needs it: run the model's first forward before")
 
 
 def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise for a parameter that a group lists several times, where each is updated once."""
+    """Raise for a parameter that a group lists several times."""
     if further_rounds(optimizer):
         raise GradientError(f"{LISTED_TWICE}, which torch updates twice, and {caller} once: list it once")
 
 
 def param_states(optimizer: Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Every parameter that has state, with it; not what else a user keeps in the optimizer's state."""
+    """The parameters that have state, with their states; other keys of the optimizer's state are left out."""
     return [(param, state) for param, state in optimizer.state.items() if isinstance(param, torch.Tensor)]
