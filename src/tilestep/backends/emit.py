@@ -8,7 +8,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from ..graph import Value
+from ..graph import Value, size_from_end
+from .spec import KernelSpec
+
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+SIGNS |= {"shift_left": "<<", "shift_right": ">>", "bit_and": "&", "bit_or": "|", "bit_xor": "^"}
+"""Operations that both languages write with the same sign between the operands."""
 
 _RESERVED = {"tl", "row", "mask", "i", "t", "tile", "step", "hyper", "control", "int", "float", "double", "const"}
 _LONGEST_INLINE = 60
@@ -71,8 +76,12 @@ class Writer:
         self.lines: list[str] = []
         self.expressions: dict[int, str] = {}
 
+    def spelled(self, value: Value) -> str:
+        """The expression of a value whose arguments are written."""
+        return self.template(value).format(*(self.expressions[id(arg)] for arg in value.args))
+
     def template(self, value: Value) -> str:
-        """How a value's operation is spelled: for integers, or for what comes out, where it is said apart."""
+        """The spelling of a value's operation; some have another one for integers, or for the dtype of the result."""
         integers = any(arg.dtype == "int32" for arg in value.args)
         for key in (f"{value.operation} {'int32' if integers else ''}", f"{value.operation} to {value.dtype}"):
             if key in self.spelling:
@@ -100,7 +109,7 @@ class Writer:
             if value.operation == "constant":
                 self.bind(value, self.constant(value.attribute))
                 continue
-            expression = self.template(value).format(*(self.expressions[id(arg)] for arg in value.args))
+            expression = self.spelled(value)
             long_arguments = any(len(self.expressions[id(arg)]) > _LONGEST_INLINE for arg in value.args)
             if value.name or uses[id(value)] != 1 or long_arguments:
                 self.name(value, _stripped(expression))
@@ -109,6 +118,32 @@ class Writer:
 
     def __getitem__(self, value: Value) -> str:
         return self.expressions[id(value)]
+
+
+def scalar_source(spec: KernelSpec, value: Value, places: Mapping[str, str], states: Mapping[str, str]) -> str | None:
+    """Where a scalar pass reads a value that it does not compute; None for one that it computes."""
+    # `places` are a language's expressions of a reduction, a total, a size and a hyperparameter, with {} for the
+    # column, and of other numbers by name; {} in the gradient's scale is the clip's limit. `states`: scalar states.
+    program, name = spec.program, value.attribute
+
+    def hyper(name: str) -> str:
+        return places["hyper"].format(spec.hypers.index(name))
+
+    if id(value) in program.reductions:
+        return places["reduction"].format(program.reductions[id(value)])
+    if id(value) in program.global_reductions:
+        return places["total"].format(program.global_reductions[id(value)])
+    if value.operation == "load":
+        return states[name]
+    if value.operation != "hyper":
+        return None
+    if name in ("step", "machine_epsilon"):
+        return places[name]
+    if name == "numel" or size_from_end(name):
+        return places["size"].format(spec.sizes.index(size_from_end(name)))
+    if name == "gradient_scale":
+        return places[name].format(hyper("max_grad_norm"))
+    return hyper(name)
 
 
 def _stripped(expression: str) -> str:

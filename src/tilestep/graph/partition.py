@@ -66,13 +66,22 @@ class TilePass:
 
     def reads(self) -> list[str]:
         """Buffers this pass loads."""
-        names = []
-        for value in self.values():
-            if id(value) in self.loads:
-                names.append(self.loads[id(value)])
-            elif value.operation == "load" and not self.leaves(value):
-                names.append(value.attribute)
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(filter(None, map(self.buffer_of, self.values()))))
+
+    def buffer_of(self, value: Value) -> str | None:
+        """The buffer that a value is loaded from in this pass; None for any other value."""
+        if id(value) in self.loads:
+            return self.loads[id(value)]
+        return value.attribute if value.operation == "load" and not self.leaves(value) else None
+
+    def place(self, value: Value) -> str:
+        """Where a value of slices lies in the view of this pass, as `View.place` says it."""
+        assert self.view is not None and value.over is not None
+        return self.view.place(value.over)
+
+    def parts_of(self, place: str) -> list[tuple[int, Value]]:
+        """The reductions to slices at a place of the view, with their slots."""
+        return [(slot, reduction) for slot, reduction in self.parts if self.place(reduction) == place]
 
 
 @dataclass(frozen=True)

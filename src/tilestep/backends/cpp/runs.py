@@ -20,9 +20,7 @@ def touches_blocks(spec: KernelSpec, tile: TilePass) -> bool:
 def write_math(tile: TilePass, writer: Writer, load: Callable[[str], str]) -> None:
     """Write what a pass computes of one element, from the expressions of what it reads."""
     for value in tile.values():
-        buffer = tile.loads.get(id(value))
-        if buffer is None and value.operation == "load" and not tile.leaves(value):
-            buffer = value.attribute
+        buffer = tile.buffer_of(value)
         if buffer is not None:
             writer.name(value, load(buffer), buffer)
     writer.write(tile.values())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...graph import ScalarPass, TilePass, Value, View, scalar_needs, size_from_end
+from ...graph import ScalarPass, TilePass, Value, scalar_needs
 from ...storage import BLOCK, dtype_name
-from ..emit import Writer
+from ..emit import Writer, scalar_source
 from ..spec import KernelSpec, describe
 from ..taps import taps_of
 from .runs import RunBody, TapText, touches_blocks
@@ -14,6 +14,7 @@ from .support import BLOCKS_PRELUDE, PRELUDE, SLICES_PRELUDE
 from .text import (
     C_TYPES,
     COMBINERS,
+    TENSORS,
     TILES_OF_TENSORS,
     CppNames,
     accumulate,
@@ -26,6 +27,7 @@ from .text import (
     random_functions,
     scalar_type,
     scalars_of,
+    totals,
     writer_of,
 )
 
@@ -50,8 +52,18 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
     needed = scalar_needs(scalar_pass)
     per_tensor = any(value.level.name == "TENSOR" for value in needed)
     writer = writer_of("double", "    ", CppNames())
+    states = {name: f"{_scalar_state(spec, name)}[t]" for name in spec.program.graph.scalar_states}
+    places = {
+        "reduction": f"launch->sums[t * {spec.reduction_count} + {{}}]",
+        "total": "launch->totals[{}]",
+        "size": f"launch->sizes[t * {len(spec.sizes)} + {{}}]",
+        "hyper": "hyper[{}]",
+        "step": "next_step",
+        "machine_epsilon": repr(spec.machine_epsilon),
+        "gradient_scale": "gradient_scale_of(launch->control, {})",
+    }
     for value in needed:
-        source = _scalar_source(spec, value)
+        source = scalar_source(spec, value, places, states)
         if source:
             writer.name(value, source)
     writer.write(needed)
@@ -117,28 +129,6 @@ def _scalar_state(spec: KernelSpec, name: str) -> str:
     return f"reinterpret_cast<{C_TYPES[dtype_name(spec.scalar_dtype(name))]}*>(launch->scalar_states[{position}])"
 
 
-def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
-    """Where a scalar pass finds a value it does not compute."""
-    if id(value) in spec.program.reductions:
-        return f"launch->sums[t * {spec.reduction_count} + {spec.program.reductions[id(value)]}]"
-    if id(value) in spec.program.global_reductions:
-        return f"launch->totals[{spec.program.global_reductions[id(value)]}]"
-    if value.operation == "load":
-        return f"{_scalar_state(spec, value.attribute)}[t]"
-    if value.operation != "hyper":
-        return None
-    if value.attribute == "step":
-        return "next_step"
-    if value.attribute == "machine_epsilon":
-        return repr(spec.machine_epsilon)
-    if value.attribute == "numel" or size_from_end(value.attribute):
-        return f"launch->sizes[t * {len(spec.sizes)} + {spec.sizes.index(size_from_end(value.attribute))}]"
-    if value.attribute == "gradient_scale":
-        clip = f"hyper[{spec.hypers.index('max_grad_norm')}]"
-        return f"gradient_scale_of(launch->control, {clip})"
-    return f"hyper[{spec.hypers.index(value.attribute)}]"
-
-
 _OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
 
 
@@ -158,22 +148,16 @@ class _SlicePass:
         self.unscales = spec.program.unscales(tile)
         self.scalars = scalars_of(spec, tile)
         self.read = tile.slices()
-        self.row_parts = [(s, v) for s, v in tile.parts if self._place(v, self.view) == "row"]
-        self.column_parts = [(s, v) for s, v in tile.parts if self._place(v, self.view) == "column"]
+        self.row_parts, self.column_parts = tile.parts_of("row"), tile.parts_of("column")
         self.hoisted: dict[str, list[str]] = {"row": [], "matrix": [], "column": []}
         self._bind_slices()
-
-    @staticmethod
-    def _place(value: Value, view: View) -> str:
-        assert value.over is not None
-        return view.place(value.over)
 
     def _bind_slices(self) -> None:
         """Spell what is read from other passes: once a row, matrix or tile where it is the same there."""
         indents = {"row": "        ", "matrix": "      ", "column": "      "}
         index = {"row": "line", "matrix": "matrix", "own": "i", "column": "i - base"}
         for value in self.read:
-            place = self._place(value, self.view)
+            place = self.tile.place(value)
             slot = self.slices.slots[id(value)]
             array = f"slot_{slot}"
             name = self.scalars.names.fresh(value.name or describe(value))
@@ -232,7 +216,7 @@ class _SlicePass:
                 f"    {c_type}* __restrict slot_{slot} = reinterpret_cast<{c_type}*>(slices->slots[{slot}]) + {start};"
             )
         for value in self.read:
-            if self._place(value, self.view) == "other":
+            if self.tile.place(value) == "other":
                 slot = self.slices.slots[id(value)]
                 pair = self.slices.spans.index((self.tile.over, self.slices.overs[slot]))
                 lines.append(f"    const int64_t* span_{slot} = slices->spans + ({pair} * launch->tensors + t) * 2;")
@@ -317,24 +301,13 @@ class _SlicePass:
         lines = []
         for slot, reduction in self.tile.parts:
             kind = self.slices.kinds.index(self.slices.overs[slot])
-            along_rows = "true" if self._place(reduction, self.view) == "row" else "false"
+            along_rows = "true" if self.tile.place(reduction) == "row" else "false"
             operation = f"{self.scalar}, {_OPERATIONS[reduction.operation]}"
             lines.append(f"  combine_parts<{operation}>(launch, slices, {index}, {kind}, {slot}, {along_rows});")
         if not self.tile.reductions:
             return lines
-        lines += [
-            "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
-            "  for (int64_t t = 0; t < launch->tensors; ++t) {",
-            "    if (launch->grads[t] == 0) continue;",
-            "    const int64_t first = view.first_tile[t], stop = first + view.tile_count[t];",
-        ]
-        count = self.spec.reduction_count
-        for slot, reduction in self.tile.reductions:
-            lines.append(f"    double total_{slot} = {neutral(reduction)};")
-            lines.append("    for (int64_t tile = first; tile < stop; ++tile)")
-            lines.append("      " + combine(reduction, f"total_{slot}", f"launch->partials[tile * {count} + {slot}]"))
-            lines.append(f"    launch->sums[t * {count} + {slot}] = total_{slot};")
-        return [*lines, "  }"]
+        own = "    const int64_t first = view.first_tile[t], stop = first + view.tile_count[t];"
+        return [*lines, *TENSORS, own, *totals(self.spec, self.tile)]
 
 
 MOST_COLUMNS = 2048
@@ -375,13 +348,13 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
     lines.append(layout_line(spec, gaps))
     clause = "".join(f" reduction({COMBINERS[value.operation]} : chunk_{slot})" for slot, value in tile.reductions)
     parts = [f"{scalar} chunk_{slot} = {neutral(value)};" for slot, value in tile.reductions]
-    totals = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
+    chunks = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
 
     def runs(gaps: bool) -> list[str]:
         inner = writer_of(scalar, "  ", scalars.names.within())
         inner.expressions.update(scalars.expressions)
         body = RunBody(spec, tile, inner, _RUN, gaps=gaps, unscales=unscales, clause=clause, taps=taps)
-        loop = _run_loop(body, [*parts, *body.lines(), *totals])
+        loop = _run_loop(body, [*parts, *body.lines(), *chunks])
         if taps is None or not measures:
             return loop
         return ["    if (skips) {", *_run_loop(body, taps.skipped(body)), "    } else {", *loop, "    }"]
@@ -390,7 +363,8 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
     lines += taps.partials() if taps is not None else []
     for slot, _ in tile.reductions:
         lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
-    lines += ["  }", *(taps.finish() if taps is not None else ()), *_finish(spec, tile), "}"]
+    finish = [*TILES_OF_TENSORS, *totals(spec, tile)] if tile.reductions else []
+    lines += ["  }", *(taps.finish() if taps is not None else ()), *finish, "}"]
     return "\n".join(lines)
 
 
@@ -418,20 +392,6 @@ def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
         loop = f"    for (int64_t first = begin; first < end; first += {size}) {{"
         head = [f"const int64_t count = end - first < {size} ? end - first : {size};"]
     return [loop, *(line if line[0] == "#" else f"      {line}" for line in (*head, *statements)), "    }"]
-
-
-def _finish(spec: KernelSpec, tile: TilePass) -> list[str]:
-    """Per-tensor results of the tile partials, in tile order."""
-    if not tile.reductions:
-        return []
-    count = spec.reduction_count
-    lines = [*TILES_OF_TENSORS]
-    for slot, reduction in tile.reductions:
-        lines.append(f"    double total_{slot} = {neutral(reduction)};")
-        lines.append("    for (int64_t tile = first; tile < stop; ++tile)")
-        lines.append("      " + combine(reduction, f"total_{slot}", f"launch->partials[tile * {count} + {slot}]"))
-        lines.append(f"    launch->sums[t * {count} + {slot}] = total_{slot};")
-    return [*lines, "  }"]
 
 
 def source(spec: KernelSpec, *, gaps: bool = True) -> str:

@@ -3,14 +3,61 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ...storage import BLOCK
 from ..spec import MAX_DIMS
 
+_COUNTS = ("tensors", "tiles", "tile_size", "threads", "hyper_count")
+_TABLES = {
+    "tile_tensor": "const int32_t*",
+    "first_tile": "const int64_t*",
+    "numel": "const int64_t*",
+    "columns": "const int64_t*",
+    "sizes": "const int64_t*",
+    "grads": "const int64_t*",
+    "addresses": "const int64_t*",
+    "layout_index": "const int64_t*",
+    "layouts": "const int64_t*",
+    "control": "const double*",
+    "group": "const int32_t*",
+    "hyper": "const double*",
+    "step": "float*",
+    "rows": "void*",
+    "partials": "double*",
+    "sums": "double*",
+    "global_parts": "double*",
+    "totals": "const double*",
+    "scalar_states": "const int64_t*",
+    "tap_partials": "double*",
+    "tap_totals": "double*",
+    "tap_words": "uint32_t*",
+    "first_word": "const int64_t*",
+    "streams": "const int64_t*",
+}
+_VIEW = {
+    "tile_tensor": "const int32_t*",
+    **dict.fromkeys(("first_tile", "tile_count", "extents", "blocks", "parts"), "const int64_t*"),
+}
+_SLICES = {"views": "const View*", **dict.fromkeys(("starts", "spans", "slots", "parts"), "const int64_t*")}
+"""The fields of the records that functions take, with their C++ types; before tables come counts."""
+
+
+def _fields(counts: Iterable[str], tables: Iterable[str]) -> list[tuple[str, Any]]:
+    """The fields of a record for ctypes."""
+    return [*((name, ctypes.c_int64) for name in counts), *((name, ctypes.c_void_p) for name in tables)]
+
+
+def _structure(title: str, counts: Sequence[str], tables: Mapping[str, str]) -> str:
+    """The same record in C++."""
+    numbers = [f"  int64_t {', '.join(counts)};"] if counts else []
+    pointers = [f"  {kind} {name};" for name, kind in tables.items()]
+    return "\n".join([f"struct {title} {{", *numbers, *pointers, "};"])
+
 
 class Launch(ctypes.Structure):
-    """The arguments of every generated function, by address; the same fields as `struct Launch` in C++.
+    """The arguments of every generated function, by address.
 
     tensors, tiles, tile_size, threads: counts. tile_tensor[tiles]: the tensor of each tile. first_tile[tensors]: its
     first tile. numel[tensors]: elements, as tiles count them. columns[tensors]: elements of a row of blocks.
@@ -28,38 +75,7 @@ class Launch(ctypes.Structure):
     which first_word[tensors] says where a tensor's begin.
     """
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tensors", "tiles", "tile_size", "threads", "hyper_count")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "tile_tensor",
-                "first_tile",
-                "numel",
-                "columns",
-                "sizes",
-                "grads",
-                "addresses",
-                "layout_index",
-                "layouts",
-                "control",
-                "group",
-                "hyper",
-                "step",
-                "rows",
-                "partials",
-                "sums",
-                "global_parts",
-                "totals",
-                "scalar_states",
-                "tap_partials",
-                "tap_totals",
-                "tap_words",
-                "first_word",
-                "streams",
-            )
-        ),
-    )
+    _fields_ = _fields(_COUNTS, _TABLES)
 
 
 def _vector_functions(of_one: Sequence[str], of_two: Sequence[str]) -> str:
@@ -137,33 +153,7 @@ extern "C" {{
 
 namespace {{
 
-struct Launch {{
-  int64_t tensors, tiles, tile_size, threads, hyper_count;
-  const int32_t* tile_tensor;
-  const int64_t* first_tile;
-  const int64_t* numel;
-  const int64_t* columns;
-  const int64_t* sizes;
-  const int64_t* grads;
-  const int64_t* addresses;
-  const int64_t* layout_index;
-  const int64_t* layouts;
-  const double* control;
-  const int32_t* group;
-  const double* hyper;
-  float* step;
-  void* rows;
-  double* partials;
-  double* sums;
-  double* global_parts;
-  const double* totals;
-  const int64_t* scalar_states;
-  double* tap_partials;
-  double* tap_totals;
-  uint32_t* tap_words;
-  const int64_t* first_word;
-  const int64_t* streams;
-}};
+{_structure("Launch", _COUNTS, _TABLES)}
 
 enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3, CLIP = 7 }};
 
@@ -465,34 +455,28 @@ template <class T> inline void pack(T* bytes, const uint8_t (&codes)[{BLOCK}]) {
 
 
 class ViewTables(ctypes.Structure):
-    """How the tensors are cut up along rows and columns in one view; the same fields as `struct View` in C++.
+    """How the tensors are cut up along rows and columns in one view.
 
     tiles: how many. tile_tensor[tiles]. first_tile[tensors], tile_count[tensors]. extents[tensors][3]: matrices, rows,
     columns. blocks[tensors][3]: how many of each are in a tile. parts[tensors][2]: where the tensor's parts of row
     reductions and of column reductions begin.
     """
 
-    _fields_ = (
-        ("tiles", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("tile_tensor", "first_tile", "tile_count", "extents", "blocks", "parts")
-        ),
-    )
+    _fields_ = _fields(["tiles"], _VIEW)
 
 
 class SliceLaunch(ctypes.Structure):
-    """The second argument of functions that work on slices; the same fields as `struct Slices` in C++.
+    """The second argument of functions that work on slices.
 
     views[]. starts[kinds][tensors + 1]: where a tensor's slices begin in an array that holds those of all tensors.
     spans[pairs][tensors][2]: in an array of slices that are finer, elements in a coarser slice with what lies between
     them, and their distance. slots[], parts[]: addresses of the arrays that passes hand on, and of what tiles leave.
     """
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("views", "starts", "spans", "slots", "parts"))
+    _fields_ = _fields([], _SLICES)
 
 
-SLICES_PRELUDE = """
+_BOUNDS = """
 namespace {
 
 inline int64_t smaller_of(int64_t left, int64_t right) { return right < left ? right : left; }
@@ -510,24 +494,9 @@ inline const int64_t* first_above(const int64_t* begin, const int64_t* end, int6
   return begin;
 }
 
-struct View {
-  int64_t tiles;
-  const int32_t* tile_tensor;
-  const int64_t* first_tile;
-  const int64_t* tile_count;
-  const int64_t* extents;
-  const int64_t* blocks;
-  const int64_t* parts;
-};
+"""
 
-struct Slices {
-  const View* views;
-  const int64_t* starts;
-  const int64_t* spans;
-  const int64_t* slots;
-  const int64_t* parts;
-};
-
+_CUTS = """
 // Which matrices, rows and columns a tile covers, and where it lies among the tiles of its tensor.
 struct Cut {
   int64_t rows, columns, row_tiles, column_tiles, row_tile, column_tile;
@@ -615,3 +584,7 @@ inline void combine_parts(const Launch* launch, const Slices* slices, int64_t vi
 
 }  // namespace
 """
+
+_RECORDS = f"{_structure('View', ['tiles'], _VIEW)}\n\n{_structure('Slices', [], _SLICES)}\n"
+
+SLICES_PRELUDE = _BOUNDS + _RECORDS + _CUTS

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...graph import TilePass, Value, ancestors
 from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
-from ..emit import Names, Writer
+from ..emit import SIGNS, Names, Writer
 from ..spec import KernelSpec, describe
 
 _KEYWORDS = """
@@ -65,47 +65,34 @@ C_TYPES = {
     "float8_e4m3fn": "uint8_t",
 }
 
+_STANDARD = """
+exp exp2 expm1 log log2 log1p log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc
+sqrt floor ceil trunc
+"""
+"""Functions of one number that the standard library has under the operation's name."""
+
 SPELLING = {
-    "add": "({0} + {1})",
-    "sub": "({0} - {1})",
-    "mul": "({0} * {1})",
-    "div": "({0} / {1})",
-    "pow": "std::pow({0}, {1})",
+    **{name: f"({{0}} {sign} {{1}})" for name, sign in {**SIGNS, "div": "/", "quotient": "/"}.items()},
+    **{name: f"std::{name}({{0}})" for name in _STANDARD.split()},
+    **{name: f"std::{name}({{0}}, {{1}})" for name in ("pow", "fmod", "atan2", "copysign")},
+    **{f"{name} int32": f"int32_t(uint32_t({{0}}) {SIGNS[name]} uint32_t({{1}}))" for name in ("add", "sub", "mul")},
+    **{f"of_bits to {name}": f"{name}{{{{static_cast<uint16_t>({{0}})}}}}" for name in ("bfloat16", "float16")},
+    **{
+        f"of_bits to {name}": f"static_cast<{C_TYPES[name]}>({{0}})"
+        for name in ("int16", "int8", "uint8", "float8_e4m3fn")
+    },
+    "shift_left": "int32_t(uint32_t({0}) << {1})",
     "remainder": "remainder_of({0}, {1})",
-    "fmod": "std::fmod({0}, {1})",
-    "atan2": "std::atan2({0}, {1})",
-    "copysign": "std::copysign({0}, {1})",
     "maximum": "maximum({0}, {1})",
     "minimum": "minimum({0}, {1})",
     "neg": "(-{0})",
     "abs": "std::fabs({0})",
-    "sqrt": "std::sqrt({0})",
     "rsqrt": "(1 / std::sqrt({0}))",
-    "exp": "std::exp({0})",
-    "exp2": "std::exp2({0})",
-    "expm1": "std::expm1({0})",
-    "log": "std::log({0})",
-    "log2": "std::log2({0})",
-    "log1p": "std::log1p({0})",
-    "sin": "std::sin({0})",
-    "cos": "std::cos({0})",
-    **{name: f"std::{name}({{0}})" for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "log10")},
-    **{name: f"std::{name}({{0}})" for name in ("asinh", "acosh", "atanh", "erfc")},
     "lgamma": "log_gamma({0})",
-    "erf": "std::erf({0})",
     "sign": "sign_of({0})",
-    "floor": "std::floor({0})",
-    "ceil": "std::ceil({0})",
     "round": "std::nearbyint({0})",
-    "trunc": "std::trunc({0})",
     "number": "number({0})",
     "where": "select({0}, {1}, {2})",
-    "lt": "({0} < {1})",
-    "le": "({0} <= {1})",
-    "gt": "({0} > {1})",
-    "ge": "({0} >= {1})",
-    "eq": "({0} == {1})",
-    "ne": "({0} != {1})",
     "and": "({0} & {1})",
     "or": "({0} | {1})",
     "not": "(!{0})",
@@ -117,23 +104,9 @@ SPELLING = {
     "narrow to float16": "to_float16({0})",
     "bits": "bits_of({0})",
     "of_bits to ": "float_of({0})",
-    "of_bits to bfloat16": "bfloat16{{static_cast<uint16_t>({0})}}",
-    "of_bits to float16": "float16{{static_cast<uint16_t>({0})}}",
-    "of_bits to int16": "static_cast<int16_t>({0})",
-    "of_bits to int8": "static_cast<int8_t>({0})",
-    "of_bits to uint8": "static_cast<uint8_t>({0})",
     "whole": "static_cast<int32_t>({0})",
     "real": "static_cast<float>({0})",
-    "add int32": "int32_t(uint32_t({0}) + uint32_t({1}))",
-    "sub int32": "int32_t(uint32_t({0}) - uint32_t({1}))",
-    "mul int32": "int32_t(uint32_t({0}) * uint32_t({1}))",
-    "shift_left": "int32_t(uint32_t({0}) << {1})",
-    "shift_right": "({0} >> {1})",
-    "bit_and": "({0} & {1})",
-    "bit_or": "({0} | {1})",
-    "bit_xor": "({0} ^ {1})",
     "nibble": "int32_t({0})",
-    "quotient": "({0} / {1})",
     "root": "std::sqrt({0})",
     "rough_ceiling": "std::ceil({0} / {1})",
     "fused": "fused({0}, {1}, {2})",
@@ -141,7 +114,6 @@ SPELLING = {
     "float8_number": "{0}",
     "float8_element": "{0}",
     "within": "select(({0} < {1}), {0}, {1})",
-    "of_bits to float8_e4m3fn": "static_cast<uint8_t>({0})",
 }
 
 
@@ -196,10 +168,19 @@ def neutral(reduction: Value) -> str:
 
 def combine(reduction: Value, total: str, part: str) -> str:
     """The statement that adds a part of a reduction to its float64 total."""
-    if reduction.operation == "reduce_sum":
-        return f"{total} += {part};"
-    function = "maximum" if reduction.operation == "reduce_amax" else "minimum"
-    return f"{total} = {function}({total}, double({part}));"
+    return accumulate(reduction, total, part if reduction.operation == "reduce_sum" else f"double({part})")
+
+
+def totals(spec: KernelSpec, tile: TilePass) -> list[str]:
+    """The end of a function that has reduced tiles `first` to `stop` of tensor `t`: their parts combined in order."""
+    lines, count = [], spec.reduction_count
+    for slot, reduction in tile.reductions:
+        part = f"launch->partials[tile * {count} + {slot}]"
+        lines.append(f"    double total_{slot} = {neutral(reduction)};")
+        lines.append("    for (int64_t tile = first; tile < stop; ++tile)")
+        lines.append("      " + combine(reduction, f"total_{slot}", part))
+        lines.append(f"    launch->sums[t * {count} + {slot}] = total_{slot};")
+    return [*lines, "  }"]
 
 
 def layout_line(spec: KernelSpec, gaps: bool) -> str:
@@ -263,14 +244,19 @@ def key_lines(spec: KernelSpec, tile: TilePass) -> list[str]:
     ]
 
 
-TILES_OF_TENSORS = (
+TENSORS = (
     "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
     "  for (int64_t t = 0; t < launch->tensors; ++t) {",
     "    if (launch->grads[t] == 0) continue;",
+)
+"""The head of a loop over the tensors that take part."""
+
+TILES_OF_TENSORS = (
+    *TENSORS,
     "    const int64_t first = launch->first_tile[t];",
     "    const int64_t stop = first + (launch->numel[t] + launch->tile_size - 1) / launch->tile_size;",
 )
-"""A loop over tensors that take part, each with its tiles from `first` up to `stop`."""
+"""The same, where a tensor's tiles are `first` up to `stop`."""
 
 
 def format_functions(storages: Iterable[Storage]) -> list[str]:

@@ -178,8 +178,7 @@ class CudaSlices:
 
         launches = []
         for slot, reduction in tile.parts:
-            assert tile.view is not None and reduction.over is not None
-            along_rows = tile.view.place(reduction.over) == "row"
+            along_rows = tile.place(reduction) == "row"
             combined = self._combined(tile, slot, along_rows)
             count = len(combined["tile_tensor"]) if self.tables.slot_counts[slot] else 0
             arguments = {**common, **combined, "parts": common[f"parts_{slot}"], "out": common[f"slot_{slot}"]}

@@ -6,8 +6,9 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 
-from ...graph import SCALAR_LEVELS, ScalarPass, TilePass, Value, scalar_needs, size_from_end
+from ...graph import SCALAR_LEVELS, ScalarPass, TilePass, Value, scalar_needs
 from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
+from ..emit import scalar_source
 from ..spec import MAX_DIMS, KernelSpec, describe
 from ..taps import FAR, NEAR, PassTaps, taps_of
 from .text import (
@@ -18,8 +19,8 @@ from .text import (
     TileBody,
     TritonNames,
     along_rows,
-    decorator,
     format_functions,
+    head,
     is_16_bits,
     narrowed,
     pointer_to,
@@ -37,14 +38,27 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
     columns = max(len(spec.program.columns), 1)
     needed = scalar_needs(scalar_pass)
     writer = writer_of("float64", "    ", TritonNames(pointers))
+    numbers = ", ".join(f"tl.load(control + {place})" for place in (0, 2, 7))
+    places = {
+        "reduction": f"tl.load(sums + t * {spec.reduction_count} + {{}}, mask=active, other=0.0)",
+        "total": "tl.load(totals + {})",
+        "size": f"tl.load(sizes + t * {len(spec.sizes)} + {{}}, mask=active, other=1).to(tl.float64)",
+        "hyper": "tl.load(base + {}, mask=active, other=0.0)",
+        "step": "next_step",
+        "machine_epsilon": f"tl.full((BLOCK,), {spec.machine_epsilon!r}, tl.float64)",
+        "gradient_scale": f"gradient_scale_of({numbers}, {{}})",
+    }
+    loaded = {
+        name: f"tl.load({name}_state + t, mask=active, other=0.0).to(tl.float64)"
+        for name in spec.program.graph.scalar_states
+    }
     for value in needed:
-        text = _scalar_source(spec, value)
+        text = scalar_source(spec, value, places, loaded)
         if text:
             writer.name(value, text)
     writer.write(needed)
-    lines = decorator(pointers)
-    lines.append(f"def {spec.name}_scalar_pass_{index}({', '.join(pointers)}, BLOCK: tl.constexpr):")
-    lines += [
+    lines = [
+        *head(f"{spec.name}_scalar_pass_{index}", pointers, "BLOCK: tl.constexpr"),
         "    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
         "    inside = t < tl.load(counts)",
         "    active = inside & (tl.load(grads + t, mask=inside, other=0) != 0)",
@@ -69,34 +83,6 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
             lines.append(f"    tl.store({name}_state + t, {stored}, mask=active & (skip == 0))")
         lines.append("    tl.store(step + t, next_step.to(tl.float32), mask=active)")
     return lines
-
-
-def _scalar_source(spec: KernelSpec, value: Value) -> str | None:
-    """Where a scalar pass finds a value it does not compute."""
-
-    def hyper(name: str) -> str:
-        return f"tl.load(base + {spec.hypers.index(name)}, mask=active, other=0.0)"
-
-    if id(value) in spec.program.reductions:
-        place = f"sums + t * {spec.reduction_count} + {spec.program.reductions[id(value)]}"
-        return f"tl.load({place}, mask=active, other=0.0)"
-    if id(value) in spec.program.global_reductions:
-        return f"tl.load(totals + {spec.program.global_reductions[id(value)]})"
-    if value.operation == "load":
-        return f"tl.load({value.attribute}_state + t, mask=active, other=0.0).to(tl.float64)"
-    if value.operation != "hyper":
-        return None
-    if value.attribute == "step":
-        return "next_step"
-    if value.attribute == "machine_epsilon":
-        return f"tl.full((BLOCK,), {spec.machine_epsilon!r}, tl.float64)"
-    if value.attribute == "numel" or size_from_end(value.attribute):
-        place = f"sizes + t * {len(spec.sizes)} + {spec.sizes.index(size_from_end(value.attribute))}"
-        return f"tl.load({place}, mask=active, other=1).to(tl.float64)"
-    if value.attribute == "gradient_scale":
-        numbers = ", ".join(f"tl.load(control + {place})" for place in (0, 2, 7))
-        return f"gradient_scale_of({numbers}, {hyper('max_grad_norm')})"
-    return hyper(value.attribute)
 
 
 _TOGETHER = 4
@@ -294,9 +280,7 @@ class TileMath:
         self.scalars: list[tuple[str, int]] = []
         kept_elsewhere = {id(value) for value in tile.slices()}
         for value in tile.values():
-            buffer = tile.loads.get(id(value))
-            if buffer is None and value.operation == "load" and not tile.leaves(value):
-                buffer = value.attribute
+            buffer = tile.buffer_of(value)
             if buffer is not None:
                 self.inputs.append((self._argument(value, buffer), buffer))
                 self.element_inputs.add(id(value))
@@ -409,9 +393,8 @@ def finish_kernel(
 ) -> list[str]:
     """The kernel that combines what tiles have left of each tensor, in tile order."""
     count = spec.reduction_count
-    lines = decorator(pointers)
-    lines.append(f"def {spec.name}_{title}({', '.join(pointers)}, {constants}):")
-    lines += [
+    lines = [
+        *head(f"{spec.name}_{title}", pointers, constants),
         "    t = tl.program_id(0).to(tl.int64)",
         "    if tl.load(grads + t) == 0:",
         "        return",
@@ -530,13 +513,11 @@ class _SliceKernel(TileMath):
 
     def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
         super().__init__(spec, tile, f"{tile.title}_math")
-        assert tile.view is not None
-        self.view, self.all_slices = tile.view, spec.program.slices
-        self.row_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "row"]
-        self.column_parts = [(slot, value) for slot, value in tile.parts if self._place(value) == "column"]
+        self.all_slices = spec.program.slices
+        self.row_parts, self.column_parts = tile.parts_of("row"), tile.parts_of("column")
         self.whole_tile = set(self.element_inputs)
         """The values with an element for each of the tile, by identity; others are the same along some side."""
-        self.whole_tile.update(id(value) for _, value in self.slices if self._place(value) in ("own", "other"))
+        self.whole_tile.update(id(value) for _, value in self.slices if self.tile.place(value) in ("own", "other"))
         for value in tile.values():
             if not tile.leaves(value) and any(id(arg) in self.whole_tile for arg in value.args):
                 self.whole_tile.add(id(value))
@@ -548,10 +529,6 @@ class _SliceKernel(TileMath):
 
     def _slot(self, value: Value) -> int:
         return self.all_slices.slots[id(value)]
-
-    def _place(self, value: Value) -> str:
-        assert value.over is not None
-        return self.view.place(value.over)
 
     def _prologue(self) -> list[str]:
         """Every table load, and which matrices, rows and columns the tile covers."""
@@ -570,7 +547,7 @@ class _SliceKernel(TileMath):
         count = len(self.all_slices.kinds)
         lines += [f"    start_{kind} = tl.load(starts + t * {count} + {kind})" for kind in kinds]
         for _, value in self.slices:
-            if self._place(value) == "other":
+            if self.tile.place(value) == "other":
                 slot, spans = self._slot(value), self.all_slices.spans
                 pair = spans.index((self.tile.over, self.all_slices.overs[slot]))
                 lines.append(f"    span_{slot} = tl.load(spans + (t * {len(spans)} + {pair}) * 2)")
@@ -612,12 +589,12 @@ class _SliceKernel(TileMath):
         pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, self.tile)]
         together = " | ".join(f"{array.name}_address" for _, array in self.used() if array.elements < BLOCK) or "0"
         unit = self._unit()
-        lines = decorator(pointers)
-        lines.append(f"def {self.spec.name}_{self.tile.title}({', '.join(pointers)}, {_SLICE_CONSTANTS}):")
-        lines += ["    tile = tl.load(tile_base) + tl.program_id(0)"]
-        lines += ["    t = tl.load(tile_tensor + tl.program_id(0)).to(tl.int64)", *self._prologue()]
         plain = " & (layout_row < 0)" if self.tile.over is None else ""
-        lines += [
+        lines = [
+            *head(f"{self.spec.name}_{self.tile.title}", pointers, _SLICE_CONSTANTS),
+            "    tile = tl.load(tile_base) + tl.program_id(0)",
+            "    t = tl.load(tile_tensor + tl.program_id(0)).to(tl.int64)",
+            *self._prologue(),
             f"    if (skip == 0.0) & (grad_address != 0){plain}:",
             *self._before_loops("        "),
             "        aligned = (matrices_left == MATRICES) & (columns_left == COLUMNS)",
@@ -686,20 +663,20 @@ class _SliceKernel(TileMath):
     def strided_kernel(self) -> list[str]:
         """The kernel over tensors that must be walked by coordinates."""
         pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, self.tile)]
-        lines = decorator(pointers)
-        lines.append(f"def {self.spec.name}_{self.tile.title}_strided({', '.join(pointers)}, {_SLICE_CONSTANTS}):")
-        lines += [
+        return [
+            *head(f"{self.spec.name}_{self.tile.title}_strided", pointers, _SLICE_CONSTANTS),
             "    tile = tl.load(tile_list + tl.program_id(0))",
             "    t = tl.load(tile_tensor + tile).to(tl.int64)",
-        ]
-        lines += [*self._prologue(), "    if (skip == 0.0) & (grad_address != 0):", *self._before_loops("        ")]
-        lines += [
+            *self._prologue(),
+            "    if (skip == 0.0) & (grad_address != 0):",
+            *self._before_loops("        "),
             "        odd_place = line * pitch + column",
             "        for start in tl.range(0, loop_bound(rows_left), HELD):",
+            *self._masks("            "),
+            *self._located("            "),
+            *self._work("            ", masked=True),
+            *self._after_loops("        "),
         ]
-        lines += [*self._masks("            "), *self._located("            ")]
-        lines += self._work("            ", masked=True)
-        return lines + self._after_loops("        ")
 
     def _located(self, indent: str) -> list[str]:
         lines = [f"layout = layouts + layout_row * {self.layout_width}", "index = corner + place"]
@@ -731,7 +708,7 @@ class _SliceKernel(TileMath):
         lines = [
             f"{indent}{name} = {self._load_slice(value, masked=True)}"
             for name, value in self.slices
-            if self._place(value) in ("column", "matrix")
+            if self.tile.place(value) in ("column", "matrix")
         ]
         for name, reduction in self._accumulated():
             neutral = REDUCTIONS[reduction.operation][0]
@@ -751,7 +728,7 @@ class _SliceKernel(TileMath):
         body.shapes = (_SHAPE, _CODES) if self.block_arrays else None
         self.load_inputs(body)
         for name, value in self.slices:
-            if self._place(value) not in ("column", "matrix"):
+            if self.tile.place(value) not in ("column", "matrix"):
                 lines.append(f"{indent}{name} = {self._load_slice(value, masked)}")
         lines.append(self.call(indent))
         self.store_results(body)
@@ -783,7 +760,7 @@ class _SliceKernel(TileMath):
             "column": ("(first_matrix * width + first_column) + (matrix * pitch + column)", _COLUMNS_INSIDE),
             "matrix": ("first_matrix + matrix", "matrix < matrices_left"),
             "other": (f"((corner + place) // span_{slot} * inner_{slot} + (corner + place) % inner_{slot})", "mask"),
-        }[self._place(value)]
+        }[self.tile.place(value)]
         masked_by = f", mask={mask}, other=0.0" if masked else ""
         return f"tl.load(slot_{slot} + start_{self._kind(slot)} + {pointer}{masked_by})"
 
@@ -1032,9 +1009,7 @@ class _Kernel(TileMath):
         keeps registers, and with them the number of programs in flight, as for one tile.
         """
         pointers = tile_pointers(self.spec, self.tap_pointers)
-        lines = decorator(pointers)
-        lines.append(f"def {self.title}({', '.join(pointers)}, {self._constants}):")
-        lines += self._prologue("tl.program_id(0)")
+        lines = [*head(self.title, pointers, self._constants), *self._prologue("tl.program_id(0)")]
         alike = [array for _, array in self.used() if array.elements != BLOCK]
         together = " | ".join(f"{array.name}_address" for array in alike) or "grad_address"
         # Rows that end inside of a block are walked with a mask.
@@ -1075,10 +1050,9 @@ class _Kernel(TileMath):
     def strided_kernel(self) -> list[str]:
         """The kernel over the tiles of tensors that must be walked by coordinates."""
         pointers = tile_pointers(self.spec, self.tap_pointers, strided=True)
-        lines = decorator(pointers)
-        lines.append(f"def {self.title}_strided({', '.join(pointers)}, {self._constants}):")
-        lines += self._prologue("tl.load(tile_list + tl.program_id(0))")
-        lines += [
+        lines = [
+            *head(f"{self.title}_strided", pointers, self._constants),
+            *self._prologue("tl.load(tile_list + tl.program_id(0))"),
             *self._lanes(),
             f"    if {self._runs}:",
             f"        layout = layouts + layout_row * {self.layout_width}",

@@ -11,19 +11,16 @@ import torch
 
 from ...graph import SCALAR_LEVELS, TilePass, Value, ancestors
 from ...storage import BLOCK, Array, Storage, bits_graph, codec_of, dtype_name, is_coarse, keys_graph, read_arrays
-from ..emit import Names, Writer
+from ..emit import SIGNS, Names, Writer
 from ..spec import KernelSpec
 
 _OF_THE_DEVICE = """
 rsqrt exp exp2 expm1 log log2 log1p log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erfc lgamma trunc
 """
 
-_SIGNS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_SIGNS |= {"shift_left": "<<", "shift_right": ">>", "bit_and": "&", "bit_or": "|", "bit_xor": "^"}
-
 SPELLING = {
     **{name: f"libdevice.{name}({{0}})" for name in _OF_THE_DEVICE.split()},
-    **{name: f"({{0}} {sign} {{1}})" for name, sign in _SIGNS.items()},
+    **{name: f"({{0}} {sign} {{1}})" for name, sign in SIGNS.items()},
     "div": "divide({0}, {1})",
     "pow": "power({0}, {1})",
     "remainder": "floored_remainder({0}, {1})",
@@ -132,35 +129,33 @@ _BYTES = {"int8": "int8", "uint8": "uint8", "float8_e4m3fn": "uint8"}
 class _BytesWriter(Writer):
     """Makes numbers of bytes and of halves of bytes together with the constant that is added to them."""
 
-    def template(self, value: Value) -> str:
+    def spelled(self, value: Value) -> str:
         if value.operation == "of_bits" and value.dtype in _BYTES and value.args[0].operation == "shift_right":
             bits, places = value.args[0].args
             if places.attribute in (8, 16, 24):
-                byte = f"byte_of({self.expressions[id(bits)]}, tl.{_BYTES[value.dtype]}, {places.attribute // 8})"
-                return byte.replace("{", "{{").replace("}", "}}")
+                return f"byte_of({self[bits]}, tl.{_BYTES[value.dtype]}, {places.attribute // 8})"
         if value.operation == "real" and value.args[0].operation == "nibble":
             return self._nibbles(value, "0.0")
         if value.operation in ("add", "sub") and value.args[1].operation == "constant" and not value.dtype:
             number, constant = value.args
             minus = "-" if value.operation == "sub" else ""
             if number.operation == "widen" and number.args[0].dtype == "uint8" and not minus:
-                return f"bytes_plus({self.expressions[id(number.args[0])]}, {{1}})"
+                return f"bytes_plus({self[number.args[0]]}, {self[constant]})"
             if number.operation == "real" and number.args[0].operation == "nibble":
                 return self._nibbles(number, f"{minus}{constant.attribute!r}")
-        return super().template(value)
+        return super().spelled(value)
 
     def _nibbles(self, value: Value, plus: str) -> str:
-        pairs = self.expressions[id(value.args[0].args[0])]
-        return f"nibbles_plus({pairs}, {plus})"
+        return f"nibbles_plus({self[value.args[0].args[0]]}, {plus})"
 
 
 class _QuickWriter(_BytesWriter):
     """Divides by the numbers of a tensor by multiplying with their reciprocal: made once, not for each element."""
 
-    def template(self, value: Value) -> str:
+    def spelled(self, value: Value) -> str:
         if value.operation == "div" and value.args[1].level in SCALAR_LEVELS:
-            return "({0} * (1.0 / {1}))"
-        return super().template(value)
+            return f"({self[value.args[0]]} * (1.0 / {self[value.args[1]]}))"
+        return super().spelled(value)
 
 
 class _FusingWriter(_QuickWriter):
@@ -172,21 +167,21 @@ class _FusingWriter(_QuickWriter):
         self._uses = Counter(id(arg) for value in ordered for arg in value.args)
         super().write(ordered)
 
-    def template(self, value: Value) -> str:
+    def spelled(self, value: Value) -> str:
         if value.operation in ("add", "sub") and not value.dtype and value.level not in SCALAR_LEVELS:
             for place in (1, 0):
                 if self._is_product(value.args[place]):
-                    return self._fused(value, place).replace("{", "{{").replace("}", "}}")
+                    return self._fused(value, place)
         if value.operation == "div" and _has_root(value.args[1]):
-            return "quick_quotient({0}, {1})"
+            return f"quick_quotient({self[value.args[0]]}, {self[value.args[1]]})"
         if value.operation == "root" and _is_larger(value.args[0]):
-            _, number, floor = value.args[0].args
-            if floor.operation == "constant" and floor.attribute <= _NOTHING:  # roots of all are one instruction here
-                return f"tl.sqrt({self.expressions[id(number)]})".replace("{", "{{").replace("}", "}}")
-        other = value.args[2] if _is_larger(value) and not value.dtype else None
-        if other and other.operation == "where" and all(arg.operation == "constant" for arg in other.args[1:]):
-            return "larger_number({1}, {2})"  # one of two constants is never NaN
-        return super().template(value)
+            _, number, least = value.args[0].args
+            if least.operation == "constant" and least.attribute <= _NOTHING:  # one instruction takes all roots
+                return f"tl.sqrt({self[number]})"
+        floor = value.args[2] if _is_larger(value) and not value.dtype else None
+        if floor and floor.operation == "where" and all(arg.operation == "constant" for arg in floor.args[1:]):
+            return f"larger_number({self[value.args[1]]}, {self[floor]})"  # one of two constants is never NaN
+        return super().spelled(value)
 
     def _is_product(self, value: Value) -> bool:
         if value.operation == "within":
@@ -196,20 +191,20 @@ class _FusingWriter(_QuickWriter):
         return is_new and (value.operation == "mul" or by_scalar)
 
     def _fused(self, total: Value, place: int) -> str:
-        product, other = total.args[place], self.expressions[id(total.args[1 - place])]
+        product, plus = total.args[place], self[total.args[1 - place]]
         product = product.args[0] if product.operation == "within" else product
         # The number of a tensor, if there is one, takes the sign: the others' would be an operation for each element.
         right, left = sorted(product.args, key=lambda arg: arg.level in SCALAR_LEVELS)
         if product.operation == "div":
             right, left = product.args
-        factors = [self.expressions[id(left)], self.expressions[id(right)]]
+        factors = [self[left], self[right]]
         if product.operation == "div":
             factors[0] = f"(1.0 / {factors[0]})"
         if total.operation == "sub" and place:
             factors[0] = f"-{factors[0]}"
         elif total.operation == "sub":
-            other = f"-{other}"
-        return f"tl.fma({factors[0]}, {factors[1]}, {other})"
+            plus = f"-{plus}"
+        return f"tl.fma({factors[0]}, {factors[1]}, {plus})"
 
 
 class _PairsWriter(_FusingWriter):
@@ -233,12 +228,11 @@ class _PairsWriter(_FusingWriter):
                         self.bind(part, "")
         super().write(ordered)
 
-    def template(self, value: Value) -> str:
+    def spelled(self, value: Value) -> str:
         if id(value) in self._shorter:
             spelling, args = self._shorter[id(value)]
-            written = spelling.format(*(self.expressions.get(id(arg), "") for arg in args))
-            return written.replace("{", "{{").replace("}", "}}")
-        return super().template(value)
+            return spelling.format(*(self.expressions.get(id(arg), "") for arg in args))
+        return super().spelled(value)
 
 
 _SHORTER = (
@@ -327,10 +321,13 @@ def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
     return fits(tile.stores) and (not keeps_more or fits(tile.reads()))
 
 
-def decorator(pointers: list[str]) -> list[str]:
-    """The line before a kernel with these pointer parameters: one build serves all addresses."""
-    listed = ", ".join(f'"{name}"' for name in pointers)
-    return [f"@triton.jit(do_not_specialize_on_alignment=[{listed}])"]
+def head(name: str, pointers: Sequence[str], constants: str) -> list[str]:
+    """The first lines of a kernel with these pointer parameters: one build serves all addresses."""
+    listed = ", ".join(f'"{pointer}"' for pointer in pointers)
+    return [
+        f"@triton.jit(do_not_specialize_on_alignment=[{listed}])",
+        f"def {name}({', '.join(pointers)}, {constants}):",
+    ]
 
 
 def tile_pointers(spec: KernelSpec, taps: list[str], *, strided: bool = False) -> list[str]:
