@@ -566,7 +566,20 @@ class StateOnHost(OffloadedState):
         self.copies.forget()
 
     def wait(self) -> None:
-        """Have the host see what was copied to it, and let it write to what was copied from it."""
+        """Wait until the copies of the steps so far are done: the host can then read and write the state's memory.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.zeros(4))
+            >>> optimizer = tilestep.offload(tilestep.SGD([weight], lr=0.5, momentum=0.9))
+            >>> weight.grad = torch.ones(4)
+            >>> optimizer.step()
+            >>> momentum = optimizer.state[weight]["momentum_buffer"]
+            >>> optimizer.step()
+            >>> optimizer.wait()
+            >>> momentum[0]
+            tensor(1.9000)
+        """
         self.inward.synchronize()
         self.outward.synchronize()
 
@@ -625,8 +638,8 @@ def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:
 class OffloadedOptimizer(Attached, metaclass=AttachedType):
     """The type of an optimizer after `tilestep.offload`, for `isinstance`; it also stays an instance of its class.
 
-    It adds `wait()` and `offload_report()`. Before you read a tensor that you took out of `state` before a step, call
-    `wait()`.
+    It adds `wait()` and `offload_report()`. Call `wait()` before you read, after a step, a tensor that you took out of
+    `state` before it: the host does not wait for the copies of a step.
 
     Example:
         >>> import torch, tilestep

@@ -1,4 +1,4 @@
-"""What optimizers give out beside updates: statistics of every parameter, and which weights have changed."""
+"""What optimizers report beside updates: statistics of every parameter, and which weights have changed."""
 
 from __future__ import annotations
 
@@ -22,35 +22,39 @@ from .stats import Measurer, Stats, StatsPlot, StepStats
 
 _NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
 
-_OPTIONS = ("stats", "track_changes")  # options that are the optimizer's, and no param group's
+_OPTIONS = ("stats", "track_changes")  # options of the optimizer alone, not of param groups
 
 
 def require_no_taps(group: Mapping[str, Any]) -> None:
-    """Raise for a param group that asks for what only a whole optimizer gives."""
+    """Raise for a param group with an option of the optimizer."""
     for key in _OPTIONS:
         if key in group:
             raise ValueError(f"{key} is an option of the optimizer, for all of its parameters: no param group has it")
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
-    """A name for each parameter, and the place of each by `id`: as given with named parameters, else "group.index"."""
+    """Names of the parameters, and their places by `id`: those of named parameters, else "group.index"."""
     names = Names([], {})
     for number, group in enumerate(groups):
-        given = group.get("param_names")
+        own = group.get("param_names")
         for index, param in enumerate(group["params"]):
             if id(param) not in names.places:
                 names.places[id(param)] = len(names.names)
-                names.names.append(given[index] if given else f"{number}.{index}")
+                names.names.append(own[index] if own else f"{number}.{index}")
     return names
 
 
+def _segments(engines: Iterable[DeviceEngine]) -> list[Any]:
+    return [segment for engine in engines for segment in engine.segments]
+
+
 def _counts_versions(param: torch.Tensor) -> bool:
-    """Whether a parameter has memory, and tells of writes to it."""
+    """Whether a parameter has memory, and autograd counts the writes to it."""
     return not (is_lazy(param) or param.is_meta or is_fake(param) or param.is_inference())
 
 
 class Taps:
-    """What an optimizer gives out beside its updates; None stands for nothing."""
+    """What an optimizer reports beside its updates."""
 
     def __init__(self, stats: Stats | None, track_changes: bool) -> None:
         if stats is not None and not isinstance(stats, Stats):
@@ -58,21 +62,21 @@ class Taps:
         if not isinstance(track_changes, bool):
             raise TypeError(f"Invalid track_changes: {track_changes!r}; it is True or False")
         self.asked, self.tracks = stats, track_changes
-        self.calls = 0  # steps that were called
+        self.calls = 0  # of `step()`
         self.measured: StepStats | None = None
         self.changes = Changes() if track_changes else None
         self.measures = False  # whether the step that is being taken measures
         self._measurer: Measurer | None = None
         self._first: tuple[list[str], torch.Tensor] | None = None
-        self._room: dict[int, tuple[SegmentTaps, int]] = {}  # where each parameter is measured, by `id`
+        self._room: dict[int, tuple[SegmentTaps, int]] = {}  # where a parameter is measured, by its `id`
 
     @property
     def attached(self) -> tuple[str, ...]:
-        """What was asked for, as `combinations.REFUSED` calls it."""
+        """The options that are on, as `combinations.REFUSED` calls them."""
         return (*(("stats",) if self.asked is not None else ()), *(("track_changes",) if self.tracks else ()))
 
     def spec(self, spec: KernelSpec, make: Callable[[KernelTaps], KernelSpec], device: torch.device) -> KernelSpec:
-        """What kernels are built from that mark changed weights, where they can; refuses what has no statistics."""
+        """The spec of kernels that mark changed weights, where they can; raises RuleError for names that clash."""
         graph = spec.program.graph
         if self.asked is not None and "update" in graph.states:
             raise RuleError(
@@ -84,7 +88,7 @@ class Taps:
         return spec
 
     def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:
-        """Make room in tables that were just made."""
+        """Make room in new tables."""
         engines: Sequence[DeviceEngine] = tables.engines
         owner = optimizer.placement.owner(optimizer)
         names = names_of(owner.param_groups)
@@ -96,28 +100,21 @@ class Taps:
                 if origin is not None and id(origin.param) in handles:
                     rows[id(entry)] = origin
         before, self._room = self._room, {}
-        for engine in engines:
-            for segment in engine.segments:
-                segment.tap(stats=self.asked is not None, changes=self.tracks)
-                assert segment.taps is not None
-                segment.taps.measures = self.measures
-                for position, entry in enumerate(segment.entries):
-                    if id(entry) in rows:
-                        key = id(rows[id(entry)].param)
-                        self._room[key] = segment.taps, position
-                        if self.measures and key in before:
-                            segment.taps.carry(position, *before[key])
+        specs: dict[int, KernelSpec] = {}
+        for segment in _segments(engines):
+            segment.tap(stats=self.asked is not None, changes=self.tracks)
+            assert segment.taps is not None
+            segment.taps.measures = self.measures
+            for position, entry in enumerate(segment.entries):
+                if id(entry) in rows:
+                    key = id(rows[id(entry)].param)
+                    self._room[key], specs[names.places[key]] = (segment.taps, position), segment.spec
+                    if self.measures and key in before:
+                        segment.taps.carry(position, *before[key])
         self._measurer = None
         if self.asked is not None and engines:
-            specs = {
-                names.places[id(rows[id(entry)].param)]: segment.spec
-                for engine in engines
-                for segment in engine.segments
-                for entry in segment.entries
-                if id(entry) in rows
-            }
             if owner is not optimizer:
-                # Of parameters whose pieces are on other ranks, too, the columns are there.
+                # The table has columns for parameters whose pieces are on other ranks, too.
                 for group in owner.param_groups:
                     for param in group["params"]:
                         place = names.places[id(param)]
@@ -130,29 +127,28 @@ class Taps:
                 self._measurer.first.copy_(self._first[1])
             self._first = names.names, self._measurer.first
         if self.changes is not None:
-            # What a sharded optimizer does not update here is another rank's.
+            # Parameters that a sharded optimizer does not update on this rank are another's.
             others = tables.dormant if owner is optimizer else ()
             self.changes.attach(tables, rows, list(handles.values()), names, list(filter(_counts_versions, others)))
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
-        """Before a step's passes: decide whether they measure; whether they need more than kernels."""
+        """Before a step's passes: decide whether they measure. Returns whether they need more than kernels."""
         is_due = self.asked is not None and (self.calls + 1) % self.asked.every == 0
         self.measures = is_due or (captured and self.asked is not None)
         looks = self.measures
-        for engine in engines:
-            for segment in engine.segments:
-                assert segment.taps is not None
-                segment.taps.measures, segment.taps.has_run = self.measures, False
-                looks |= segment.taps.goes_round
+        for segment in _segments(engines):
+            assert segment.taps is not None
+            segment.taps.measures, segment.taps.has_run = self.measures, False
+            looks |= segment.taps.goes_round
         return looks
 
     def finish(self) -> None:
-        """After a step's passes: make the table of what was measured."""
+        """After a step's passes: make the table of a step that measures."""
         self.calls += 1
         measures, self.measures = self.measures, False
-        if measures and self._measurer is not None:
-            made = self._measurer
-            self.measured = StepStats(made.names, made.columns, made.table(), self.calls)
+        measurer = self._measurer
+        if measures and measurer is not None:
+            self.measured = StepStats(measurer.names, measurer.columns, measurer.table(), self.calls)
 
     @property
     def stats(self) -> StepStats:
@@ -173,7 +169,7 @@ class Taps:
         present: Callable[[], Iterable[tuple[Any, torch.Tensor]]],
         sharers: Any,
     ) -> str | None:
-        """Name of the parameter whose gradient was not finite first: in a measured step, else among those there now."""
+        """Name of the first parameter with a gradient that was not finite, in a measured step or else at present."""
         if self.asked is None:
             raise RuntimeError(_NO_STATS.format("first_nonfinite"))
         names, places = names_of(groups)

@@ -1,4 +1,4 @@
-"""Statistics of every parameter, summed up by the update kernels while they have all of it in registers."""
+"""Statistics of every parameter, summed up by the update kernels while the numbers are in registers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,21 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
             self._copied.record()
 
     def follow(self) -> None:
-        """Make the current stream wait for the table, which a stream of updates may have written."""
+        """Make the current stream wait for the table, which another stream may have written.
+
+        `optimizer.stats` calls it; call it where you read the table in yet another stream.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> weight.grad = torch.tensor([3.0, 4.0])
+            >>> optimizer.step()
+            >>> measured = optimizer.stats
+            >>> measured.follow()
+            >>> measured["weight"]["grad_norm"]
+            tensor(5., dtype=torch.float64)
+        """
         if self._copied is not None:
             current = torch.cuda.current_stream(self.table.device)
             current.wait_event(self._copied)
@@ -200,7 +214,7 @@ class _Part:
 
 
 class Measurer:
-    """Makes the table of all parameters of what segments have put out."""
+    """Makes the table of all parameters from the sums of the segments."""
 
     def __init__(
         self,
@@ -269,14 +283,14 @@ class Measurer:
         return torch.stack(made, 1)
 
     def _together(self, raw: torch.Tensor) -> torch.Tensor:
-        """What all ranks have of their parts together."""
+        """The sums and extremes of all ranks' parts."""
         if self._sharers is None:
             return raw
         missing = raw.isnan() & raw[:, 2:3].isnan()
         sums = torch.where(missing, 0.0, raw)[:, self._sums] * self._share
-        there = (~missing[:, 2]).to(torch.float64)[:, None] * self._share
+        present = (~missing[:, 2]).to(torch.float64)[:, None] * self._share
         extremes = torch.where(missing, 0.0, raw)[:, self._extremes]
-        message = torch.cat([sums.reshape(-1), there.reshape(-1)])
+        message = torch.cat([sums.reshape(-1), present.reshape(-1)])
         is_one = self._sharers.size <= _ONE_MESSAGE
         if is_one:
             by_rank = extremes.new_zeros((self._sharers.size, *extremes.shape))
@@ -285,16 +299,16 @@ class Measurer:
         else:
             self._sharers.largest(extremes)
         self._sharers.add(message)
-        sizes = [sums.numel(), there.numel()]
+        sizes = [sums.numel(), present.numel()]
         parts = message.split([*sizes, message.numel() - sum(sizes)])
         if is_one:
             extremes = parts[2].view_as(by_rank).amax(0)
-        whole = raw.clone()
-        whole[:, self._sums], whole[:, self._extremes] = parts[0].view_as(sums), extremes
-        return torch.where(parts[1].view_as(there) > 0, whole, self._nothing)
+        reduced = raw.clone()
+        reduced[:, self._sums], reduced[:, self._extremes] = parts[0].view_as(sums), extremes
+        return torch.where(parts[1].view_as(present) > 0, reduced, self._nothing)
 
     def _of_state(self, state: str, column: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Norm and largest magnitude of a state of each parameter, whatever it is for the rule of that."""
+        """Norm and largest magnitude of a state for each parameter, whatever its rule keeps it as."""
         norms, extremes = [], []
         if f"{state}_near" in column:
             norms.append((column[f"{state}_near"] / NEAR**2 + column[f"{state}_far"] / FAR**2).sqrt())
@@ -309,7 +323,7 @@ class Measurer:
 
 
 def _either(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The one that is there."""
+    """The one that is not NaN."""
     return torch.where(first.isnan(), second, first)
 
 
@@ -402,6 +416,20 @@ class StatsPlot:
         Raises:
             ImportError: without matplotlib.
             ValueError: before a step was added.
+
+        Example:
+            >>> import matplotlib, torch, tilestep
+            >>> matplotlib.use("Agg")
+            >>> weight = torch.nn.Parameter(torch.ones(4))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> plot = tilestep.StatsPlot("grad_norm")
+            >>> weight.grad = torch.ones(4)
+            >>> optimizer.step()
+            >>> plot.add(optimizer.stats)
+            >>> axes = plot.draw()
+            >>> axes.get_title(), [label.get_text() for label in axes.get_yticklabels()]
+            ('grad norm', ['weight'])
+            >>> matplotlib.pyplot.close(axes.figure)
         """
         try:
             import matplotlib.pyplot as plt
@@ -426,10 +454,27 @@ class StatsPlot:
         return axes
 
     def save(self, path: str | Path) -> None:
-        """Draw into a file; raises as `draw` does.
+        """Draw into a file.
 
         Args:
             path: the file; its suffix chooses the format.
+
+        Raises:
+            ImportError: without matplotlib.
+            ValueError: before a step was added, or for a format that matplotlib does not have.
+
+        Example:
+            >>> import pathlib, tempfile, torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(4))
+            >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats())
+            >>> plot = tilestep.StatsPlot("grad_norm")
+            >>> weight.grad = torch.ones(4)
+            >>> optimizer.step()
+            >>> plot.add(optimizer.stats)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     plot.save(f"{folder}/stats.png")
+            ...     pathlib.Path(folder, "stats.png").exists()
+            True
         """
         axes = self.draw()
         axes.figure.savefig(path, dpi=120)
