@@ -76,22 +76,12 @@ def _total(function: Callable[[float], float], pole: float = math.nan) -> Callab
     return apply
 
 
-def _hyperbolic(function: Callable[[float], float], odd: bool) -> Callable[[float], float]:
-    def apply(number: float) -> float:
-        try:
-            return function(number)
-        except OverflowError:
-            return math.copysign(math.inf, number) if odd else math.inf
-
-    return apply
-
-
 _NUMERIC: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg")},
     **{name: getattr(math, name) for name in ("atan2", "copysign", "atan", "tanh", "asinh", "erf", "erfc")},
     **{
         name: _total(getattr(math, name))
-        for name in ("sqrt", "exp", "expm1", "sin", "cos", "tan", "asin", "acos", "acosh")
+        for name in ("sqrt", "exp", "expm1", "sin", "cos", "tan", "asin", "acos", "acosh", "cosh")
     },
     **{name: _total(getattr(math, name), pole=0.0) for name in ("log", "log2", "log10")},
     **{name: _whole(getattr(math, name)) for name in ("floor", "ceil", "trunc")},
@@ -102,12 +92,10 @@ _NUMERIC: dict[str, Callable[..., Any]] = {
     "maximum": _maximum,
     "minimum": _minimum,
     "abs": abs,
-    "acosh": _total(math.acosh),
     "rsqrt": lambda number: _divide(1.0, _total(math.sqrt)(number)),
     "exp2": _total(lambda number: 2.0**number),
     "log1p": _total(math.log1p, pole=-1.0),
-    "sinh": _hyperbolic(math.sinh, odd=True),
-    "cosh": _hyperbolic(math.cosh, odd=False),
+    "sinh": lambda number: math.copysign(_total(math.sinh)(abs(number)), number),
     "atanh": lambda number: math.copysign(math.inf, number) if abs(number) == 1 else _total(math.atanh)(number),
     "lgamma": lambda number: math.inf if number <= 0 and number % 1 == 0 else _total(math.lgamma)(number),
     "sign": lambda number: float((number > 0) - (number < 0)),
@@ -232,8 +220,6 @@ class Graph:
     branches_on_sizes: bool = False  # whether a guard asks for the parameter's sizes
     dtype: torch.dtype = torch.float32  # the type of the rule's values in the trace
     reads_dtype: bool = False  # whether the rule asked for it, so that the graph holds for this type only
-    equations: str = ""  # the rule's docstring, for people
-    aten: Any = None  # the ATen calls of the rule as torch.fx recorded them, for people
     specs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def values(self) -> list[Value]:

@@ -539,11 +539,8 @@ def _magnitude(value: Value) -> float:
 
 
 LOWERINGS: dict[str, Lowering] = {
-    **{name: _numeric(name) for name in ("neg", "abs", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "sin")},
-    **{name: _numeric(name) for name in ("cos", "tanh", "erf", "floor", "ceil", "trunc", "sign", "mul")},
-    **{name: _numeric(name) for name in ("remainder", "fmod", "atan2", "copysign", "maximum", "minimum", "isnan")},
-    **{name: _numeric(name) for name in ("isinf", "lt", "le", "gt", "ge", "eq", "ne", "log10", "tan", "asin", "acos")},
-    **{name: _numeric(name) for name in ("atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "lgamma")},
+    # Operations of the graph have the names of ATen's; those of which ATen has more arguments follow.
+    **{name: _numeric(name) for name, described in OPERATIONS.items() if described.evaluate},
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
     "logical_not": _logical("not"),
@@ -562,7 +559,6 @@ LOWERINGS: dict[str, Lowering] = {
     "div": _lower_div,
     "pow": _lower_pow,
     "square": lambda build, value: _mul(build, value, value),
-    "rsqrt": _numeric("rsqrt"),
     "reciprocal": lambda build, value: _div(build, 1.0, value),
     "round": _rounded,
     "sigmoid": lambda build, value: _div(build, 1.0, _one_plus_exp(build, value)),
@@ -611,6 +607,8 @@ LOWERINGS: dict[str, Lowering] = {
     "fill": _filled(None),
     "scalar_tensor": _same,
 }
+for _name in ("number", "and", "or", "not"):  # which ATen does not have
+    del LOWERINGS[_name]
 """Name of an ATen operation to its meaning; in-place spellings use the entry of the out-of-place one."""
 
 _OTHER_NAMES = {

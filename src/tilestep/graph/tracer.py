@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from ..compat import TensorDispatch, decomposition, fake_tensors, is_mutable, operation_name, returns_view
@@ -286,14 +285,12 @@ class Recorder(TensorDispatch):
         self.numbers, self.unread = known_numbers(hyperparameters)
         self.sizes = lowering.sizes_of(shape)
         self.build = Builder(len(shape), dtype)
-        self.fx_graph = fx.Graph()
         self.buffers: list[torch.Tensor] = []  # what the rule is called with: parameter, gradient and states
-        self.node_of: dict[int, fx.Node] = {}
-        self.values: dict[fx.Node, Value] = {}
+        self.values: dict[int, Value] = {}  # what each tensor of the rule stands for, by the tensor's identity
+        self.computed: list[Value] = []  # the values of all operations of the rule, in order
         self.guards: dict[int, Guard] = {}
         self.named: dict[tuple[str, str], Value] = {}
         self.moving: set[int] = set()  # values that are hyperparameters given as functions of the step, by identity
-        self.reads_shape = False
         self.casts = False  # whether the function that runs is a cast that the rule has written
         self.keep_alive: list[Any] = []
         self.refused: RuleError | None = None
@@ -303,15 +300,9 @@ class Recorder(TensorDispatch):
 
     def placeholder(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
         """Let this fake tensor stand for a value of the graph."""
-        node = self.fx_graph.placeholder(f"input_{len(self.values)}")
-        node.meta["val"] = tensor
-        self.values[node] = value
-        self._bind(tensor, node)
-        return tensor
-
-    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        self.node_of[id(tensor)] = node
+        self.values[id(tensor)] = value
         self.keep_alive.append(tensor)
+        return tensor
 
     def scalar(self, value: Value, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """A 0-dim fake tensor that stands for a value of the graph."""
@@ -347,7 +338,7 @@ class Recorder(TensorDispatch):
         computed = at_step(value, step, name)
         entries = computed if isinstance(computed, tuple) else (computed,)
         for index, entry in enumerate(entries):
-            traced = self.values[self.node_of[id(entry)]] if id(entry) in self.node_of else None
+            traced = self.values.get(id(entry))
             if traced is None or traced.operation == "constant":
                 continue
             self.moving.add(id(traced))
@@ -358,17 +349,17 @@ class Recorder(TensorDispatch):
     def count(self, tensor: torch.Tensor, dims: Iterable[int]) -> Value:
         """The number of elements of a tensor of the rule along these dimensions."""
         long = [dim for dim in dims if tensor.shape[dim] != 1]
-        space = self.values[self.node_of[id(tensor)]].space if id(tensor) in self.node_of else None
-        if space is not None:
-            sizes = [self.build.hyper(space[dim], Level.TENSOR) for dim in long]
+        value = self.values.get(id(tensor))
+        if value is not None and value.space is not None:
+            sizes = [self.build.hyper(value.space[dim], Level.TENSOR) for dim in long]
             return functools.reduce(functools.partial(self.build.apply, "mul"), sizes)
         self.build.reads_shape |= len(long) != tensor.dim()
         return lowering.count(self.build, long)
 
     def value_of(self, tensor: Any) -> Value:
         """The graph value a tensor of the rule stands for."""
-        if id(tensor) in self.node_of:
-            return self.values[self.node_of[id(tensor)]]
+        if id(tensor) in self.values:
+            return self.values[id(tensor)]
         if isinstance(tensor, torch.Tensor):
             self.refused = RuleError(
                 f"{self.location()}: the rule uses a tensor of shape {tuple(tensor.shape)} that is neither a state "
@@ -435,30 +426,26 @@ class Recorder(TensorDispatch):
             raise
         except (Unsupported, TypeError) as error:
             raise self.unsupported(f"torch.ops.{func}: {error}") from error
-        nodes = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: self.node_of[id(tensor)], (args, kwargs))
-        node = self.fx_graph.call_function(func, *nodes)
-        node.meta["val"] = result
         self._describe(value, args[0] if mutates else None)
-        self.values[node] = value
-        self._bind(result, node)
+        self.computed.append(value)
+        self.placeholder(result, value)
         if mutates:
-            self._written(args[0], node)
+            self._written(args[0], value)
         elif returns_view(func):
             self.memory.share(args[0], result, same_order=base in ("detach", "alias"))
         return result
 
-    def _written(self, tensor: torch.Tensor, node: fx.Node) -> None:
+    def _written(self, tensor: torch.Tensor, value: Value) -> None:
         """Let every name of this memory stand for its new value, and views of it for nothing any more."""
-        for other, same_order in self.memory.others(tensor, self.keep_alive):
+        for alias, same_order in self.memory.others(tensor, self.keep_alive):
             if same_order:
-                self.node_of[id(other)] = node
+                self.values[id(alias)] = value
             else:
-                self.node_of.pop(id(other), None)
+                self.values.pop(id(alias), None)
 
     def take_memory(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
         """Let a tensor stand for another one's value, and lie where that does: `tensor.data = other`."""
-        self.value_of(other)
-        self.node_of[id(tensor)] = self.node_of[id(other)]
+        self.values[id(tensor)] = self.value_of(other)
         self.memory.move(tensor, other)
 
     def _describe(self, value: Value, mutated: Any) -> None:
@@ -546,7 +533,7 @@ class Reads(ScalarCalls):
         if name in ("numel", "nelement"):
             return self._count(args[0], range(args[0].dim()))
         if name == "size" or func == _SHAPE:
-            self.recorder.reads_shape = True
+            self.recorder.build.reads_shape = True
             every = range(args[0].dim())
             sizes = tuple(self._count(args[0], [one]) for one in (every if dim is None else [every[dim]]))
             return sizes if dim is None else sizes[0]
@@ -556,7 +543,7 @@ class Reads(ScalarCalls):
                 f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()"
             )
         if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, (args, kwargs)):
-            self.recorder.reads_shape = True
+            self.recorder.build.reads_shape = True
         self.recorder.casts = name in _CASTS
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -573,8 +560,8 @@ class Reads(ScalarCalls):
         if bare in LOWERINGS or bare in _ALIKE:
             return False
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-        nodes = [self.recorder.node_of.get(id(tensor)) for tensor in tensors]
-        has_data = any(node is not None and self.recorder.values[node].level > Level.GROUP for node in nodes)
+        values = [self.recorder.values.get(id(tensor)) for tensor in tensors]
+        has_data = any(value is not None and value.level > Level.GROUP for value in values)
         # Data without dimensions for this parameter has some for others.
         return any(tensor.dim() > 0 for tensor in tensors) or (has_data and self.recorder.build.dims == 0)
 
@@ -583,13 +570,10 @@ _ALIKE = frozenset(
     (
         *("bool", "get", "set", "pos", "and", "or", "xor", "invert", "rand", "ror", "rxor", "iand", "ior", "ixor"),
         *("radd", "iadd", "isub", "rmul", "imul", "truediv", "rtruediv", "itruediv", "rdiv", "idiv", "rpow", "ipow"),
-        *("floordiv", "rfloordiv", "ifloordiv", "mod", "rmod", "imod", "floor_divide", "true_divide", "divide"),
-        *("multiply", "subtract", "negative", "positive", "absolute", "square", "clip", "norm", "dist", "any", "all"),
-        *("greater", "greater_equal", "less", "less_equal", "not_equal", "to", "float", "double", "type", "type_as"),
-        *("tensor", "as_tensor", "scalar_tensor", "empty", "empty_like", "requires_grad", "isposinf", "isneginf"),
-        *("arctan", "arctan2", "tan", "atan", "asin", "acos", "sinh", "cosh"),
-        *("log10", "frac", "fix", "logit", "expit", "special_expit", "erfc", "hypot", "logaddexp", "xlogy", "signbit"),
-        *("softplus", "silu", "gelu", "elu", "leaky_relu", "hardtanh", "hardsigmoid", "hardswish"),
+        *("floordiv", "rfloordiv", "ifloordiv", "mod", "rmod", "imod", "floor_divide", "positive", "norm", "dist"),
+        *("any", "all", "to", "float", "double", "type", "type_as", "tensor", "as_tensor", "empty", "requires_grad"),
+        *("isposinf", "isneginf", "arctan", "expit", "frac", "xlogy"),
+        *("softplus", "gelu", "elu", "leaky_relu", "hardtanh"),
     )
 )
 """Functions that mean the same for a tensor of any number of dimensions, beside those in `LOWERINGS`."""
@@ -636,8 +620,7 @@ def trace(
         )
     if recorder.idle:
         raise recorder.idle[0]
-    graph = Graph(rule.name, outputs, list(recorder.guards.values()), equations=rule.__doc__ or "")
-    graph.aten = recorder.fx_graph
+    graph = Graph(rule.name, outputs, list(recorder.guards.values()))
     graph.dims, graph.dtype, graph.reads_dtype = dims, dtype, recorder.build.reads_dtype
     graph.branches_on_sizes = any(guard.condition.level is Level.TENSOR for guard in graph.guards)
     nested = [name for name in graph.hypers() if name.count(".") > 1]
@@ -654,8 +637,8 @@ def trace(
     graph.matrix_states = {name: lowering.SQUARES[kind] for name, kind in kinds.items() if kind in lowering.SQUARES}
     dtypes = {name: rule.states[name].dtype for name in graph.states}
     graph.state_dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-    graph.reads_shape = bool(recorder.reads_shape or recorder.build.reads_shape or graph.slice_states) or any(
-        map(lowering.is_matrix_work, graph.values())
+    graph.reads_shape = (
+        recorder.build.reads_shape or bool(graph.slice_states) or any(map(lowering.is_matrix_work, graph.values()))
     )
     return graph
 
@@ -771,7 +754,7 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
                     f"{value.line or rule.where}: {rule.name} returns one number for {label}, so all its elements "
                     f"would be equal; return a tensor of its shape, torch.full_like({label}, ...) if that is meant"
                 )
-            recorder.reads_shape |= not wanted  # a number is a whole parameter only where that has no dimensions
+            recorder.build.reads_shape |= not wanted  # a number is a whole parameter only where that has no dimensions
         if value.operation != "load" or value.attribute != name:
             value.name = value.name or f"new_{name}"
             outputs[name] = value
@@ -788,7 +771,7 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
         if result is not buffer or name in outputs:
             continue
         # A clone of a buffer, or another cast that changes nothing, is that buffer's own value.
-        made = [value for value in recorder.values.values() if value.operation != "load"]
+        made = [value for value in recorder.computed if value.operation != "load"]
         lost = [value for value in made if value.name == label and value.line in own]
         if lost:
             raise RuleError(
