@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -146,14 +147,69 @@ def test_memory_that_was_freed_is_refused(what: str, steady: bool) -> None:
         "exp_avg": "state 'exp_avg' of parameter 0",
         "gradient": "the gradient",
     }
-    with pytest.raises((GradientError, StateError), match=f"{message[what]}.* has no memory: its storage was freed"):
-        optimizer.step()
+    refused = f"{message[what]}.* has no memory: its storage was freed"
+    for _ in range(2):  # no step goes on with the addresses that tables had before
+        with pytest.raises((GradientError, StateError), match=refused):
+            optimizer.step()
     tensor.untyped_storage().resize_(size)
     with torch.no_grad():
         tensor.copy_(values)
     assert all(map(torch.equal, states, optimizer.state[whole].values()))
     optimizer.step()
     assert float(optimizer.state[whole]["step"]) == (5 if steady else 2)
+
+
+@pytest.mark.parametrize("moves", ["params", "gradients"])
+def test_a_step_that_was_interrupted_leaves_no_address_of_memory_that_is_gone(moves: str) -> None:
+    """Ctrl-C at any call of a step whose tensors have moved: the next one works on what they are now."""
+    mine = make_params()
+    theirs = twins(mine)
+    ours, torchs = tilestep.SGD(mine, lr=0.1), torch.optim.SGD(theirs, lr=0.1, foreach=False)
+    train([(ours, mine), (torchs, theirs)], range(3))
+    is_interrupted, calls = True, 0
+    while is_interrupted:
+        calls += 1
+        set_gradients(mine, theirs, step=calls)
+        gone = [param.data if moves == "params" else param.grad for param in mine]
+        for param in mine:
+            if moves == "params":
+                param.data = param.data.clone()
+            else:
+                param.grad = param.grad.clone()
+        if moves == "gradients":
+            # A complete look between, after which addresses are known ones.
+            ours.prepared()
+            set_gradients(mine, theirs, step=calls)
+        before = [param.detach().clone() for param in mine]
+        kept = [tensor.clone() for tensor in gone]
+        is_interrupted = interrupted_at(calls, ours.step)
+        if all(map(torch.equal, mine, before)):
+            ours.step()
+        torchs.step()
+        assert all(map(torch.equal, gone, kept)), calls
+        assert_close(mine, theirs)
+    assert calls > 20
+
+
+def interrupted_at(calls: int, function: Callable[[], Any]) -> bool:
+    """Call a function and interrupt it as Ctrl-C does, before it has made or left so many calls; whether it was."""
+    remaining, own = calls, sys._getframe()
+
+    def count(frame: Any, *_: Any) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0 and frame is not own:
+            raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+        torch.set_grad_enabled(True)  # torch's own contexts do not always put it back
+    return False
 
 
 @pytest.mark.parametrize("keeps_gradients", [False, True])

@@ -594,7 +594,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.update()
             else:
                 self.schedule.step(self.update)
-        except Exception:
+        except BaseException:
             # What was set for this step would be used by the next one.
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)

@@ -126,14 +126,19 @@ class StepPlan:
                 if not gradients.scanned:
                     return False
             else:
-                seen = scan.check_unchanged(threads)
-                if seen == _CHANGED:
-                    del self.scans[place]
+                try:
+                    seen = scan.check_unchanged(threads)
+                    if seen == _CHANGED:
+                        del self.scans[place]
+                        gradients.invalidate()
+                        return False
+                    if scan.host is not None and (seen == _MOVED or not gradients.scanned):
+                        copy_to(engine.grads, scan.host)
+                    gradients.scanned = True
+                except BaseException:  # as of Ctrl-C: C++ knows addresses that the table may not have
+                    self.scans.pop(place, None)
                     gradients.invalidate()
-                    return False
-                if scan.host is not None and (seen == _MOVED or not gradients.scanned):
-                    copy_to(engine.grads, scan.host)
-                gradients.scanned = True
+                    raise
             if not engine.states.look(threads):
                 raise Stale("state was given other memory")
             if norm:

@@ -211,7 +211,7 @@ class DeviceEngine:
                     inside = {i - members.start: g for i, g in self.gradients.strided.items() if i in members}
                     segment.set_strided(inside)
                     segment.upload()
-        except Exception:
+        except BaseException:
             self.gradients.forget()
             raise
         return False
@@ -235,10 +235,11 @@ class DeviceEngine:
             raise Stale("parameters have changed their shape, strides or dtype")
         if self.captured:
             raise Stale("parameters have moved")
-        self._watch.remember_addresses(self._params)
         for segment in self.segments:
             segment.read_addresses()
             segment.upload()
+        # Last: after an error on the way tables still have the old addresses, and the next step must see that.
+        self._watch.remember_addresses(self._params)
 
     def push(self) -> None:
         """Bring what changed on the host to the device, for graphs that are going to be replayed."""

@@ -77,11 +77,15 @@ class Gradients:
         if present is None or not self._watch.same_metadata(present):
             return False
         if self.scanned or not self._watch.same_addresses(present):
-            self._watch.remember_addresses(present)
-            # Only low addresses can tell of elements without memory.
-            if min(self._watch.addresses, default=_LOW) < _LOW and not all(map(has_memory, present)):
-                return False
-            self._upload()
+            try:
+                self._watch.remember_addresses(present)
+                # Only low addresses can tell of elements without memory.
+                if min(self._watch.addresses, default=_LOW) < _LOW and not all(map(has_memory, present)):
+                    return False
+                self._upload()
+            except BaseException:  # as of Ctrl-C: the table has addresses of a step before
+                self.invalidate()
+                raise
         return True
 
     def invalidate(self) -> None:
