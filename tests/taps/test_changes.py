@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -184,6 +185,38 @@ def test_a_parameter_that_was_given_other_memory_is_listed_wholly(steps: bool) -
     assert [found[name][0] for name in found if name != "0.1"] == ([[7]] if steps else [])
     step()
     assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"0.0": [7], "0.1": [7]}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["made", "copied"])
+def test_a_write_before_the_first_step_lists_the_whole_tensor(copied: bool) -> None:
+    """As a checkpoint that is loaded into the model after its optimizer was made."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = tilestep.SGD(model.named_parameters(), lr=1.0, track_changes=True)
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    with torch.no_grad():
+        model.weight.copy_(torch.ones(3, 4))
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+        param.grad.view(-1)[1] = 1.0
+    optimizer.step()
+    assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {
+        "weight": list(range(12)),
+        "bias": [1],
+    }
+    optimizer.step()
+    assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"weight": [1], "bias": [1]}
+
+
+def test_a_parameter_that_replaces_another_of_its_name_is_listed_wholly() -> None:
+    first, second = (torch.nn.Parameter(torch.full((3,), number)) for number in (1.0, 2.0))
+    optimizer = tilestep.SGD([first], lr=1.0, track_changes=True)
+    for param in (first, second):
+        optimizer.param_groups[0]["params"] = [param]
+        param.grad = torch.tensor([0.0, 1.0, 0.0])
+        optimizer.step()
+        listed = [(name, indices.tolist()) for name, indices, _ in optimizer.changes()]
+        assert listed == [("0.0", [1] if param is first else [0, 1, 2])]
 
 
 def test_parameters_without_gradients_in_some_steps() -> None:

@@ -280,6 +280,8 @@ class Optimizer(torch.optim.Optimizer):
             said = {key: group[key] for key in param_group} if rule is self._rule else group
             about_group(len(self.param_groups), lambda: check_group(rule, said))
             super().add_param_group(group)
+            if self.taps is not None:
+                self.taps.watch(group["params"])
             if rule is not self._rule:
                 for key in {*self._rule.hyperparameters, *self._rule.options}.difference(own, param_group):
                     del group[key]
@@ -828,6 +830,9 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.graphs = Graphs()
         self.attached = () if self.taps is None else self.taps.attached
+        if self.taps is not None:
+            for group in self.param_groups:
+                self.taps.watch(group["params"])
         if "_rule" in state:
             self._ready = True
             self._plan = self._masters = None

@@ -75,6 +75,11 @@ class Taps:
         """The options that are on, as `combinations.REFUSED` calls them."""
         return (*(("stats",) if self.asked is not None else ()), *(("track_changes",) if self.tracks else ()))
 
+    def watch(self, params: Iterable[torch.Tensor]) -> None:
+        """From now on, see writes of other code to these parameters."""
+        if self.changes is not None:
+            self.changes.watch(filter(_counts_versions, params))
+
     def spec(self, spec: KernelSpec, make: Callable[[KernelTaps], KernelSpec], device: torch.device) -> KernelSpec:
         """The spec of kernels that mark changed weights, where they can; raises RuleError for names that clash."""
         graph = spec.program.graph

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +58,10 @@ class _Tracked:
         return sum_of_versions(self.watched) - int(self.writes[0])
 
 
+def _versions_of(handle: torch.Tensor) -> int:
+    return sum_of_versions([handle, local_part(handle)] if is_distributed(handle) else [handle])
+
+
 def index_dtype(param: torch.Tensor) -> torch.dtype:
     """The dtype of flat indices into a parameter."""
     return torch.int32 if param.numel() <= _LARGEST else torch.int64
@@ -79,6 +84,7 @@ class Changes:
         self._order: list[int] = []
         self._sharers: Any = None
         self._names: Sequence[str] = ()
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # versions before there are tables
         self._handles: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
         self._writes: list[tuple[np.ndarray, list[int]]] = []
@@ -89,6 +95,11 @@ class Changes:
         self._version: int | None = None
         self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}
+
+    def watch(self, params: Iterable[torch.Tensor]) -> None:
+        """Note how often parameters have been written to, before steps have tables of them."""
+        for param in params:
+            self._made[id(param)] = weakref.ref(param), _versions_of(param)
 
     def attach(
         self,
@@ -102,7 +113,8 @@ class Changes:
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
         self._writes, self._words = [], [segment.taps.words for engine in tables.engines for segment in engine.segments]
-        self._sharers, self._handles, self._names = tables.sharers, list(handles), names.names
+        before, self._names = self._names, names.names
+        self._sharers, self._handles = tables.sharers, list(handles)
         for engine, params in zip(tables.engines, tables.members):
             members = {id(entry): member for entry, member in zip(engine.entries, params)}
             for segment in engine.segments:
@@ -123,10 +135,16 @@ class Changes:
             part, writes = local_part(param), np.zeros(1, dtype=np.int64)
             bits = torch.zeros(0, dtype=torch.int32, device=part.device)
             tracked[id(param)] = self._track(names, Origin(param), param, part, bits, writes)
+        replaced = {before[earlier.place]: earlier.handle for earlier in self._tracked.values()}
         for key, one in tracked.items():
             earlier = self._tracked.get(key)
+            made, version = self._made.pop(key, (None, 0))
+            if made is not None and made() is one.handle:
+                one.wholly = _versions_of(one.handle) != version
+            # Whoever knows the weights by their names has those of another parameter.
+            one.wholly |= replaced.get(names.names[one.place], one.handle) is not one.handle
             if earlier is not None and earlier.handle is one.handle:
-                one.wholly = earlier.wholly
+                one.wholly |= earlier.wholly
                 if earlier.bits.shape == one.bits.shape and earlier.param.stride() == one.param.stride():
                     one.bits.copy_(earlier.bits)
                 else:
