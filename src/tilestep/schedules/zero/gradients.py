@@ -360,8 +360,11 @@ class GradientSync(TakesGradients):
             self.channel.join()
         self._is_awaited = False
 
-    def finish(self, captures: bool) -> tuple[int, bytes]:
-        """Have the summed gradients of every bucket; those of one that does not train are None. Without gradients."""
+    def finish(self, captures: bool) -> tuple[int, bytes, tuple[bool, ...]]:
+        """Have the summed gradients of every bucket; those of one that does not train are None. Without gradients.
+
+        Gives the sum of the parameters' versions, which of them train, and of which any rank had a gradient.
+        """
         versions, given, trains = self.rounds.survey(self.params)
         begins = not self.rounds.is_open and (not self._rounds or (given and self._was_given()))
         if begins:
@@ -373,17 +376,15 @@ class GradientSync(TakesGradients):
             self._send_used(captures)
         if self._is_awaited or self._in_order:
             self._await_all(captures)
-        return versions, trains
+        return versions, trains, self._all_have if 0 not in self._used_here else self._had_gradients()
 
     def _was_given(self) -> bool:
         """Whether gradients were set by hand since the last round."""
         return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
 
-    def has_gradient(self) -> tuple[bool, ...]:
-        """For each parameter whether any rank had a gradient of it; call it after `finish`."""
+    def _had_gradients(self) -> tuple[bool, ...]:
+        """For each parameter whether any rank had a gradient of it."""
         # The host looks at the device only if this rank had none for a parameter that trains.
-        if 0 not in self._used_here:
-            return self._all_have
         had = list(map(bool, self._used_here))
         # What is frozen by now may have had a gradient on another rank.
         trained = {place for place, one in zip(itertools.chain(*self._places), self.rounds.trained) if one}
@@ -398,11 +399,6 @@ class GradientSync(TakesGradients):
             for place in unsure:
                 had[place] = counts[place] > 0
         return tuple(had)
-
-    def updates(self) -> bytes:
-        """For each bucket a one if a step now may update it, else a zero: the same on every rank."""
-        # One that was frozen after its gradients were summed up is updated, as torch does with whatever has a gradient.
-        return bytes(sums.was_summed or sums.bucket.trains for sums in self.sums)
 
     @gradientless
     def reset(self) -> None:

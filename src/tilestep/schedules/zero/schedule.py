@@ -26,6 +26,7 @@ from ...optimizer.graphs import prepare_capture, push, require_no_waits
 from ...optimizer.groups import GROUP_OPTIONS
 from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
+from ...optimizer.states import WatchedState
 from ...placement.local import REAL_INSTEAD
 from ...runtime.capturing import PREPARE, require
 from ..accumulation import gradientless
@@ -69,6 +70,8 @@ class ShardedSchedule(Schedule):
         self._begun: _Gradients | None = None  # those when it was last noted which parameters have state
         self._captures_alone = False  # whether a step is being captured without the backward before it
         self._consolidated: dict[str, Any] | None = None  # gathered for the next `state_dict`
+        self._state: Any = None  # the states that the optimizer shows, and how often they had been changed then
+        self._state_changes = 0
         self._shown = 0  # how often the plan of the pieces had been made when their states were last put into `state`
         self._overflows_are_shared = False  # whether all ranks know what a scaler has found since the last step
 
@@ -87,12 +90,32 @@ class ShardedSchedule(Schedule):
 
     def show_states(self) -> None:
         """Let the optimizer's `state` have the pieces' states."""
-        inner, state = self.sharding.inner, self._optimizer.state
+        inner, state = self.sharding.inner, WatchedState(dict)
         self._shown = self.sharding.schedule.times_made
-        state.clear()
         for member in self.sharding.members:
             if member.piece is not None and member.piece in inner.state:
                 state[member.param] = inner.state[member.piece]
+        self._optimizer.state = self._state = state
+        self._state_changes = state.count.changes
+
+    def _follow_groups(self, optimizer: Optimizer) -> None:
+        """Let the pieces have the optimizer's hyperparameters, and states that other code has set or removed."""
+        sharding, inner, plan = self.sharding, self.sharding.inner, self.sharding.inner.plan
+        groups, state = optimizer.param_groups, vars(optimizer)["state"]
+        listed = [group["params"] for group in groups]
+        divided = sharding.listed
+        if plan is None or len(listed) != len(divided) or not all(map(plan.same_list, listed, divided)):
+            sharding.require_groups(groups)
+        if state is not self._state or state.count.changes != self._state_changes:
+            for member in sharding.members:
+                piece, own = member.piece, state.get(member.param)
+                if piece is not None and own and own is not inner.state.get(piece):
+                    inner.state[piece] = own
+                elif not own and piece in inner.state:
+                    del inner.state[piece]
+            self._stepped = None
+            self.show_states()
+        mirror(groups, inner.param_groups)
 
     def states_replaced(self, optimizer: Any) -> None:
         self.show_states()
@@ -114,6 +137,7 @@ class ShardedSchedule(Schedule):
             )
         self._overflows_are_shared = False
         sharding, gradients, inner = self.sharding, self.gradients, self.sharding.inner
+        self._follow_groups(optimizer)
         captures = is_capturing()
         if captures:
             able = sharding.ranks.can_be_captured
@@ -127,7 +151,6 @@ class ShardedSchedule(Schedule):
                 self._captures_alone or gradients.summed_in_graph,
                 "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
             )
-        mirror(optimizer.param_groups, inner.param_groups)
         for name in ("grad_scale", "found_inf"):
             inner.__dict__.pop(name, None)
             if hasattr(optimizer, name):
@@ -136,7 +159,8 @@ class ShardedSchedule(Schedule):
         # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
         unmoved = not captures and self._ready is self._stepped
         self._stepped = None
-        updates = gradients.updates()
+        # One that was frozen after its gradients were summed is updated, as torch does with whatever has a gradient.
+        updates = bytes(sums.was_summed or sums.bucket.trains for sums in gradients.sums)
         if self._parts is None or captures:
             inner.update(unmoved=unmoved)
         else:
@@ -178,7 +202,7 @@ class ShardedSchedule(Schedule):
     def _make_ready(self, captures: bool) -> None:
         """As `complete_gradients`, without gradients."""
         gradients = self.gradients
-        versions, trains = gradients.finish(captures)
+        versions, trains, has_gradient = gradients.finish(captures)
         if not captures and self.sharding.ranks.count > 1:
             try:
                 self.digest.check()
@@ -186,7 +210,7 @@ class ShardedSchedule(Schedule):
                 gradients.ask_again()
                 raise
         self._follow_parameters(versions)
-        before, has_gradient = self._ready, gradients.has_gradient()
+        before = self._ready
         sections = [sums.section for sums in gradients.sums]
         if (
             before is None
@@ -385,6 +409,7 @@ class ShardedSchedule(Schedule):
         return self._own_state_dict(plain)
 
     def _own_state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self.sharding.require_groups(self._optimizer.param_groups)
         self.sync_masters(self._optimizer)
         if self.sharding.inner.plan is not None:
             self.sharding.inner.plan.sync_masters()
@@ -443,6 +468,7 @@ class ShardedSchedule(Schedule):
         """Take a checkpoint or nothing: what `state_dict` has given, or a full one of any optimizer of the rule."""
         self._stepped = None
         optimizer, sharding, inner = self._optimizer, self.sharding, self.sharding.inner
+        sharding.require_groups(optimizer.param_groups)
         state_dict = with_limits(after_hooks(optimizer, state_dict))
         groups = loaded_groups(optimizer, state_dict["param_groups"])
         given = inner.state_dict()["param_groups"]
@@ -477,6 +503,7 @@ class ShardedSchedule(Schedule):
         sharding, optimizer = self.sharding, self._optimizer
 
         def add() -> None:
+            sharding.require_groups(optimizer.param_groups)
             if optimizer.is_evaluating:
                 raise RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
             if not self.gradients.is_idle:
@@ -535,7 +562,7 @@ class ShardedSchedule(Schedule):
     def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[Any]:
         """A block in which a step is captured or replayed on this rank's pieces, with all where graphs look for it."""
         inner = self.sharding.inner
-        mirror(optimizer.param_groups, inner.param_groups)
+        self._follow_groups(optimizer)
         if alone:
             self.complete_gradients(optimizer)
         else:

@@ -1,0 +1,102 @@
+"""Param groups and states of a sharded optimizer that other code changes: taken over, or refused before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tilestep
+
+
+def made(sharded: bool) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    groups = [{"params": list(layer.parameters()), "lr": lr} for layer, lr in zip(model, (0.5, 0.01))]
+    optimizer: Any = tilestep.SGD(groups, lr=0.1, momentum=0.9)  # type: ignore[attr-defined]
+    return model, tilestep.shard(optimizer, model) if sharded else optimizer
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    model(torch.arange(12.0).view(3, 4) / 8).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def move(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+
+
+def exchange(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+def replace(optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    params[0] = nn.Parameter(params[0].detach().clone())
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a parameter removed": lambda optimizer: optimizer.param_groups[0]["params"].pop(),
+    "a group removed": lambda optimizer: optimizer.param_groups.pop(0),
+    "groups in another order": lambda optimizer: optimizer.param_groups.reverse(),
+    "a parameter moved": move,
+    "parameters exchanged": exchange,
+    "a parameter replaced": replace,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_parameters_in_the_groups_are_refused(change: str, one_rank: None) -> None:
+    """They were updated as before, with the hyperparameters of whichever group was at that place."""
+    model, optimizer = made(True)
+    for _ in range(2):
+        train(model, optimizer)
+    saved = optimizer.full_state_dict()
+    CHANGES[change](optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="other parameters than shard"):
+        train(model, optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    for call in (optimizer.state_dict, optimizer.full_state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(RuntimeError, match="other parameters than shard"):
+            call()
+
+
+def test_another_order_within_a_group_changes_nothing(one_rank: None) -> None:
+    pairs = [made(True), made(False)]
+    for model, optimizer in pairs:
+        for step in range(4):
+            if step == 2:
+                optimizer.param_groups[0]["params"].reverse()
+            train(model, optimizer)
+    for param, expected in zip(*(model.parameters() for model, _ in pairs)):
+        torch.testing.assert_close(param, expected)
+
+
+STATES: dict[str, Callable[[Any, Any], Any]] = {
+    "one removed": lambda optimizer, param: optimizer.state.pop(param),
+    "all removed": lambda optimizer, param: optimizer.state.clear(),
+    "all replaced": lambda optimizer, param: setattr(optimizer, "state", {}),
+    "one set": lambda optimizer, param: optimizer.state.update(
+        {param: {"momentum_buffer": torch.ones_like(optimizer.state[param]["momentum_buffer"])}}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", STATES)
+def test_states_that_are_removed_or_set_are_taken_over(change: str, one_rank: None) -> None:
+    """Steps went on with the states that they had."""
+    pairs = [made(True), made(False)]
+    for model, optimizer in pairs:
+        for step in range(4):
+            if step == 2:
+                STATES[change](optimizer, model[0].weight)
+            train(model, optimizer)
+    for param, expected in zip(*(model.parameters() for model, _ in pairs)):
+        torch.testing.assert_close(param, expected)
