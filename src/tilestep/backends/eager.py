@@ -10,9 +10,9 @@ import torch
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..linalg import MATRIX_OPERATIONS
-from ..runtime.segment import Entry, Segment, strides_of
+from ..runtime.segment import Segment, strides_of
 from ..storage import random_tensor, stored_in, values_of
-from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE, KernelSpec
+from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
 
 
 class EagerSegment(Segment):
@@ -23,28 +23,13 @@ class EagerSegment(Segment):
     reads_gradients = True
     has_taps = False
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        entries: Sequence[Entry],
-        groups: Sequence[Mapping[str, Any]],
-        grads: torch.Tensor,
-        control: torch.Tensor,
-    ) -> None:
-        super().__init__(spec, entries, groups, grads, control)
-        if spec.global_count:
+    def prepare(self) -> None:
+        if self.spec.global_count:
             raise BuildError(
-                f"rule {spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: it "
-                "needs a C++ compiler, or Triton for CUDA"
+                f"rule {self.spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: "
+                "it needs a C++ compiler, or Triton for CUDA"
             )
-        count = len(self.entries)
-        self.step = torch.zeros(count, dtype=torch.float32, device=self.device)
-        names = spec.program.graph.scalar_states
-        self.scalar_states = {
-            name: torch.zeros(count, dtype=spec.scalar_dtype(name), device=self.device) for name in names
-        }
         self.hyper: list[list[float]] = []
-        self.gradients: list[torch.Tensor | None] = []
 
     def upload(self) -> None:
         """Nothing is kept beside the tensors themselves."""

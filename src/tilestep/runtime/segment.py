@@ -286,13 +286,6 @@ class Segment:
     has_taps = True  # whether its kernels can put out statistics and bits of changed weights
     taps: SegmentTaps | None = None  # what it puts out beside updates
     batches_matrices = True  # whether matrix passes run on batches; else the segment does their work its own way
-    step: torch.Tensor  # float32[tensors], step counts
-    scalar_states: dict[str, torch.Tensor]  # float32[tensors] for each scalar state
-    sums: torch.Tensor
-    """float64[tensors][reductions], reductions over one tensor; a segment without works them out by itself."""
-
-    global_parts: torch.Tensor  # float64[tensors][slots], what a scalar pass leaves to be combined over all tensors
-    totals: torch.Tensor  # float64[slots], the combined values
 
     def __init__(
         self,
@@ -310,6 +303,7 @@ class Segment:
         self.control = control
         self.skip = control[SKIP]  # not 0 where the step is skipped, a scalar on the device
         self.device = entries[0].param.device
+        self.choose_tiles()
         self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
         numels = [entry.param.numel() for entry in self.entries]
         if spec.has_blocks:
@@ -349,6 +343,28 @@ class Segment:
         if spec.draws:
             self.streams[:, 1] = [entry.origin for entry in self.entries]
         self.follow_seeds()
+        count, names = len(self.entries), spec.program.graph.scalar_states
+        self.step = self.zeros(count, dtype=torch.float32)
+        """float32[tensors], step counts."""
+        self.scalar_states = {name: self.zeros(count, dtype=spec.scalar_dtype(name)) for name in names}
+        """[tensors] for each scalar state."""
+        self.sums = self.zeros(count, max(spec.reduction_count, 1))
+        """float64[tensors][reductions], reductions over one tensor; eager PyTorch works them out by itself."""
+        self.global_parts = self.zeros(count, max(spec.global_count, 1))
+        """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
+        self.totals = self.zeros(max(spec.global_count, 1))
+        """float64[slots], the combined values."""
+        self.prepare()
+
+    def choose_tiles(self) -> None:
+        """Set `tile_size` where it depends on the kernels or the device."""
+
+    def prepare(self) -> None:
+        """Make what passes need beside the tables that all backends have."""
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Zeros on the device."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def follow_seeds(self) -> bool:
         """Take over the groups' seeds; whether one is another than it was."""

@@ -91,39 +91,41 @@ def _flags(spec: KernelSpec) -> tuple[str, ...]:
     return () if spec.reduction_count or spec.program.slices.views else wide_vectors()
 
 
+Table = np.ndarray | torch.Tensor
+
+_OWN_TABLES = ("columns", "sizes", "grads", "addresses", "layout_index", "layouts", "control", "hyper", "step", "rows")
+_OWN_TABLES += ("partials", "sums", "global_parts", "totals", "streams")
+"""Tables that a segment has under the names of the launch record's fields."""
+
+_OF_TENSORS = ("first_tile", "numel", "columns", "grads", "layout_index", "step", "rows", "sums", "tap_totals")
+_OF_TENSORS += ("first_word", "streams")
+_OF_TILES = ("tile_tensor", "partials", "tap_partials")
+"""Tables with a row for each tensor or tile, of which a range of tiles has a part."""
+
+
+def _point(launch: Launch, tables: Mapping[str, Table]) -> None:
+    """Let a launch record point at tables, which must stay."""
+    for name, table in tables.items():
+        setattr(launch, name, table.data_ptr() if isinstance(table, torch.Tensor) else table.ctypes.data)
+
+
 class CpuSegment(Segment):
-    """A segment whose tables are numpy arrays and whose passes are C functions; arguments as for `Segment`."""
+    """A segment whose tables are in host memory and whose passes are C functions; arguments as for `Segment`."""
 
     can_be_cut = True
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        entries: Sequence[Entry],
-        groups: Sequence[Mapping[str, Any]],
-        grads: torch.Tensor,
-        control: torch.Tensor,
-    ) -> None:
-        self.tile_size = tile_shape(spec, grads.device).span
-        super().__init__(spec, entries, groups, grads, control)
+    def choose_tiles(self) -> None:
+        self.tile_size = tile_shape(self.spec, self.device).span
+
+    def prepare(self) -> None:
+        spec, program = self.spec, self.spec.program
         self._gaps = self._has_gaps or id(spec) in _without_gaps
         _without_gaps.discard(id(spec))
         library = load(spec, gaps=self._gaps)
-        count = len(self.entries)
-        program = spec.program
-        compute = np.float64 if spec.compute is torch.float64 else np.float32
-        self.step = torch.zeros(count, dtype=torch.float32, device="cpu")
-        self.scalar_states = {
-            name: torch.zeros(count, dtype=spec.scalar_dtype(name), device="cpu")
-            for name in program.graph.scalar_states
-        }
-        self.rows = np.zeros((count, max(len(program.columns), 1)), dtype=compute)
-        self.sums = torch.zeros(count, max(spec.reduction_count, 1), dtype=torch.float64, device="cpu")
-        self.global_parts = torch.zeros(count, max(spec.global_count, 1), dtype=torch.float64, device="cpu")
-        self.totals = torch.zeros(max(spec.global_count, 1), dtype=torch.float64, device="cpu")
+        self.rows = self.zeros(len(self.entries), max(len(program.columns), 1), dtype=spec.compute)
         self.slices = CpuSlices(spec, self.entries) if program.slices.views else None
         tiles = max(self.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
-        self.partials = np.zeros((tiles, max(spec.reduction_count, 1)))
+        self.partials = self.zeros(tiles, max(spec.reduction_count, 1))
         self.hyper = np.zeros((len(self.group_indices), len(spec.hypers)))
         self._state_addresses = np.asarray([array.data_ptr() for array in self.scalar_states.values()], dtype=np.int64)
         self._scalar = [getattr(library, f"scalar_pass_{index}") for index in range(len(program.scalars))]
@@ -131,7 +133,7 @@ class CpuSegment(Segment):
         self._argument = ctypes.byref(self._launch)
         self._tile = self._all_functions(library)
         self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
-        self.tap_partials = np.zeros((1, 1))
+        self.tap_partials = self.zeros(1, 1)
         self.upload()
 
     def tap(self, *, stats: bool, changes: bool) -> None:
@@ -146,7 +148,7 @@ class CpuSegment(Segment):
                 self.taps.by_kernels, self.reads_gradients = False, True
             else:
                 self._measuring = self._all_functions(library)
-                self.tap_partials = np.zeros((self.tiles.count, len(self.taps.columns)))
+                self.tap_partials = self.zeros(self.tiles.count, len(self.taps.columns))
         self.upload()
 
     def finish_taps(self) -> None:
@@ -195,29 +197,18 @@ class CpuSegment(Segment):
         launch = self._launch
         launch.tensors, launch.tiles, launch.tile_size = len(self.entries), self.tiles.count, self.tiles.size
         launch.hyper_count = self.hyper.shape[1]
-        arrays = {
+        self._tables = {
             "tile_tensor": self.tiles.tile_tensor,
             "first_tile": self.tiles.first_tile,
             "numel": self.tiles.numel,
-            "columns": self.columns,
-            "sizes": self.sizes,
-            "addresses": self.addresses,
-            "layout_index": self.layout_index,
-            "layouts": self.layouts,
             "group": self.group_of,
-            "hyper": self.hyper,
-            "rows": self.rows,
-            "partials": self.partials,
             "scalar_states": self._state_addresses,
-            "streams": self.streams,
+            **{name: getattr(self, name) for name in _OWN_TABLES},
         }
-        for name, array in arrays.items():
-            setattr(launch, name, array.ctypes.data)
-        for name in ("grads", "step", "sums", "global_parts", "totals", "control"):
-            setattr(launch, name, getattr(self, name).data_ptr())
         if self.taps is not None:
-            launch.tap_partials, launch.tap_totals = self.tap_partials.ctypes.data, self.taps.totals.data_ptr()
-            launch.tap_words, launch.first_word = self.taps.words.data_ptr(), self.taps.first_word.ctypes.data
+            taps = {"tap_totals": self.taps.totals, "tap_words": self.taps.words, "first_word": self.taps.first_word}
+            self._tables.update(taps, tap_partials=self.tap_partials)
+        _point(launch, self._tables)
         self.set_tile_ranges(self.tile_ranges)
 
     def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
@@ -228,33 +219,20 @@ class CpuSegment(Segment):
             self._launch_of(tile_range, tables) for tile_range, tables in zip(tile_ranges, self._range_tables)
         ]
 
-    def _tables_of(self, tile_range: TileRange) -> dict[str, np.ndarray]:
+    def _tables_of(self, tile_range: TileRange) -> dict[str, Table]:
         """The tables of a range's launch, in which its tiles and tensors count from its first ones."""
         tiles = slice(tile_range.tiles.start, tile_range.tiles.stop)
         tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
-        return {
-            "tile_tensor": self.tiles.tile_tensor[tiles] - np.int32(tile_range.tensors.start),
-            "first_tile": self.tiles.first_tile[tensors] - tile_range.tiles.start,
-            "addresses": self.range_addresses(tile_range),
-            "numel": self.tiles.numel[tensors],
-            "columns": self.columns[tensors],
-            "layout_index": self.layout_index[tensors],
-            "rows": self.rows[tensors],
-            "partials": self.partials[tiles],
-            "streams": self.streams[tensors],
-            **({"first_word": self.taps.first_word[tensors]} if self.taps is not None else {}),
-            **({"tap_partials": self.tap_partials[tiles]} if self._measuring else {}),
-        }
+        own = {name: self._tables[name][tensors] for name in _OF_TENSORS if name in self._tables}
+        own.update({name: self._tables[name][tiles] for name in _OF_TILES if name in self._tables})
+        own["tile_tensor"] = own["tile_tensor"] - np.int32(tile_range.tensors.start)
+        own["first_tile"] = own["first_tile"] - tile_range.tiles.start
+        return {**own, "addresses": self.range_addresses(tile_range)}
 
-    def _launch_of(self, tile_range: TileRange, tables: Mapping[str, np.ndarray]) -> Launch:
+    def _launch_of(self, tile_range: TileRange, tables: Mapping[str, Table]) -> Launch:
         launch = Launch.from_buffer_copy(self._launch)
         launch.tensors, launch.tiles = len(tile_range.tensors), len(tile_range.tiles)
-        for name, array in tables.items():
-            setattr(launch, name, array.ctypes.data)
-        for name in ("grads", "step", "sums"):
-            setattr(launch, name, getattr(self, name)[tile_range.tensors.start :].data_ptr())
-        if self.taps is not None:
-            launch.tap_totals = self.taps.totals[tile_range.tensors.start :].data_ptr()
+        _point(launch, tables)
         return launch
 
     def run_tile_range(self, index: int, position: int) -> None:
@@ -277,7 +255,7 @@ class CpuSegment(Segment):
 
     def row_table(self) -> torch.Tensor:
         """The row table, in the memory that passes write."""
-        return torch.from_numpy(self.rows)
+        return self.rows
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
         """Write the hyperparameter table."""

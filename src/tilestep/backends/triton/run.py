@@ -6,7 +6,6 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from ...compat import is_capturing
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.gradients import copy_to
 from ...runtime.limits import StepInputs, StepLimit
-from ...runtime.segment import Entry, Segment, TileRange
+from ...runtime.segment import Segment, TileRange
 from ...runtime.taps import chunks_of
 from ...tuning import tile_shape
 from ..spec import KernelSpec, Tiles, cut_tiles
@@ -101,37 +100,18 @@ class CudaSegment(Segment):
     can_be_captured = True
     can_be_cut = True
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        entries: Sequence[Entry],
-        groups: Sequence[Mapping[str, Any]],
-        grads: torch.Tensor,
-        control: torch.Tensor,
-    ) -> None:
-        self.shape = tile_shape(spec, grads.device)
+    def choose_tiles(self) -> None:
+        self.shape = tile_shape(self.spec, self.device)
         self.tile_size = self.shape.span
-        super().__init__(spec, entries, groups, grads, control)
-        program, count, device = spec.program, len(self.entries), self.device
-        compute = spec.compute
 
-        table = self._table
-
-        def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.step = numbers(count, dtype=torch.float32)
-        self.scalar_states = {
-            name: numbers(count, dtype=spec.scalar_dtype(name)) for name in program.graph.scalar_states
-        }
+    def prepare(self) -> None:
+        spec, table, numbers = self.spec, self._table, self.zeros
+        count = len(self.entries)
         self.hyper = numbers(len(self.group_indices), len(spec.hypers))
-        self.sums = numbers(count, max(spec.reduction_count, 1))
-        self.global_parts = numbers(count, max(spec.global_count, 1))
-        self.totals = numbers(max(spec.global_count, 1))
-        self.slices = CudaSlices(spec, self.entries, device) if program.slices.views else None
+        self.slices = CudaSlices(spec, self.entries, self.device) if spec.program.slices.views else None
         most_tiles = self.slices.most_tiles if self.slices else 0
         self._tables = {
-            "grads": grads,
+            "grads": self.grads,
             "tile_tensor": table(self.tiles.tile_tensor),
             "first_tile": table(self.tiles.first_tile),
             "numel": table(self.tiles.numel),
@@ -144,17 +124,17 @@ class CudaSegment(Segment):
             "layouts": table(self.layouts),
             "streams": table(self.streams),
             "tile_list": table(np.zeros(1, dtype=np.int32)),
-            "rows": numbers(count, max(len(program.columns), 1), dtype=compute),
+            "rows": numbers(count, max(len(spec.program.columns), 1), dtype=spec.compute),
             "partials": numbers(max(self.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
-            "control": control,
+            "control": self.control,
             "hyper": self.hyper,
             "step": self.step,
             "sums": self.sums,
             "global_parts": self.global_parts,
             "totals": self.totals,
             **{f"{name}_state": array for name, array in self.scalar_states.items()},
+            **{name: numbers(1) for name in ("tap_words", "first_word", "tap_partials")},
         }
-        self._tables.update(tap_words=numbers(1), first_word=numbers(1), tap_partials=numbers(1))
         self._finish_taps: list[tuple[Launcher, list[torch.Tensor]]] = []
         self._cuts: dict[int, tuple[Tiles, dict[str, torch.Tensor], list[tuple[Launcher, list[torch.Tensor]]]]] = {}
         self._list_strided_tiles()
@@ -212,17 +192,17 @@ class CudaSegment(Segment):
         ]
 
     def _launches(self) -> None:
-        module, program = _module(self.spec), self.spec.program
+        program = self.spec.program
         states = [f"{name}_state" for name in program.graph.scalar_states]
         grid = -(-len(self.entries) // _SCALAR_BLOCK)
         scalar_arguments = [self._tables[name] for name in (*triton_backend.POINTERS["scalar"], *states)]
         self._scalar = [
-            (self._prepare(module, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
+            (self._prepare(self.spec, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
             for index in range(len(program.scalars))
         ]
-        ways = {False: (module, self._tables, self.tiles, self._strided_tiles)}
+        ways = {False: (self.spec, self._tables, self.tiles, self._strided_tiles)}
         if self.taps is not None and self.taps.stats and self.taps.by_kernels:
-            ways[True] = (_module(self.spec.measuring), *self._cut_measured())
+            ways[True] = (self.spec.measuring, *self._cut_measured())
         self._tile = {
             (unscale, measures): [self._tile_launches(index, unscale, *way) for index in range(len(program.tiles))]
             for unscale in (False, True)
@@ -233,28 +213,29 @@ class CudaSegment(Segment):
         self,
         index: int,
         unscale: bool,
-        module: ModuleType,
+        spec: KernelSpec,
         tables: Mapping[str, torch.Tensor],
         tiles: Tiles,
         strided_tiles: int,
     ) -> list[tuple[Launcher, list[torch.Tensor]]]:
-        tile = self.spec.program.tiles[index]
+        tile = spec.program.tiles[index]
         launches = []
-        for tile_pass in (*self.spec.program.slices_before(index), tile):
+        for tile_pass in (*spec.program.slices_before(index), tile):
             if self.slices and tile_pass is not None and tile_pass.view is not None:
-                launches += self.slices.launches(module, tile_pass, self._tables, unscale, self.layout_index >= 0)
+                strided = self.layout_index >= 0
+                launches += self.slices.launches(_module(spec), tile_pass, self._tables, unscale, strided)
         if tile is None or tile.view is not None:
             return launches
-        launches += self._element_launches(module, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
+        launches += self._element_launches(spec, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
         if tile.reductions:
             size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
-            finish = self._prepare(module, f"finish_{index}", len(self.entries), size)
+            finish = self._prepare(spec, f"finish_{index}", len(self.entries), size)
             launches.append((finish, [self._tables[name] for name in triton_backend.POINTERS["finish"]]))
         return launches
 
     def _element_launches(
         self,
-        module: ModuleType,
+        spec: KernelSpec,
         index: int,
         unscale: bool,
         tables: Mapping[str, torch.Tensor],
@@ -266,27 +247,27 @@ class CudaSegment(Segment):
         if not tiles:
             return []
         size = {"TILE": self.shape.tile, "SPAN": span, "UNSCALE": unscale}
-        if self.spec.has_blocks:
+        if spec.has_blocks:
             # What measures has no registers left for more than one tile.
-            size["STAGES"] = self.shape.stages if module is _module(self.spec) else 1
-            size["RUNS"] = min(max(self.shape.tile // (self._run * self._warps(module)), 1), _MOST_RUNS)
-        tile = self.spec.program.tiles[index]
-        own = taps_of(self.spec if module is _module(self.spec) else self.spec.measuring, tile) if tile else None
+            size["STAGES"] = self.shape.stages if spec is self.spec else 1
+            size["RUNS"] = min(max(self.shape.tile // (self._run * self._warps(spec)), 1), _MOST_RUNS)
+        tile = spec.program.tiles[index]
+        own = taps_of(spec, tile) if tile else None
         kinds = [kind for kind, wanted in (("stats", own.stats), ("changes", own.changes)) if wanted] if own else []
         taps = [name for kind in kinds for name in triton_backend.POINTERS[kind]]
-        pointers = triton_backend.tile_pointers(self.spec, taps)
-        plain = self._prepare(module, f"tile_pass_{index}", tiles, size)
+        pointers = triton_backend.tile_pointers(spec, taps)
+        plain = self._prepare(spec, f"tile_pass_{index}", tiles, size)
         launches = [(plain, [tables[name] for name in pointers])]
         if strided_tiles:
-            strided = self._prepare(module, f"tile_pass_{index}_strided", strided_tiles, size)
-            names = triton_backend.tile_pointers(self.spec, taps, strided=True)
+            strided = self._prepare(spec, f"tile_pass_{index}_strided", strided_tiles, size)
+            names = triton_backend.tile_pointers(spec, taps, strided=True)
             launches.append((strided, [tables[name] for name in names]))
         return launches
 
-    def _warps(self, module: ModuleType) -> int:
+    def _warps(self, spec: KernelSpec) -> int:
         """Warps of a tile pass: where it measures blocks, enough for one run of neighbours a thread."""
         # Sums that the update needs are added up in one order, measured or not.
-        if module is _module(self.spec) or not self.spec.has_blocks or self.spec.reduction_count:
+        if spec is self.spec or not spec.has_blocks or spec.reduction_count:
             return self.shape.warps
         return max(self.shape.warps, self.shape.tile // self._run)
 
@@ -309,16 +290,16 @@ class CudaSegment(Segment):
             return _RANDOM_REGISTERS
         return _FEWER_REGISTERS if self.shape.stages > 1 and not (has_pairs and count == _FEW_ARRAYS) else _REGISTERS
 
-    def _prepare(self, module: ModuleType, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
-        kernel = getattr(module, f"{self.spec.name}_{name}")
-        warps = self._warps(module) if name.startswith("tile_pass") else 4
-        options: dict[str, int] = {}
-        is_single = self.spec.compute is torch.float32
-        is_small = is_single and self.spec.has_blocks and len(self.spec.arrays) <= _MOST_ARRAYS
-        if is_single and module is not _module(self.spec):
+    def _prepare(self, spec: KernelSpec, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
+        kernel = getattr(_module(spec), f"{spec.name}_{name}")
+        is_tile_pass, options = name.startswith("tile_pass"), {}
+        is_single = spec.compute is torch.float32
+        is_small = is_single and spec.has_blocks and len(spec.arrays) <= _MOST_ARRAYS
+        if is_single and spec is not self.spec:
             options = _MEASURING
-        elif is_small and name.startswith("tile_pass") and not name.endswith("_strided"):
+        elif is_small and is_tile_pass and not name.endswith("_strided"):
             options = {"maxnreg": self._registers(constants.get("RUNS", 1))}
+        warps = self._warps(spec) if is_tile_pass else 4
         return prepare(kernel, grid, self.device, constants, num_warps=warps, **options, **EXACT)
 
     def upload(self) -> None:
@@ -348,9 +329,9 @@ class CudaSegment(Segment):
         if key not in self._window_launches:
             tables, strided = self._range_tables[position]
             tiles = len(self.tile_ranges[position].tiles)
-            module = _module(self.spec.measuring if self.measures else self.spec)
+            spec = self.spec.measuring if self.measures else self.spec
             self._window_launches[key] = self._element_launches(
-                module, index, self.unscales, tables, tiles, strided, self.shape.span
+                spec, index, self.unscales, tables, tiles, strided, self.shape.span
             )
         for launcher, arguments in self._window_launches[key]:
             launcher(*arguments)
