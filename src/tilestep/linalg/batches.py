@@ -104,20 +104,17 @@ class SharedMatrices:
         self._scratch = {
             name: dtype or segment.spec.compute for name, dtype in segment.spec.program.matrices.scratch.items()
         }
-        self._members = [member for batch in batches for member in batch.members]
-        self._exchanges = list(dict.fromkeys(self._exchange(member)[0] for member in self._members))
-        for member in self._members:
+        self._places: dict[Exchange, dict[int, int]] = {}
+        """For each exchange its members, with their places there."""
+        for member in [member for batch in batches for member in batch.members]:
             entry = segment.entries[member]
+            exchange, place = entry.exchange
+            self._places.setdefault(exchange, {})[member] = place
             for name, dtype in self._scratch.items():
                 entry.arrays[name] = torch.zeros(entry.param.shape, dtype=dtype, device=entry.param.device)
-        owners = {member: self._exchange(member) for member in self._members}
-        owned = {member for member, (exchange, place) in owners.items() if exchange.owns(place)}
+        owners = self._places.items()
+        owned = {member for exchange, places in owners for member, place in places.items() if exchange.owns(place)}
         self._batches = [batch.of([member for member in batch.members if member in owned]) for batch in batches]
-
-    def _exchange(self, member: int) -> tuple[Exchange, int]:
-        exchange = self._segment.entries[member].exchange
-        assert exchange is not None
-        return exchange
 
     def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int] | None]) -> None:
         """Run a matrix pass; of a batch for which `skipped_values` is None nothing is computed, and zeros are sent."""
@@ -126,24 +123,23 @@ class SharedMatrices:
         for batch in self._batches:
             if batch.members:
                 self._run(matrix_pass, batch, gathered, outputs, skipped_values(batch))
-        for exchange in self._exchanges:
-            wholes = []
-            for member in self._members:
-                own, place = self._exchange(member)
-                if own is exchange:
-                    arrays = self._segment.entries[member].arrays
-                    wholes += [(place, gathered.get((member, name)), arrays[name]) for name in outputs]
-            exchange.scatter(wholes)
+        for exchange, places in self._places.items():
+            exchange.scatter(
+                [
+                    (place, gathered.get((member, name)), self._segment.entries[member].arrays[name])
+                    for member, place in places.items()
+                    for name in outputs
+                ]
+            )
 
     def _gathered(self, names: Sequence[str]) -> dict[tuple[int, str], torch.Tensor]:
         """The whole matrices that this rank works on, by member and name."""
         gathered: dict[tuple[int, str], torch.Tensor] = {}
-        for exchange in self._exchanges:
-            members = [member for member in self._members if self._exchange(member)[0] is exchange]
-            keys = [(member, name) for member in members for name in names]
-            parts = [(self._exchange(member)[1], self._segment.entries[member].arrays[name]) for member, name in keys]
-            wholes = exchange.gather(parts)
-            gathered.update({key: whole for key, whole in zip(keys, wholes) if whole is not None})
+        for exchange, places in self._places.items():
+            keys = [(member, name) for member in places for name in names]
+            parts = [(places[member], self._segment.entries[member].arrays[name]) for member, name in keys]
+            matrices = exchange.gather(parts)
+            gathered.update({key: matrix for key, matrix in zip(keys, matrices) if matrix is not None})
         return gathered
 
     def _run(
@@ -154,15 +150,12 @@ class SharedMatrices:
         outputs: Sequence[str],
         skipped_values: frozenset[int] | None,
     ) -> None:
-        arrays: Mapping[str, torch.Tensor] = {
+        arrays = {
             name: torch.stack([gathered.pop((member, name)) for member in batch.members])
             for name in dict.fromkeys(matrix_pass.inputs.values())
         }
-        device = self._segment.entries[batch.members[0]].param.device
-        made = {
-            name: torch.zeros(len(batch.members), *batch.shape, dtype=self._scratch[name], device=device)
-            for name in outputs
-        }
+        device, count = self._segment.entries[batch.members[0]].param.device, len(batch.members)
+        made = {name: torch.zeros(count, *batch.shape, dtype=self._scratch[name], device=device) for name in outputs}
         batch.arrays = {**arrays, **made}
         for start in range(0, len(batch.members), batch.chunk):
             if skipped_values is not None:
@@ -404,6 +397,8 @@ class MatrixBatches:
         self.segment = segment
         self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.groups
         self.program = self.spec.program.matrices
+        self.passes = {index: matrix_pass for index, matrix_pass in enumerate(self.program.passes) if matrix_pass}
+        """The matrix passes by the tile passes that they follow."""
         self.numbers = self.program.numbers()
         self.keys = self._keys()
         own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
@@ -413,12 +408,10 @@ class MatrixBatches:
         shared = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
         parted = [self._batch(key, members) for key, members in self._sorted(shared).items()]
         self.shared = SharedMatrices(segment, parted) if parted else None  # the tensors of which this rank has a part
-        operations = [
-            MATRIX_OPERATIONS.get(value.operation) for matrix_pass in self._work() for value in matrix_pass.values
-        ]
-        self.waits = any(operation is not None and operation.waits for operation in operations)
+        work = self.passes.values()
+        self.waits = any(_waits(value) for matrix_pass in work for value in matrix_pass.values)
         """Whether the host waits for the device in steps that need all."""
-        conditional = any(matrix_pass.needed for matrix_pass in self._work())
+        conditional = any(matrix_pass.needed for matrix_pass in work)
         self.conditions = Conditions(self.groups) if conditional else None
         """What decides on the host which work a step does not need; None if all is needed always."""
         self.skipped_values: SkippedValues | None = None
@@ -435,8 +428,8 @@ class MatrixBatches:
             if entry.group not in numbers_of:
                 numbers = GroupNumbers(self.groups[entry.group])
                 numbers_of[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
-            whole = entry.param if entry.exchange is None else entry.handle
-            keys.append((tuple(whole.shape), numbers_of[entry.group]))
+            tensor = entry.param if entry.exchange is None else entry.handle
+            keys.append((tuple(tensor.shape), numbers_of[entry.group]))
         return keys
 
     def outdated(self) -> bool:
@@ -451,7 +444,7 @@ class MatrixBatches:
 
     def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
         (rows, columns), numbers = key
-        work = [value for matrix_pass in self.program.passes if matrix_pass for value in matrix_pass.values]
+        work = [value for matrix_pass in self.passes.values() for value in matrix_pass.values]
         chunk = matrices_at_once(work, (rows, columns), self.spec.compute, len(members))
         by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
         batch = Batch((rows, columns), members, by_identity, chunk)
@@ -479,19 +472,16 @@ class MatrixBatches:
         """Each scratch array that has memory of its own, and the one, if any, that takes it over chunk by chunk."""
         scratch = self.program.scratch
         owners: dict[str, str | None] = dict.fromkeys(scratch)
-        for matrix_pass in self.program.passes:
-            for value in matrix_pass.values if matrix_pass else ():
-                source = matrix_pass.inputs.get(id(value.args[0])) if matrix_pass else None
-                target = matrix_pass.outputs.get(id(value)) if matrix_pass else None
-                if source in owners and target in owners and owners[source] is None and owners[target] is None:
-                    readers = [node for other in self._work() for node in other.values if value.args[0] in node.args]
-                    if readers == [value] and scratch[source] is scratch[target]:
-                        owners[source] = target
-                        del owners[target]
+        work = [(matrix_pass, value) for matrix_pass in self.passes.values() for value in matrix_pass.values]
+        for matrix_pass, value in work:
+            source = matrix_pass.inputs.get(id(value.args[0]))
+            target = matrix_pass.outputs.get(id(value))
+            if source in owners and target in owners and owners[source] is None and owners[target] is None:
+                readers = [reader for _, reader in work if value.args[0] in reader.args]
+                if readers == [value] and scratch[source] is scratch[target]:
+                    owners[source] = target
+                    del owners[target]
         return owners
-
-    def _work(self) -> list[MatrixPass]:
-        return [matrix_pass for matrix_pass in self.program.passes if matrix_pass]
 
     def plain(self) -> SkippedValues | None:
         """What is left out of a step that the host need not wait in; None if there is no such step."""
@@ -500,13 +490,12 @@ class MatrixBatches:
         if self.conditions is None:
             return None
         self.conditions.look(self.segment.step, self._active())
-        work = [(index, matrix_pass) for index, matrix_pass in enumerate(self.program.passes) if matrix_pass]
         skipped: SkippedValues = {}
         for place, batch in enumerate(self.batches):
-            skipped_values = self.conditions.later([matrix_pass for _, matrix_pass in work], self._groups(batch))
+            skipped_values = self.conditions.later(list(self.passes.values()), self._groups(batch))
             if skipped_values is None:
                 return None
-            skipped.update({(index, place): values for (index, _), values in zip(work, skipped_values)})
+            skipped.update({(index, place): values for index, values in zip(self.passes, skipped_values)})
         return skipped
 
     def suffices(self, skipped_values: SkippedValues, active: np.ndarray) -> bool:
@@ -514,13 +503,9 @@ class MatrixBatches:
         assert self.conditions is not None
         self.conditions.look(self.segment.step, active)
         for (index, place), values in skipped_values.items():
-            matrix_pass, batch = self.program.passes[index], self.batches[place]
-            taking_part = active[batch.members].any()
-            if (
-                matrix_pass
-                and taking_part
-                and not values <= self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))
-            ):
+            batch = self.batches[place]
+            takes_part = active[batch.members].any()
+            if takes_part and not values <= self._skipped_values(self.passes[index], batch):
                 return False
         return True
 
@@ -532,7 +517,7 @@ class MatrixBatches:
     def launches(self) -> list[Launch]:
         """What operations on parameter-shaped matrices launch that Triton builds, if they say so."""
         launches: list[Launch] = []
-        for matrix_pass in self._work():
+        for matrix_pass in self.passes.values():
             for value in matrix_pass.values:
                 operation = MATRIX_OPERATIONS.get(value.operation)
                 if operation is None or operation.launches is None or id(value.args[0]) not in matrix_pass.inputs:
@@ -546,7 +531,7 @@ class MatrixBatches:
         """Build every kernel of the matrix passes, and let the matrix library set itself up; only scratch changes."""
         skipped_values = self.plain()
         if not self.is_built and skipped_values is not None:
-            for index in range(len(self.program.passes)):
+            for index in self.passes:
                 self._run(index, skipped_values, stores=False)
             self.is_built = True
 
@@ -554,7 +539,7 @@ class MatrixBatches:
         """Run the matrix pass after tile pass `index`, if there is one; nothing is waited for."""
         if index in self._recorded:
             self._recorded[index].run()
-        else:
+        elif index in self.passes:
             self._run(index, self.skipped_values, stores=True)
 
     def _recordings(self) -> dict[int, RecordedPass]:
@@ -570,8 +555,7 @@ class MatrixBatches:
             assert batches is not None
             batches._run(index, batches.skipped_values, stores=True)
 
-        places = [index for index, matrix_pass in enumerate(self.program.passes) if matrix_pass]
-        return {index: RecordedPass(device, partial(work, index), pool) for index in places}
+        return {index: RecordedPass(device, partial(work, index), pool) for index in self.passes}
 
     def _active(self) -> np.ndarray:
         """Which tensors take part in this step."""
@@ -592,19 +576,15 @@ class MatrixBatches:
         return self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))
 
     def _run(self, index: int, fixed: SkippedValues | None, stores: bool) -> None:
-        matrix_pass = self.program.passes[index]
-        if matrix_pass is None:
-            return
-        is_last = matrix_pass is self._work()[-1]
+        matrix_pass = self.passes[index]
+        is_last = index == max(self.passes)
         decides = self.conditions is not None and fixed is None
         if self.conditions is not None:
             self.active = self._active()
-        if self.conditions is not None and decides:
-            self.conditions.look(self.segment.step, self.active)
+            if decides:
+                self.conditions.look(self.segment.step, self.active)
         for place, batch in enumerate(self.batches):
-            if not batch.shape[0] or not batch.shape[1]:
-                continue
-            if not self._takes_part(batch):
+            if not all(batch.shape) or not self._takes_part(batch):
                 continue
             skipped_values = (fixed or {}).get((index, place), frozenset())
             if decides:

@@ -93,12 +93,16 @@ def _flags(spec: KernelSpec) -> tuple[str, ...]:
 
 Table = np.ndarray | torch.Tensor
 
-_OWN_TABLES = ("columns", "sizes", "grads", "addresses", "layout_index", "layouts", "control", "hyper", "step", "rows")
-_OWN_TABLES += ("partials", "sums", "global_parts", "totals", "streams")
+_OWN_TABLES = (
+    *("columns", "sizes", "grads", "addresses", "layout_index", "layouts", "control", "hyper", "step", "rows"),
+    *("partials", "sums", "global_parts", "totals", "streams"),
+)
 """Tables that a segment has under the names of the launch record's fields."""
 
-_OF_TENSORS = ("first_tile", "numel", "columns", "grads", "layout_index", "step", "rows", "sums", "tap_totals")
-_OF_TENSORS += ("first_word", "streams")
+_OF_TENSORS = (
+    *("first_tile", "numel", "columns", "grads", "layout_index", "step", "rows", "sums"),
+    *("tap_totals", "first_word", "streams"),
+)
 _OF_TILES = ("tile_tensor", "partials", "tap_partials")
 """Tables with a row for each tensor or tile, of which a range of tiles has a part."""
 

@@ -99,6 +99,7 @@ class CudaSegment(Segment):
 
     can_be_captured = True
     can_be_cut = True
+    _strided_tiles = 0  # tiles of tensors that are walked by coordinates
 
     def choose_tiles(self) -> None:
         self.shape = tile_shape(self.spec, self.device)
