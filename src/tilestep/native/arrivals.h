@@ -18,38 +18,42 @@ namespace {
 
 // The backward pass whose gradients can be counted, -1 for none, and the streams that Python knows to have written some.
 struct Pass {
+  static constexpr char NAME[] = "tilestep.Pass";
   int64_t number = -1;
   bool by_stream = false;
   std::vector<std::pair<c10::Device, c10::StreamId>> streams;
 };
 
 struct Awaited {
+  static constexpr char NAME[] = "tilestep.Awaited";
   PyObject* pass_capsule;
   Pass* pass;
   std::vector<char> places;
   size_t left = 0;
+  Awaited(PyObject* capsule, Pass* counted_pass) : pass_capsule(Py_NewRef(capsule)), pass(counted_pass) {}
+  ~Awaited() { Py_DECREF(pass_capsule); }
 };
 
 // What a hook holds: its bucket, its place there, and the Python function that it stands for.
 struct Hook {
+  static constexpr char NAME[] = "tilestep.Hook";
   PyObject* awaited_capsule;
   Awaited* awaited;
   size_t place;
   PyObject* function;
+  Hook(PyObject* capsule, Awaited* counted, size_t own_place, PyObject* called)
+      : awaited_capsule(Py_NewRef(capsule)), awaited(counted), place(own_place), function(Py_NewRef(called)) {}
+  ~Hook() {
+    Py_DECREF(awaited_capsule);
+    Py_DECREF(function);
+  }
 };
-
-template <typename Held>
-Held* held_by(PyObject* capsule, const char* name) {
-  return static_cast<Held*>(PyCapsule_GetPointer(capsule, name));
-}
-
-constexpr char PASS[] = "tilestep.Pass", AWAITED[] = "tilestep.Awaited", HOOK[] = "tilestep.Hook";
 
 // new_pass(by_stream) -> a pass; by_stream says whether Python has to know which streams write gradients
 PyObject* new_pass(PyObject*, PyObject* by_stream) {
   auto* pass = new Pass;
   pass->by_stream = PyObject_IsTrue(by_stream) == 1;
-  return PyCapsule_New(pass, PASS, [](PyObject* capsule) { delete held_by<Pass>(capsule, PASS); });
+  return capsule_of(pass);
 }
 
 // follow(pass, number): from now on count the gradients of this backward pass, -1 for those of none
@@ -57,7 +61,7 @@ PyObject* follow(PyObject*, PyObject* args) {
   PyObject* capsule;
   long long number;
   if (!PyArg_ParseTuple(args, "OL", &capsule, &number)) return nullptr;
-  Pass* pass = held_by<Pass>(capsule, PASS);
+  Pass* pass = held_by<Pass>(capsule);
   if (pass == nullptr) return nullptr;
   pass->number = number;
   pass->streams.clear();
@@ -72,7 +76,7 @@ std::pair<c10::Device, c10::StreamId> stream_of(const c10::Device& device) {
 PyObject* know_stream(PyObject*, PyObject* args) {
   PyObject *capsule, *object;
   if (!PyArg_ParseTuple(args, "OO", &capsule, &object)) return nullptr;
-  Pass* pass = held_by<Pass>(capsule, PASS);
+  Pass* pass = held_by<Pass>(capsule);
   if (pass == nullptr) return nullptr;
   if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "know_stream() takes a tensor");
   const auto stream = stream_of(tensor_in(object).device());
@@ -82,14 +86,9 @@ PyObject* know_stream(PyObject*, PyObject* args) {
 
 // new_awaited(pass) -> what a bucket waits for, nothing so far
 PyObject* new_awaited(PyObject*, PyObject* pass_capsule) {
-  Pass* pass = held_by<Pass>(pass_capsule, PASS);
+  Pass* pass = held_by<Pass>(pass_capsule);
   if (pass == nullptr) return nullptr;
-  Py_INCREF(pass_capsule);
-  return PyCapsule_New(new Awaited{pass_capsule, pass}, AWAITED, [](PyObject* capsule) {
-    auto* awaited = held_by<Awaited>(capsule, AWAITED);
-    Py_DECREF(awaited->pass_capsule);
-    delete awaited;
-  });
+  return capsule_of(new Awaited(pass_capsule, pass));
 }
 
 // await_places(awaited, bytes): wait for the places that have a one
@@ -98,7 +97,7 @@ PyObject* await_places(PyObject*, PyObject* args) {
   const char* bytes;
   Py_ssize_t count;
   if (!PyArg_ParseTuple(args, "Oy#", &capsule, &bytes, &count)) return nullptr;
-  auto* awaited = held_by<Awaited>(capsule, AWAITED);
+  auto* awaited = held_by<Awaited>(capsule);
   if (awaited == nullptr) return nullptr;
   awaited->places.assign(bytes, bytes + count);
   awaited->left = std::count(bytes, bytes + count, 1);
@@ -112,7 +111,7 @@ PyObject* come(PyObject*, PyObject* args) {
   PyObject* capsule;
   Py_ssize_t place;
   if (!PyArg_ParseTuple(args, "On", &capsule, &place)) return nullptr;
-  auto* awaited = held_by<Awaited>(capsule, AWAITED);
+  auto* awaited = held_by<Awaited>(capsule);
   if (awaited == nullptr) return nullptr;
   if (waits_for(*awaited, place)) {
     awaited->places[place] = 0;
@@ -123,7 +122,7 @@ PyObject* come(PyObject*, PyObject* args) {
 
 // left(awaited) -> how many are awaited
 PyObject* left(PyObject*, PyObject* capsule) {
-  auto* awaited = held_by<Awaited>(capsule, AWAITED);
+  auto* awaited = held_by<Awaited>(capsule);
   return awaited == nullptr ? nullptr : PyLong_FromSize_t(awaited->left);
 }
 
@@ -137,7 +136,7 @@ bool is_counted(const Awaited& awaited, size_t place, const Tensor& tensor) {
 }
 
 PyObject* announced(PyObject* capsule, PyObject* object) {
-  auto* hook = held_by<Hook>(capsule, HOOK);
+  auto* hook = held_by<Hook>(capsule);
   if (hook == nullptr) return nullptr;
   if (is_tensor(object) && is_counted(*hook->awaited, hook->place, tensor_in(object))) {
     hook->awaited->places[hook->place] = 0;
@@ -154,17 +153,9 @@ PyObject* new_hook(PyObject*, PyObject* args) {
   PyObject *awaited_capsule, *function;
   Py_ssize_t place;
   if (!PyArg_ParseTuple(args, "OnO", &awaited_capsule, &place, &function)) return nullptr;
-  auto* awaited = held_by<Awaited>(awaited_capsule, AWAITED);
+  auto* awaited = held_by<Awaited>(awaited_capsule);
   if (awaited == nullptr) return nullptr;
-  Py_INCREF(awaited_capsule);
-  Py_INCREF(function);
-  auto* hook = new Hook{awaited_capsule, awaited, static_cast<size_t>(place), function};
-  PyObject* capsule = PyCapsule_New(hook, HOOK, [](PyObject* own) {
-    auto* known = held_by<Hook>(own, HOOK);
-    Py_DECREF(known->awaited_capsule);
-    Py_DECREF(known->function);
-    delete known;
-  });
+  PyObject* capsule = capsule_of(new Hook(awaited_capsule, awaited, static_cast<size_t>(place), function));
   PyObject* made = PyCFunction_New(&announced_method, capsule);
   Py_DECREF(capsule);
   return made;

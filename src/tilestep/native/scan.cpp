@@ -24,7 +24,7 @@ namespace {
 enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4 };
 
 // A DTensor's parameter keeps its local part and the layout that its gradients have; both are null for a plain tensor.
-struct Known {
+struct Remembered {
   PyObject* param;
   PyObject* local;
   PyObject* layout;
@@ -41,28 +41,21 @@ struct Slots {
 };
 
 struct Scanner {
+  static constexpr char NAME[] = "tilestep.Scanner";
   Slots slots;
-  std::vector<Known> tensors;
+  std::vector<Remembered> tensors;
   // Memory of the gradients that the last look has seen: borrowed by the look, owned until `release`.
   std::vector<c10::StorageImpl*> seen;
   std::vector<c10::Storage> held;
-};
-
-void destroy(Scanner* scanner) {
-  for (auto& known : scanner->tensors) {
-    Py_DECREF(known.param);
-    Py_XDECREF(known.local);
-    Py_XDECREF(known.layout);
+  ~Scanner() {
+    for (auto& tensor : tensors) {
+      Py_DECREF(tensor.param);
+      Py_XDECREF(tensor.local);
+      Py_XDECREF(tensor.layout);
+    }
+    Py_XDECREF(slots.type);
   }
-  Py_XDECREF(scanner->slots.type);
-  delete scanner;
-}
-
-Scanner* unpack(PyObject* capsule) {
-  return static_cast<Scanner*>(PyCapsule_GetPointer(capsule, "tilestep.Scanner"));
-}
-
-void destroy_capsule(PyObject* capsule) { destroy(unpack(capsule)); }
+};
 
 bool is_plain(const Tensor& tensor) {
   // What a subclass holds its own way is not in the storage; a nested tensor has no sizes to ask for.
@@ -108,7 +101,7 @@ uint64_t description_of(const Tensor& tensor) {
   for (size_t dim = 0; dim < dims; ++dim)
     number += static_cast<uint64_t>(sizes[dim]) * ODD[2 * dim + 2] + static_cast<uint64_t>(strides[dim]) * ODD[2 * dim + 3];
   for (size_t dim = dims; dim < sizes.size(); ++dim)
-    for (const int64_t each : {sizes[dim], strides[dim]}) number = (number ^ (number >> 32) ^ each) * ODD[0];
+    for (const int64_t entry : {sizes[dim], strides[dim]}) number = (number ^ (number >> 32) ^ entry) * ODD[0];
   return number;
 }
 
@@ -128,14 +121,14 @@ void prefetch_storage(const c10::TensorImpl* impl) {
 
 // The place of a type's slot in its objects, or 0 where it keeps the attribute otherwise.
 Py_ssize_t slot_of(PyTypeObject* type, PyObject* name) {
-  PyObject* found = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name);
-  if (found == nullptr) PyErr_Clear();
+  PyObject* attribute = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name);
+  if (attribute == nullptr) PyErr_Clear();
   Py_ssize_t offset = 0;
-  if (found != nullptr && Py_TYPE(found) == &PyMemberDescr_Type) {
-    const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(found)->d_member;
+  if (attribute != nullptr && Py_TYPE(attribute) == &PyMemberDescr_Type) {
+    const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(attribute)->d_member;
     if (member->type == T_OBJECT_EX) offset = member->offset;
   }
-  Py_XDECREF(found);
+  Py_XDECREF(attribute);
   return offset;
 }
 
@@ -160,22 +153,22 @@ PyObject* object_of(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()-
 
 // The local part of a DTensor's gradient: SAME, CHANGED where it does not lie as its parameter, UNSURE where its layout
 // is another object and `may_ask` does not let Python compare them.
-int local_gradient(const Slots& slots, Known& known, const Tensor& grad, bool may_ask, PyObject*& found) {
+int local_gradient(const Slots& slots, Remembered& remembered, const Tensor& grad, bool may_ask, PyObject*& part) {
   PyObject* object = object_of(grad);
-  found = in_slot(slots, object, slots.local);
+  part = in_slot(slots, object, slots.local);
   PyObject* layout = in_slot(slots, object, slots.layout);
-  if (found == nullptr || layout == nullptr || !is_exact(found)) return CHANGED;
-  if (layout == known.layout) return SAME;
+  if (part == nullptr || layout == nullptr || !is_exact(part)) return CHANGED;
+  if (layout == remembered.layout) return SAME;
   if (!may_ask) return UNSURE;
-  if (!equal_attributes(layout, known.layout, "placements") || !equal_attributes(layout, known.layout, "mesh"))
+  if (!equal_attributes(layout, remembered.layout, "placements") || !equal_attributes(layout, remembered.layout, "mesh"))
     return CHANGED;
   Py_INCREF(layout);
-  Py_SETREF(known.layout, layout);
+  Py_SETREF(remembered.layout, layout);
   return SAME;
 }
 
-// What is known of a parameter from now on; false where it is none that this can look at.
-bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) {
+// What a parameter is from now on; false where it is none that this can look at.
+bool remember_param(Slots& slots, PyObject* names, PyObject* object, Remembered& remembered) {
   if (!is_tensor(object)) return false;
   PyTypeObject* type = Py_TYPE(object);
   const Py_ssize_t local_slot = slot_of(type, PyTuple_GET_ITEM(names, 0));
@@ -190,23 +183,23 @@ bool get_to_know(Slots& slots, PyObject* names, PyObject* object, Known& known) 
     if (local == nullptr || layout == nullptr || !is_exact(local)) return false;
     Py_INCREF(local);
     Py_INCREF(layout);
-    known.local = local;
-    known.layout = layout;
+    remembered.local = local;
+    remembered.layout = layout;
   }
-  const Tensor& param = tensor_in(known.local == nullptr ? object : known.local);
+  const Tensor& param = tensor_in(remembered.local == nullptr ? object : remembered.local);
   const Tensor& whole_grad = grad_of(tensor_in(object));
   // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
   if (!is_plain(param) || param.is_inference() || tensor_in(object).is_inference()) return false;
-  known.param_address = address_of(param);
-  known.description = description_of(param);
-  known.has_grad = whole_grad.defined();
-  if (!known.has_grad) return true;
+  remembered.param_address = address_of(param);
+  remembered.description = description_of(param);
+  remembered.has_grad = whole_grad.defined();
+  if (!remembered.has_grad) return true;
   PyObject* part = nullptr;
-  if (known.local != nullptr && local_gradient(slots, known, whole_grad, true, part) != SAME) return false;
+  if (remembered.local != nullptr && local_gradient(slots, remembered, whole_grad, true, part) != SAME) return false;
   const Tensor& grad = part == nullptr ? whole_grad : tensor_in(part);
   if (!is_plain(grad)) return false;
-  known.grad_address = address_of(grad);
-  known.grad_description = description_of(grad);
+  remembered.grad_address = address_of(grad);
+  remembered.grad_description = description_of(grad);
   return true;
 }
 
@@ -223,61 +216,61 @@ PyObject* create(PyObject*, PyObject* args) {
   for (Py_ssize_t index = 0; index < count; ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     Py_INCREF(object);
-    scanner->tensors.push_back(Known{object, nullptr, nullptr, nullptr, nullptr, 0, 0, false});
-    if (!get_to_know(scanner->slots, names, object, scanner->tensors.back())) {
-      destroy(scanner);
+    scanner->tensors.push_back(Remembered{object, nullptr, nullptr, nullptr, nullptr, 0, 0, false});
+    if (!remember_param(scanner->slots, names, object, scanner->tensors.back())) {
+      delete scanner;
       Py_RETURN_NONE;
     }
   }
-  return PyCapsule_New(scanner, "tilestep.Scanner", destroy_capsule);
+  return capsule_of(scanner);
 }
 
-bool same_tensor(const Known& known, const Tensor& param, const Tensor& grad) {
-  if (grad.defined() != known.has_grad || address_of(param) != known.param_address) return false;
-  if (description_of(param) != known.description) return false;
-  return !known.has_grad || (grad.has_storage() && description_of(grad) == known.grad_description);
+bool same_tensor(const Remembered& remembered, const Tensor& param, const Tensor& grad) {
+  if (grad.defined() != remembered.has_grad || address_of(param) != remembered.param_address) return false;
+  if (description_of(param) != remembered.description) return false;
+  return !remembered.has_grad || (grad.has_storage() && description_of(grad) == remembered.grad_description);
 }
 
 // What a tensor and its gradient are by now; the gradient's address goes into the table, its memory into `seen`.
-int look_at(Known& known, const Tensor& param, const Tensor& grad, int64_t& entry, c10::StorageImpl*& seen) {
+int look_at(Remembered& remembered, const Tensor& param, const Tensor& grad, int64_t& entry, c10::StorageImpl*& seen) {
   seen = nullptr;
-  if (!same_tensor(known, param, grad)) return CHANGED;
-  if (!known.has_grad) return SAME;
+  if (!same_tensor(remembered, param, grad)) return CHANGED;
+  if (!remembered.has_grad) return SAME;
   void* address = address_of(grad);
   // An empty gradient may have no address; it is there all the same. One with elements and no address is not.
   if (address == nullptr && grad.numel() != 0) return CHANGED;
   seen = grad.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  const bool moved = address != known.grad_address;
-  known.grad_address = address;
+  const bool moved = address != remembered.grad_address;
+  remembered.grad_address = address;
   entry = param.numel() == 0 ? 1 : reinterpret_cast<int64_t>(address);
   return moved ? MOVED : SAME;
 }
 
 int look_at_part(Scanner& scanner, int64_t index, int64_t& entry, bool may_ask) {
   const Slots& slots = scanner.slots;
-  Known& known = scanner.tensors[index];
+  Remembered& remembered = scanner.tensors[index];
   c10::StorageImpl*& seen = scanner.seen[index];
-  const Tensor& whole = tensor_in(known.param);
+  const Tensor& whole = tensor_in(remembered.param);
   const Tensor& grad = grad_of(whole);
-  if (known.local == nullptr) return look_at(known, whole, grad, entry, seen);
-  if (in_slot(slots, known.param, slots.local) != known.local) return CHANGED;
-  const Tensor& param = tensor_in(known.local);
-  if (!grad.defined()) return look_at(known, param, grad, entry, seen);
+  if (remembered.local == nullptr) return look_at(remembered, whole, grad, entry, seen);
+  if (in_slot(slots, remembered.param, slots.local) != remembered.local) return CHANGED;
+  const Tensor& param = tensor_in(remembered.local);
+  if (!grad.defined()) return look_at(remembered, param, grad, entry, seen);
   PyObject* part = nullptr;
-  const int answer = local_gradient(slots, known, grad, may_ask, part);
-  return answer == SAME ? look_at(known, param, tensor_in(part), entry, seen) : answer;
+  const int answer = local_gradient(slots, remembered, grad, may_ask, part);
+  return answer == SAME ? look_at(remembered, param, tensor_in(part), entry, seen) : answer;
 }
 
 // What a look reads of a tensor is asked for in five stages, each of which needs what the one before has asked for.
 template <int STAGE>
-inline void prefetch_stage(const Known& known) {
+inline void prefetch_stage(const Remembered& remembered) {
   if constexpr (STAGE == 0) {
-    prefetch_object(known.param);
-    prefetch_object(known.local);
+    prefetch_object(remembered.param);
+    prefetch_object(remembered.local);
     return;
   }
-  const c10::TensorImpl* whole = tensor_in(known.param).unsafeGetTensorImpl();
-  const c10::TensorImpl* own = known.local == nullptr ? whole : tensor_in(known.local).unsafeGetTensorImpl();
+  const c10::TensorImpl* whole = tensor_in(remembered.param).unsafeGetTensorImpl();
+  const c10::TensorImpl* own = remembered.local == nullptr ? whole : tensor_in(remembered.local).unsafeGetTensorImpl();
   const auto* meta = reinterpret_cast<const char*>(whole->autograd_meta());
   if constexpr (STAGE == 1) {
     prefetch_tensor(own);
@@ -290,7 +283,7 @@ inline void prefetch_stage(const Known& known) {
     const c10::TensorImpl* grad = grad_of(whole).unsafeGetTensorImpl();
     if constexpr (STAGE == 3) prefetch_tensor(grad);
     if constexpr (STAGE == 4)
-      if (known.local == nullptr && grad->has_storage()) prefetch_storage(grad);
+      if (remembered.local == nullptr && grad->has_storage()) prefetch_storage(grad);
   }
 }
 
@@ -326,7 +319,7 @@ PyObject* scan(PyObject*, PyObject* args) {
   unsigned long long table_address;
   int threads;
   if (!PyArg_ParseTuple(args, "OKi", &capsule, &table_address, &threads)) return nullptr;
-  Scanner* scanner = unpack(capsule);
+  Scanner* scanner = held_by<Scanner>(capsule);
   if (scanner == nullptr) return nullptr;
   auto* table = reinterpret_cast<int64_t*>(table_address);
   const auto count = static_cast<int64_t>(scanner->tensors.size());
@@ -350,7 +343,7 @@ PyObject* scan(PyObject*, PyObject* args) {
 
 // release(scanner): let go of the gradients' memory that the last look holds
 PyObject* release(PyObject*, PyObject* capsule) {
-  Scanner* scanner = unpack(capsule);
+  Scanner* scanner = held_by<Scanner>(capsule);
   if (scanner == nullptr) return nullptr;
   release_all(*scanner);
   Py_RETURN_NONE;
@@ -362,25 +355,26 @@ struct Watched {
   uint64_t description;
 };
 
-using Watch = std::vector<Watched>;
-
-void forget(PyObject* capsule) { delete static_cast<Watch*>(PyCapsule_GetPointer(capsule, "tilestep.Watch")); }
+struct Watch {
+  static constexpr char NAME[] = "tilestep.Watch";
+  std::vector<Watched> tensors;
+};
 
 // watch(tensors) -> what is compared with other lists, or None where a tensor is not a plain strided one
 PyObject* watch(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "watch() takes a list");
-  auto* known = new Watch;
-  known->reserve(PyList_GET_SIZE(list));
+  auto* watched = new Watch;
+  watched->tensors.reserve(PyList_GET_SIZE(list));
   for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     if (!is_tensor(object) || !is_plain(tensor_in(object))) {
-      delete known;
+      delete watched;
       Py_RETURN_NONE;
     }
     const Tensor& tensor = tensor_in(object);
-    known->push_back({Py_TYPE(object), address_of(tensor), description_of(tensor)});
+    watched->tensors.push_back({Py_TYPE(object), address_of(tensor), description_of(tensor)});
   }
-  return PyCapsule_New(known, "tilestep.Watch", forget);
+  return capsule_of(watched);
 }
 
 // A tensor object that stays the same, a DTensor's local part, and what its memory was. What the object has is asked for
@@ -393,18 +387,17 @@ struct Fixed {
 };
 
 struct FixedTensors {
+  static constexpr char NAME[] = "tilestep.FixedTensors";
   Slots slots;
   std::vector<Fixed> tensors;
   ~FixedTensors() {
-    for (auto& known : tensors) {
-      Py_DECREF(known.object);
-      Py_XDECREF(known.part);
+    for (auto& tensor : tensors) {
+      Py_DECREF(tensor.object);
+      Py_XDECREF(tensor.part);
     }
     Py_XDECREF(slots.type);
   }
 };
-
-constexpr char FIXED[] = "tilestep.FixedTensors";
 
 // fix(tensors, names) -> what `unmoved` looks at, or None where a tensor is neither a plain strided one nor a DTensor of
 // such; names as for `create`
@@ -412,7 +405,7 @@ PyObject* fix(PyObject*, PyObject* args) {
   PyObject *list, *names;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;
   auto* fixed = new FixedTensors;
-  PyObject* capsule = PyCapsule_New(fixed, FIXED, [](PyObject* own) { delete held_by<FixedTensors>(own, FIXED); });
+  PyObject* capsule = capsule_of(fixed);
   fixed->tensors.reserve(PyList_GET_SIZE(list));
   for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
@@ -439,12 +432,12 @@ PyObject* fix(PyObject*, PyObject* args) {
   return capsule;
 }
 
-PyObject* own_object(const Fixed& known) { return known.part == nullptr ? known.object : known.part; }
+PyObject* own_object(const Fixed& one) { return one.part == nullptr ? one.object : one.part; }
 
-bool is_unmoved(const FixedTensors& fixed, const Fixed& known) {
-  if (known.part != nullptr && in_slot(fixed.slots, known.object, fixed.slots.local) != known.part) return false;
-  const Tensor& tensor = tensor_in(own_object(known));
-  return tensor.has_storage() && address_of(tensor) == known.address && description_of(tensor) == known.description;
+bool is_unmoved(const FixedTensors& fixed, const Fixed& one) {
+  if (one.part != nullptr && in_slot(fixed.slots, one.object, fixed.slots.local) != one.part) return false;
+  const Tensor& tensor = tensor_in(own_object(one));
+  return tensor.has_storage() && address_of(tensor) == one.address && description_of(tensor) == one.description;
 }
 
 // Thousands of tensors, none of them in a cache after a model has run: each is asked for while others are looked at.
@@ -470,7 +463,7 @@ PyObject* unmoved(PyObject*, PyObject* args) {
   PyObject* capsule;
   int threads;
   if (!PyArg_ParseTuple(args, "Oi", &capsule, &threads)) return nullptr;
-  const auto* fixed = held_by<FixedTensors>(capsule, FIXED);
+  const auto* fixed = held_by<FixedTensors>(capsule);
   if (fixed == nullptr) return nullptr;
   const size_t count = fixed->tensors.size();
   if (threads < 2) return PyBool_FromLong(are_unmoved(*fixed, 0, count));
@@ -485,13 +478,14 @@ PyObject* unmoved(PyObject*, PyObject* args) {
 PyObject* compare(PyObject*, PyObject* args) {
   PyObject *capsule, *list;
   if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyList_Type, &list)) return nullptr;
-  auto* known = static_cast<Watch*>(PyCapsule_GetPointer(capsule, "tilestep.Watch"));
-  if (known == nullptr) return nullptr;
-  if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(known->size())) return PyLong_FromLong(CHANGED);
+  auto* watched = held_by<Watch>(capsule);
+  if (watched == nullptr) return nullptr;
+  const auto& tensors = watched->tensors;
+  if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(tensors.size())) return PyLong_FromLong(CHANGED);
   int answer = SAME;
-  for (size_t index = 0; index < known->size(); ++index) {
+  for (size_t index = 0; index < tensors.size(); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
-    const Watched& one = (*known)[index];
+    const Watched& one = tensors[index];
     if (Py_TYPE(object) != one.type) return PyLong_FromLong(CHANGED);
     const Tensor& tensor = tensor_in(object);
     if (!tensor.has_storage() || description_of(tensor) != one.description) return PyLong_FromLong(CHANGED);
@@ -504,10 +498,11 @@ PyObject* compare(PyObject*, PyObject* args) {
 PyObject* remember(PyObject*, PyObject* args) {
   PyObject *capsule, *list;
   if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyList_Type, &list)) return nullptr;
-  auto* known = static_cast<Watch*>(PyCapsule_GetPointer(capsule, "tilestep.Watch"));
-  if (known == nullptr) return nullptr;
-  for (size_t index = 0; index < known->size() && static_cast<Py_ssize_t>(index) < PyList_GET_SIZE(list); ++index)
-    (*known)[index].address = address_of(tensor_in(PyList_GET_ITEM(list, index)));
+  auto* watched = held_by<Watch>(capsule);
+  if (watched == nullptr) return nullptr;
+  auto& tensors = watched->tensors;
+  for (size_t index = 0; index < tensors.size() && static_cast<Py_ssize_t>(index) < PyList_GET_SIZE(list); ++index)
+    tensors[index].address = address_of(tensor_in(PyList_GET_ITEM(list, index)));
   Py_RETURN_NONE;
 }
 
@@ -519,10 +514,10 @@ PyObject* same_list(PyObject*, PyObject* args) {
   return PyBool_FromLong(std::equal(first, first + PyList_GET_SIZE(left), second, second + PyList_GET_SIZE(right)));
 }
 
-void bump_one(const Known& known) {
-  if (!known.has_grad) return;
-  tensor_in(known.param).unsafeGetTensorImpl()->bump_version();
-  if (known.local != nullptr) tensor_in(known.local).unsafeGetTensorImpl()->bump_version();
+void bump_one(const Remembered& remembered) {
+  if (!remembered.has_grad) return;
+  tensor_in(remembered.param).unsafeGetTensorImpl()->bump_version();
+  if (remembered.local != nullptr) tensor_in(remembered.local).unsafeGetTensorImpl()->bump_version();
 }
 
 // bump(scanner, threads): every parameter with a gradient was written to
@@ -530,14 +525,14 @@ PyObject* bump(PyObject*, PyObject* args) {
   PyObject* capsule;
   int threads;
   if (!PyArg_ParseTuple(args, "Oi", &capsule, &threads)) return nullptr;
-  Scanner* scanner = unpack(capsule);
+  Scanner* scanner = held_by<Scanner>(capsule);
   if (scanner == nullptr) return nullptr;
   const auto count = static_cast<int64_t>(scanner->tensors.size());
   if (threads > 1) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t index = 0; index < count; ++index) bump_one(scanner->tensors[index]);
   } else {
-    for (const auto& known : scanner->tensors) bump_one(known);
+    for (const auto& remembered : scanner->tensors) bump_one(remembered);
   }
   Py_RETURN_NONE;
 }
@@ -565,22 +560,22 @@ PyObject* survey(PyObject*, PyObject* list) {
   // Kept for the thread that holds the interpreter: what is allocated after a backward has the allocator tidy up what
   // that has freed, and takes longer than all else that is done here.
   static std::vector<char> trains;
-  static std::vector<const c10::TensorImpl*> found;
-  static PyObject* each = nullptr;
+  static std::vector<const c10::TensorImpl*> tensors;
+  static PyObject* kept = nullptr;
   trains.resize(PyList_GET_SIZE(list));
-  found.resize(trains.size());
+  tensors.resize(trains.size());
   // A model has run since the last look, and nothing of these is in a cache any more: fetched one after the other they
-  // would take longer than all else, so each stage asks for what the next one reads.
+  // would take longer than all else, so kept stage asks for what the next one reads.
   for (size_t index = 0; index < trains.size(); ++index) __builtin_prefetch(PyList_GET_ITEM(list, index));
   for (size_t index = 0; index < trains.size(); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "survey() takes tensors");
-    found[index] = tensor_in(object).unsafeGetTensorImpl();
-    __builtin_prefetch(found[index]);
-    __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 64);
-    __builtin_prefetch(reinterpret_cast<const char*>(found[index]) + 128);
+    tensors[index] = tensor_in(object).unsafeGetTensorImpl();
+    __builtin_prefetch(tensors[index]);
+    __builtin_prefetch(reinterpret_cast<const char*>(tensors[index]) + 64);
+    __builtin_prefetch(reinterpret_cast<const char*>(tensors[index]) + 128);
   }
-  for (const auto* tensor : found) {
+  for (const auto* tensor : tensors) {
     __builtin_prefetch(tensor->autograd_meta());
     // A counter is a pointer to the number.
     __builtin_prefetch(*reinterpret_cast<void* const*>(&tensor->version_counter()));
@@ -594,11 +589,11 @@ PyObject* survey(PyObject*, PyObject* list) {
     trains[index] = tensor.requires_grad();
   }
   const auto count = static_cast<Py_ssize_t>(trains.size());
-  if (each == nullptr || PyBytes_GET_SIZE(each) != count || !std::equal(trains.begin(), trains.end(), PyBytes_AS_STRING(each)))
-    Py_XSETREF(each, PyBytes_FromStringAndSize(trains.data(), count));
+  if (kept == nullptr || PyBytes_GET_SIZE(kept) != count || !std::equal(trains.begin(), trains.end(), PyBytes_AS_STRING(kept)))
+    Py_XSETREF(kept, PyBytes_FromStringAndSize(trains.data(), count));
   // Its own before the tuple is made, which may collect garbage and with it come here again.
-  Py_XINCREF(each);
-  return each == nullptr ? nullptr : Py_BuildValue("KNN", versions, PyBool_FromLong(has_gradient), each);
+  Py_XINCREF(kept);
+  return kept == nullptr ? nullptr : Py_BuildValue("KNN", versions, PyBool_FromLong(has_gradient), kept);
 }
 
 // take(params, types) -> the gradients that some tensors have, which have none from now on; or None where one of them is
@@ -627,10 +622,10 @@ PyObject* take(PyObject*, PyObject* args) {
 PyObject* memory_of(PyObject*, PyObject* args) {
   PyObject *list, *names;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;
-  PyObject* found = PyList_New(0);
+  PyObject* parts = PyList_New(0);
   Slots slots;
   std::unordered_set<const void*> seen;
-  for (Py_ssize_t index = 0; found != nullptr && index < PyList_GET_SIZE(list); ++index) {
+  for (Py_ssize_t index = 0; parts != nullptr && index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     if (!is_exact(object) && Py_TYPE(object) != slots.type)
       slots = {Py_TYPE(object), slot_of(Py_TYPE(object), PyTuple_GET_ITEM(names, 0)), 0};
@@ -640,9 +635,9 @@ PyObject* memory_of(PyObject*, PyObject* args) {
       const auto& storage = tensor_in(part).unsafeGetTensorImpl()->unsafe_storage();
       if (!seen.insert(storage.unsafeGetStorageImpl()).second) continue;
     }
-    if (PyList_Append(found, part) != 0) Py_CLEAR(found);
+    if (PyList_Append(parts, part) != 0) Py_CLEAR(parts);
   }
-  return found;
+  return parts;
 }
 
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},

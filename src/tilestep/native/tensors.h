@@ -52,6 +52,17 @@ inline bool is_tensor(PyObject* object) {
   return answer == 1;
 }
 
+// What Python holds of an object in C++: a capsule, under the name that the object's type has for it.
+template <typename Held>
+Held* held_by(PyObject* capsule) {
+  return static_cast<Held*>(PyCapsule_GetPointer(capsule, Held::NAME));
+}
+
+template <typename Held>
+PyObject* capsule_of(Held* held) {
+  return PyCapsule_New(held, Held::NAME, [](PyObject* capsule) { delete held_by<Held>(capsule); });
+}
+
 // A Tensor is a TensorBase with more functions; here it need not be complete.
 inline const Tensor& grad_of(const c10::TensorImpl* impl) { return reinterpret_cast<const Tensor&>(impl->grad()); }
 inline const Tensor& grad_of(const Tensor& tensor) { return grad_of(tensor.unsafeGetTensorImpl()); }
