@@ -1,4 +1,4 @@
-"""Every private API of torch and Triton that tilestep uses, each with what happens when it is not there.
+"""Every private API of torch and Triton that tilestep uses, each with its fallback.
 
 tests/test_compat.py says which version broke one of them.
 """
@@ -27,13 +27,13 @@ from torch.profiler import record_function
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Many tensors in one call: whether they are as they were, copies, zeros.
+# Tensors: fake ones, comparisons, copies and zeros of many in one call.
 
 TensorDispatch = TorchDispatchMode  # base class of the tracer: sees every ATen call
 
 
 def fake_tensors() -> Any:
-    """A mode under which tensors have shapes and dtypes but no data; without it rules are traced on tiny real ones."""
+    """A mode in which tensors have shapes and dtypes but no data; without it rules are traced on tiny real tensors."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
@@ -42,7 +42,7 @@ def fake_tensors() -> Any:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor has a shape and no data, as those have that are made under a `FakeTensorMode`."""
+    """Whether a tensor was made under a `FakeTensorMode`: it has a shape and no data."""
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -51,11 +51,11 @@ _active_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def fake_mode_is_active() -> bool:
-    """Whether operations give fake tensors just now."""
+    """Whether operations return fake tensors at present."""
     if not _active_modes():
         return False
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
-    # Not by making a tensor to look at: other modes would see it.
+    # Making a tensor to look at would be seen by other modes.
     return kind is not None and any(
         isinstance(mode, kind) for mode in _python_dispatch._get_current_dispatch_mode_stack()
     )
@@ -63,7 +63,7 @@ def fake_mode_is_active() -> bool:
 
 @contextlib.contextmanager
 def _unlogged(mode: Any) -> Iterator[None]:
-    """A mode that does not tell torch's log of operations that fail in it: their errors say it."""
+    """A mode without torch's log of operations that fail in it: their errors say as much."""
     log = logging.getLogger(type(mode).__module__)
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -74,7 +74,7 @@ def _unlogged(mode: Any) -> Iterator[None]:
 
 
 def decomposition(overload: Any) -> Callable[..., Any] | None:
-    """torch's own rewriting of an ATen operation into simpler ones, or None."""
+    """torch's decomposition of an ATen operation into simpler ones, or None."""
     try:
         from torch._decomp import decomposition_table
     except ImportError:
@@ -88,13 +88,13 @@ def wrapper_tensor(kind: type, shape: Sequence[int], dtype: torch.dtype, device:
 
 
 def is_copy(operation: Any) -> bool:
-    """Whether an ATen operation gives the same numbers, maybe elsewhere or in another dtype."""
+    """Whether an ATen operation copies numbers, possibly to another device or dtype."""
     aten = torch.ops.aten
     return operation in (aten.detach.default, aten.clone.default, aten._to_copy.default)
 
 
 def is_empty_like(operation: Any) -> bool:
-    """Whether an ATen operation makes memory for a tensor like another, as for a checkpoint that is written later."""
+    """Whether an ATen operation allocates a tensor like another, as for a checkpoint that is written later."""
     return operation == torch.ops.aten.new_empty.default
 
 
@@ -103,7 +103,7 @@ def _public(device: int) -> int:
 
 
 current_stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public)
-"""The current stream of a device as a number, which costs a tenth of what an object costs."""
+"""The current stream of a device as a number, at a tenth of the cost of an object."""
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -122,7 +122,7 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def description(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a kernel must know of a tensor beside its address."""
+    """What a kernel must know of a tensor, apart from its address."""
     subclass = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.is_nested
@@ -131,7 +131,7 @@ def description(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 version_of: Callable[[Any], int] = operator.attrgetter("_version")
-"""How often a tensor has been written to, as autograd counts it."""
+"""The number of writes to a tensor, as autograd counts them."""
 
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
@@ -154,19 +154,19 @@ def returns_view(operation: Any) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor can be reached by its address; one without elements needs none."""
+    """Whether the elements of a tensor, if it has any, can be reached by its address."""
     if not tensor.numel():
         return True
     try:
         address, offset = tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()
     except (RuntimeError, NotImplementedError):
         return False
-    # Where a storage has no memory an address is the offset alone.
+    # Without memory of the storage, an address is the offset alone.
     return address != 0 and (address != offset or tensor.untyped_storage().data_ptr() != 0)
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds its values: lazy negation and conjugation done, zeros that have no memory made."""
+    """A tensor whose memory holds its values: negation, conjugation and zeros are no longer lazy."""
     if is_zero_tensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_conj().resolve_neg()
@@ -183,7 +183,7 @@ def addresses_equal(tensors: list[torch.Tensor], addresses: list[int], indices: 
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors into others; on a GPU in a few launches, without the private call in one for each."""
+    """Copy tensors into others; on a GPU in a few launches, or without the private call in one launch per tensor."""
     together = getattr(torch, "_foreach_copy_", None)
     if together is not None and targets:
         together(targets, sources)
@@ -193,9 +193,9 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:
-    """Fill tensors with zeros; on a GPU in a few launches, without the private call in one for each."""
+    """Fill tensors with zeros; on a GPU in a few launches, or without the private call in one launch per tensor."""
     together = getattr(torch, "_foreach_zero_", None)
-    # It knows no floating point numbers of 8 bits.
+    # It does not take floating point numbers of 8 bits.
     tensors = [tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8) for tensor in tensors]
     if together is not None and tensors:
         together(tensors)
@@ -204,38 +204,38 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
             tensor.zero_()
 
 
-# Modules as torch, torch.compile and FSDP2 keep them: look-ups, compiled ones, flat parts.
+# Modules: their parameters and hooks, compiled modules, FSDP.
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def opaque(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A Python function as one call that compilers leave alone; compilers are not imported before it is called."""
+def opaque(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A function that torch.compile does not trace; the compiler is not imported before it is called."""
     lazily = getattr(torch, "_disable_dynamo", None)
     return torch.compiler.disable(function) if lazily is None else lazily(function)
 
 
 def let_callers_go() -> None:
-    """Once in a process, when the first `opaque` function has imported compilers: let go of those that called it."""
-    # `torch.fx.wrap`, which that import calls, leaves a frame that refers to itself, and with it to all callers and to
-    # their variables. The first optimizer of a process and its model would live until garbage is collected.
+    """Once a process, when the first `opaque` function has imported the compiler: free the frames of its callers."""
+    # `torch.fx.wrap`, which that import calls, leaves a frame that refers to itself, hence to all callers and their
+    # variables: the first optimizer of a process and its model would live until the next garbage collection.
     global _callers_are_held
     if not _callers_are_held:
         return
     _callers_are_held = False
     code = getattr(torch.fx.wrap, "__code__", None)
-    for frame in [each for each in gc.get_objects() if type(each) is FrameType and each.f_code is code]:
-        # One that another thread is running stays.
+    for frame in [held for held in gc.get_objects() if type(held) is FrameType and held.f_code is code]:
+        # A frame that another thread is running stays.
         with contextlib.suppress(RuntimeError):
             frame.clear()
 
 
-_callers_are_held = "torch._dynamo" not in sys.modules  # else who has imported them is older than this module
+_callers_are_held = "torch._dynamo" not in sys.modules  # else they were imported before this module
 
 
 def fsdp_module_type() -> Any | None:
-    """The class of modules that FSDP2 shards, or None where it was not imported: then there are none."""
+    """The class of modules that FSDP2 shards; None if it was not imported, so that there are none."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
@@ -245,8 +245,8 @@ def is_flat_part(param: Any) -> bool:
 
 
 def before_gathering(module: Any, prepare: Callable[[list[Any]], None]) -> bool:
-    """Have something called before an FSDP2 module's parameters are read to be gathered, whoever asks for that."""
-    # Not by a hook on the module's forward: other modules may prefetch its parameters.
+    """Call `prepare` before each gather of an FSDP2 module's parameters. Returns whether torch lets us."""
+    # A hook on the module's forward would miss other modules that prefetch its parameters.
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     groups = [group for group in groups if group is not None]
@@ -274,7 +274,7 @@ def _gathering_streams(group: Any, async_op: bool) -> list[Any]:
         streams = list(group.comm_ctx.get_all_gather_streams(async_op, group._training_state))
         gathers = group._all_gather_process_group.size() > 1
     except (AttributeError, AssertionError):
-        # Before its first forward, or where torch keeps its streams otherwise.
+        # Before the first forward, or if torch keeps its streams in another way.
         attributes = vars(getattr(group, "comm_ctx", None) or object).values()
         streams, gathers = [value for value in attributes if isinstance(value, torch.cuda.Stream)], False
     # One rank alone copies its parameters on the current stream.
@@ -282,7 +282,7 @@ def _gathering_streams(group: Any, async_op: bool) -> list[Any]:
 
 
 def uncompiled(module: Any) -> Any:
-    """The module that `torch.compile` was given, where this is what came out."""
+    """The module inside one that `torch.compile` returned; any other module itself."""
     try:
         from torch._dynamo.eval_frame import OptimizedModule
     except ImportError:
@@ -300,17 +300,17 @@ def _name_of_compiled_call(module: torch.nn.Module) -> str:
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What runs when a compiled module is called; None if it is not compiled, or where torch keeps that elsewhere."""
+    """The function that a call of a compiled module runs; None if it is not compiled, or torch keeps it elsewhere."""
     return vars(module).get(_name_of_compiled_call(module))
 
 
 def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Have something else run in its place, outside of what is compiled."""
+    """Run another function in its place, outside of the compiled code."""
     setattr(module, _name_of_compiled_call(module), call)
 
 
 def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Let a module look its parameters up in a dictionary of our own."""
+    """Replace the dictionary in which a module looks its parameters up."""
     entries = getattr(module, "_parameters", None)
     if not isinstance(entries, dict):
         return False
@@ -319,25 +319,25 @@ def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], 
 
 
 def kept_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's own parameters as torch keeps them; empty where it keeps none, or does it otherwise."""
+    """A module's own parameters; empty if it has none, or torch keeps them in another way."""
     return vars(module).get("_parameters") or {}
 
 
 def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
-    """Have something called before every module's forward, of any model; a handle ends that."""
+    """Call a function before every module's forward, of any model, until its handle is removed."""
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     return register_module_forward_pre_hook(before)
 
 
 def is_being_compiled() -> bool:
-    """Whether torch compiles code now, whose guards are for what it has found."""
+    """Whether torch is compiling code now, with guards on the present state."""
     context = getattr(torch._guards, "CompileContext", None)
     return context is not None and context.try_get() is not None
 
 
 def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
-    """Have something called before any module gets a parameter; a handle ends that, None without such calls."""
+    """Call a function before any module gets a parameter, until its handle is removed; None if torch cannot."""
     from torch.nn.modules import module as modules
 
     register = getattr(modules, "register_module_parameter_registration_hook", None)
@@ -345,7 +345,7 @@ def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
 
 
 def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:
-    """Have something called before any module gets a submodule; a handle ends that, None without such calls."""
+    """Call a function before any module gets a submodule, until its handle is removed; None if torch cannot."""
     from torch.nn.modules import module as modules
 
     register = getattr(modules, "register_module_module_registration_hook", None)
@@ -360,7 +360,7 @@ def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:
 
 
 def is_dropping_gradients() -> bool:
-    """Whether this is called by `Module.zero_grad`, which goes through parameters and reads none of them."""
+    """Whether `Module.zero_grad`, which reads no parameter's values, is among the callers."""
     code, frame = torch.nn.Module.zero_grad.__code__, sys._getframe(1)
     for _ in range(10):
         if frame.f_code is code:
@@ -371,25 +371,25 @@ def is_dropping_gradients() -> bool:
     return False
 
 
-# What torch keeps of optimizers, backward passes and profilers: hooks, scalers, functions that clip.
+# Backward passes, hooks, profilers, scalers, and torch's functions that clip.
 
 _KEPT = "_post_accumulate_grad_hooks"
 _kept_by = operator.attrgetter(_KEPT)
 
 
 def backward_pass() -> int | None:
-    """A number of the backward pass that this is called in; None outside of one, or where torch does not say."""
+    """The number of the backward pass that this is called in; None outside of one, or if torch does not tell."""
     current = getattr(torch._C, "_current_graph_task_id", None)
     number = -1 if current is None else current()
     return None if number == -1 else number
 
 
 def after_backward(callback: Callable[[], None]) -> bool:
-    """Have something called at the end of the backward pass that this is called in."""
+    """Call a function at the end of the current backward pass. Returns whether torch lets us."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None or not hasattr(engine, "queue_callback"):
         return False
-    # A backward that is compiled as a whole forgets what is queued while its code runs.
+    # A backward compiled as one graph drops callbacks that are queued while its code runs.
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "in_compiled_autograd_region", False):
         return False
@@ -398,7 +398,7 @@ def after_backward(callback: Callable[[], None]) -> bool:
 
 
 def is_in_another_backward() -> bool:
-    """Whether a function's backward began the backward pass that this is called in, as reentrant checkpoints do."""
+    """Whether a function's backward began the current backward pass, as reentrant checkpoints do."""
     calls = getattr(getattr(torch.autograd.function, "BackwardCFunction", None), "apply", None)
     code, frame = getattr(calls, "__code__", None), sys._getframe(1)
     while code is not None and frame is not None:
@@ -409,8 +409,7 @@ def is_in_another_backward() -> bool:
 
 
 def count_gradient_hooks(params: Iterable[torch.Tensor]) -> int:
-    """How many hooks for accumulated gradients some parameters have together; each has one at least, or torch does not
-    say: then it is 0."""
+    """The hooks for accumulated gradients of parameters with at least one each, counted; 0 if torch does not tell."""
     try:
         return sum(map(len, map(_kept_by, params)))
     except (AttributeError, TypeError):
@@ -418,7 +417,7 @@ def count_gradient_hooks(params: Iterable[torch.Tensor]) -> int:
 
 
 def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
-    """Whether a gradient hook is called after all others of its parameter; True if torch does not say."""
+    """Whether a gradient hook is called after all others of its parameter; True if torch does not tell."""
     hooks = getattr(param, _KEPT, None)
     return not isinstance(hooks, dict) or handle.id not in hooks or next(reversed(hooks)) == handle.id
 
@@ -426,11 +425,11 @@ def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
 _profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
 
 UPDATE = "tilestep::update"
-"""What is launched inside is the optimizer's, wherever it runs: in a step, in backward, before a forward."""
+"""Marks the optimizer's work, wherever it runs: in a step, in backward, before a forward."""
 
-HOST_UPDATE = "tilestep::host_update"  # the same for what the host computes itself, though the training may be on a GPU
+HOST_UPDATE = "tilestep::host_update"  # the same for updates computed by the host, in a training that may be on a GPU
 
-REPLAY = "tilestep::replay"  # a CUDA graph with a step alone: the optimizer's as well, and the end of an iteration
+REPLAY = "tilestep::replay"  # a CUDA graph of a step alone: the optimizer's work too, and the end of an iteration
 
 ITERATION = "tilestep::iteration"  # the end of an iteration where the user says so
 
@@ -447,7 +446,7 @@ _NAMES = ("_clip_grads_with_norm_", "clip_grad_value_")
 
 
 def watch_clips(look: Callable[[list[Any]], None]) -> bool:
-    """Have something see the parameters whose gradients torch is going to clip; it may raise."""
+    """Call a function, which may raise, with parameters before torch clips. Returns whether torch lets us."""
     if look in _watched:
         return True
     module: Any = sys.modules.get("torch.nn.utils.clip_grad")
@@ -480,7 +479,7 @@ def _seen(original: Any) -> Any:
 
 
 def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
-    """The hooks that torch calls before and after it loads a checkpoint; empty where torch keeps them otherwise."""
+    """The hooks before and after a checkpoint is loaded; empty if torch keeps them in another way."""
     attributes = vars(optimizer)
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     before, after = (list(attributes.get(name, {}).values()) for name in names)
@@ -488,7 +487,7 @@ def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
 
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything listens to an optimizer's steps: hooks, its own or of all optimizers, or a profiler."""
+    """Whether hooks, its own or those of all optimizers, or a profiler listen to an optimizer's steps."""
     try:
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         recording = _profiler_enabled
@@ -498,7 +497,7 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_is_ordinary() -> bool:
-    """Whether nothing is around a step: no profiler, autocast or mode that sees operations."""
+    """Whether a step runs without a profiler, autocast, or a mode that sees operations."""
     recording = _profiler_enabled
     return not (
         recording is None
@@ -510,8 +509,8 @@ def step_is_ordinary() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of being run."""
-    # Without a driver the question itself may fail, with the error of an earlier call to the driver: a profiler's.
+    """Whether launches are being captured into a CUDA graph."""
+    # Without a driver the question itself may fail, with the error of an earlier call, a profiler's for one.
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -522,7 +521,7 @@ _EVERY_POST_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_glob
 
 
 def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) -> bool:
-    """Have torch's scalers call `route` with their method that unscales, and its arguments; whether they do."""
+    """Call `route` with the unscaling method of torch's scalers, and its arguments. Returns whether torch lets us."""
     method = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
     if method is None or hasattr(method, "__wrapped__"):
         return method is not None
@@ -540,7 +539,7 @@ _scaled = [0]
 
 
 def count_scaled_losses() -> int:
-    """How often any of torch's scalers has scaled a loss since this was first asked; 0 where torch scales otherwise."""
+    """The losses that torch's scalers have scaled since the first call of this; 0 if torch scales in another way."""
     method = getattr(torch.amp.GradScaler, "scale", None)
     if method is None or hasattr(method, "__wrapped__"):
         return _scaled[0]
@@ -555,28 +554,28 @@ def count_scaled_losses() -> int:
     return _scaled[0]
 
 
-# What tilestep needs of torch's distributed package beyond its public API: DTensors, ranks, checkpoints.
+# torch.distributed: process groups, DTensors, checkpoints.
 
 
 def default_store() -> Any | None:
-    """The store in which the processes of the default group have found each other; None where torch does not say."""
+    """The store through which the processes of the default group met; None if torch does not tell."""
     return getattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)()
 
 
 def root_mesh(mesh: Any) -> Any | None:
-    """The device mesh that a mesh is a slice of; None where torch does not say."""
+    """The device mesh that a mesh is a slice of; None if torch does not tell."""
     root = getattr(mesh, "_get_root_mesh", None)
     return None if root is None else root()
 
 
 def group_device_types(group: Any) -> set[str] | None:
-    """Device types whose tensors a process group can reduce; None where torch does not say."""
+    """Device types whose tensors a process group can reduce; None if torch does not tell."""
     devices = getattr(group, "_device_types", None)
     return None if devices is None else {device.type for device in devices}
 
 
 def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[bool, Any]:
-    """Begin to gather several tensors in one message."""
+    """Begin to gather several tensors in one message: whether torch can, and the work to wait for."""
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
         call, options = (
             getattr(group, name, None),
@@ -591,14 +590,14 @@ def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[
 
 
 def checkpoint_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-    """A block of a tensor that lies on several ranks, as torch.distributed.checkpoint asks for it."""
+    """A block of a tensor on several ranks, in the form that torch.distributed.checkpoint takes."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 def checkpoint_items(name: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """What a checkpoint is to write of a tensor: one item for each block, given by its offsets and sizes."""
+    """The items that a checkpoint writes of a tensor: one for each block, given by its offsets and sizes."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -610,28 +609,28 @@ def checkpoint_items(name: str, shape: torch.Size, dtype: torch.dtype, chunks: S
 
 
 def distributed_tensor_type() -> Any | None:
-    """The class of DTensors, or None where it was not imported yet, which takes a while: then there are none."""
+    """The class of DTensors; None if it was not imported, which takes a while, so that there are none."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-DTENSOR_PARTS = ("_local_tensor", "_spec")  # what a DTensor keeps its local part and its layout in
+DTENSOR_PARTS = ("_local_tensor", "_spec")  # the attributes of a DTensor's local part and layout
 
 
 def dtensors_have_parts() -> bool:
-    """Whether DTensors are kept so; else only their public methods are left."""
+    """Whether DTensors have these attributes; else their public methods are used."""
     return all(hasattr(distributed_tensor_type(), name) for name in DTENSOR_PARTS)
 
 
-def with_part(whole: Any, part: torch.Tensor) -> Any:
-    """A DTensor, which keeps its parts so, with another local part of the same shape."""
-    setattr(whole, DTENSOR_PARTS[0], part)
-    return whole
+def with_part(tensor: Any, part: torch.Tensor) -> Any:
+    """The DTensor, whose local part is replaced by another of the same shape."""
+    setattr(tensor, DTENSOR_PARTS[0], part)
+    return tensor
 
 
 def local_parts(tensors: Iterable[Any]) -> list[Any]:
-    """What of each DTensor lies on this rank; anything else is its own part."""
+    """The local parts of DTensors; any other tensor itself."""
     kind = distributed_tensor_type()
-    # A public `to_local()` costs 50 times more: it is a call of autograd's, and gives another tensor at each call.
+    # The public `to_local()` costs 50 times as much: it calls autograd, and returns a new tensor at each call.
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     with torch.no_grad():
@@ -639,8 +638,7 @@ def local_parts(tensors: Iterable[Any]) -> list[Any]:
 
 
 def ready(part: Any) -> Any:
-    """A tensor once a collective that makes it has run (an `AsyncCollectiveTensor`); the current stream waits for it,
-    not the host. Anything else is returned as it is."""
+    """The result of an `AsyncCollectiveTensor`, for which the current stream waits, not the host; else the tensor."""
     wait = getattr(part, "wait", None) if type(part) not in (torch.Tensor, torch.nn.Parameter) else None
     return part if wait is None else wait()
 
@@ -648,7 +646,7 @@ def ready(part: Any) -> Any:
 def distributed_like(
     part: torch.Tensor, like: Any, shape: torch.Size, stride: Sequence[int], placements: Sequence[Any]
 ) -> Any:
-    """A DTensor around a part that is on another device than its mesh: state on the host of parameters on a GPU."""
+    """A DTensor around a part on another device than its mesh: state on the host of parameters on a GPU."""
     try:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -668,18 +666,18 @@ class Layout(NamedTuple):
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
-    """The `mesh` and `placements` of each DTensor, in an object that many may share; None for anything else."""
+    """Objects with the `mesh` and `placements` of DTensors, which may share them; None for other tensors."""
     kind = distributed_tensor_type()
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_spec", None) for tensor in tensors]
     return [Layout(spec.device_mesh, spec.placements) if isinstance(spec, kind) else None for spec in tensors]
 
 
-# Memory that the GPUs of one host read from each other.
+# Memory of other GPUs of the host, and memory that torch has not allocated.
 
 
 class SymmetricMemory:
-    """Flat memory of one rank, and what stands for that of the others: torch's symmetric memory."""
+    """Flat memory of one rank with views of the other ranks' memory: torch's symmetric memory."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         try:
@@ -695,20 +693,20 @@ class SymmetricMemory:
     def meet_first(self, group: Any) -> None:
         """Find the others' memory; all ranks of the group call it."""
         self._handle = self._rendezvous(self.memory, group.group_name)
-        # What a rank that is gone leaves behind ends the others' processes, as NCCL's watchdog does.
+        # When a rank is gone, the timeout ends the others' processes, as NCCL's watchdog does.
         self._options = {"timeout_ms": round(timeout_of(group, self.memory.device).total_seconds() * 1e3)}
 
     def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
-        """Elements of a rank's memory, which copies read."""
+        """Elements of a rank's memory, as a tensor to copy from."""
         return self._handle.get_buffer(rank, (stop - first,), self.memory.dtype, first)
 
     def meet(self) -> None:
-        """Let what comes next in the current stream wait until all ranks are here in theirs."""
+        """Let the current stream wait until those of all ranks have come to this call."""
         self._handle.barrier(**self._options)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """How long a process group waits; what torch takes for NCCL's by itself where it does not say."""
+    """The timeout of a process group; torch's default for NCCL if torch does not tell."""
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -716,7 +714,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that torch has not allocated, as a flat tensor; it is somebody else's to keep.
+    """Memory that torch has not allocated, as a flat tensor; the caller keeps the memory alive.
 
     Raises:
         RuntimeError: if this version of torch makes no such tensors.
@@ -731,11 +729,11 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device
 # Triton: launching a compiled kernel with addresses, compiling several at a time, the hash of its own compiler.
 
 _KNOWN_TRITON = ("3.6.",)
-"""Versions whose compiled launcher takes the arguments that `direct_launch` gives it; others go the public way."""
+"""Versions whose compiled launcher takes the arguments of `direct_launch`; kernels of others use the public API."""
 
 
 def by_numpy(name: str, *values: Any) -> Any:
-    """A function of numpy's, or of Python's `math`, on tensors of Triton's interpreter."""
+    """Call a function of numpy, or of Python's `math`, on tensors of Triton's interpreter."""
     from triton.language import tensor
     from triton.runtime.interpreter import TensorHandle
 
@@ -767,7 +765,7 @@ _MATH = {
 
 
 def reduce_by_halves() -> None:
-    """Let Triton's interpreter reduce by combining arrays, as a GPU does; by itself it combines number after number."""
+    """Let Triton's interpreter reduce by combining arrays, as a GPU does, and not number by number."""
     from triton.runtime import interpreter
 
     def generic_reduce(self: Any, operands: tuple[Any, ...]) -> list[Any]:
@@ -795,7 +793,7 @@ def reduce_by_halves() -> None:
 def direct_launch(
     compiled: Any, grid: tuple[int, int, int], device: torch.device, constants: tuple[Any, ...]
 ) -> Callable[[tuple[torch.Tensor | float, ...]], bool] | None:
-    """What launches a kernel of a known Triton with addresses in place of tensors, or None."""
+    """A function that launches a compiled kernel with addresses in place of tensors; None for untested Tritons."""
     import triton
     from triton import knobs
     from triton.runtime import driver
@@ -820,17 +818,17 @@ def direct_launch(
 
 
 def _is_hooked(hook: Any) -> bool:
-    """Whether a profiler wants to know of launches. Triton keeps a chain of such functions, or None."""
+    """Whether a profiler listens to launches. Triton keeps a chain of such functions, or None."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def compile_together(compilations: Sequence[Callable[[], object]], threads: int) -> None:
-    """Let a known Triton compile several kernels at a time into its caches; others do nothing here."""
+    """Compile several kernels at a time into Triton's caches; does nothing with untested Tritons."""
     import triton
 
     if threads < 2 or len(compilations) < 2 or not triton.__version__.startswith(_KNOWN_TRITON):
         return
-    # Triton notes in a context variable that compilations are put off, and would forget to clear it after some errors.
+    # Triton notes in a context variable that compilations are deferred, and does not clear it after some errors.
     with contextlib.suppress(Exception):
         contextvars.copy_context().run(_compile_in_threads, compilations, threads)
 
@@ -847,7 +845,7 @@ def _compile_in_threads(compilations: Sequence[Callable[[], object]], threads: i
 
 
 class _Compilers:
-    """What Triton hands compilations to: behind each it builds the C that launches such kernels, once a signature."""
+    """Triton's executor: compiles kernels, and builds the C code that launches them once per signature."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -860,7 +858,7 @@ class _Compilers:
 
     def _compile(self, compilation: Callable[[], Any]) -> Any:
         kernel = compilation()
-        # Without it, loading the kernel builds it.
+        # If it fails, loading the kernel builds it.
         with contextlib.suppress(Exception):
             self._build_launcher(kernel)
         return kernel
@@ -877,7 +875,7 @@ class _Compilers:
 
 
 def triton_hash() -> tuple[Callable[[], str], Path] | None:
-    """What computes Triton's hash of its compiler, and Triton's folder."""
+    """The function that computes Triton's hash of its compiler, and Triton's folder; None if it was computed."""
     try:
         from triton.runtime import cache
 
@@ -888,7 +886,7 @@ def triton_hash() -> tuple[Callable[[], str], Path] | None:
 
 
 def replace_triton_hash(computed: str) -> None:
-    """Let Triton take this for the hash of its compiler."""
+    """Set Triton's hash of its compiler."""
     from triton.runtime import cache
 
     cache.triton_key = functools.lru_cache(lambda: computed)

@@ -1,4 +1,4 @@
-"""Page-locked memory, copies beside the computation, and chunks of tiles that fit a buffer."""
+"""Page-locked memory, and chunks of tiles that fit a buffer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..runtime.segment import Segment, TileRange
 
 
 def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
-    """Raise for a parameter that is somewhere else than the others."""
+    """Raise for a complex parameter, or one on another device than the others."""
     if param.is_complex():
         raise OffloadError(f"{label} is complex, and offload() moves real arrays: {REAL_INSTEAD}")
     actual = local_part(param).device
@@ -32,14 +32,14 @@ def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
 
 ALIGNMENT = 256  # bytes at whose multiples buffers begin
 _PAGE = 4096
-_PORTABLE, _MAPPED = 1, 2  # flags of CUDA's page-locking: for every context, and kernels use it by its address
+_PORTABLE, _MAPPED = 1, 2  # flags of CUDA's page-locking: for all contexts, and accessible from kernels
 _MEMINFO = Path("/proc/meminfo")
 _STATM = Path("/proc/self/statm")
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def gigabytes(count: float) -> str:
-    """A number of bytes to read."""
+    """A number of bytes as text."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -47,13 +47,13 @@ def gigabytes(count: float) -> str:
 
 
 def available() -> tuple[int, str]:
-    """Host memory that can still be taken, in bytes, and what sets the limit."""
+    """Host memory that can still be allocated, in bytes, and what limits it."""
     limits: list[tuple[int, str]] = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
         limits.append((int(line.split()[1]) * 1024, "memory of the system"))
     with contextlib.suppress(OSError, ValueError):
-        # What version 2 of Linux's control groups leaves; pages of files that are not in use can be taken.
+        # Version 2 of Linux's control groups; pages of files that are not in use can be reclaimed.
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         used = int((_CONTROL_GROUP / "memory.current").read_text())
         lines = (_CONTROL_GROUP / "memory.stat").read_text().splitlines()
@@ -68,9 +68,9 @@ def available() -> tuple[int, str]:
 
 
 class HostMemory:
-    """Pieces of host memory that a GPU copies from and to without waiting; each is given back with its last tensor."""
+    """Page-locked pieces of host memory for asynchronous copies; a piece is freed with its last tensor."""
 
-    # torch's own page-locked memory comes in powers of two: of 9.5 GB of state 6.5 GB would be lost.
+    # torch allocates page-locked memory in powers of two: of 9.5 GB of state 6.5 GB would be lost.
 
     def __init__(self, device: torch.device, what: str = "the optimizer's state") -> None:
         self.device = device
@@ -84,7 +84,7 @@ class HostMemory:
             return [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in sizes]
         memory = self._piece(sum(padded))
         starts = np.concatenate([[0], np.cumsum(padded)]).tolist()
-        # The slice is made first: the storage then begins with what is locked, and torch calls it pinned.
+        # Sliced before the conversion: the storage then begins in locked memory, and torch finds it pinned.
         return [torch.from_numpy(memory[start : start + size]) for start, size in zip(starts, sizes)]
 
     def like(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
@@ -95,12 +95,12 @@ class HostMemory:
         for dtype, size in zip(dtypes, sizes):
             begins.append(ends[dtype] // dtype.itemsize)
             ends[dtype] += size
-        # A storage for each dtype: torch.save takes none that tensors of several share.
+        # A storage for each dtype: torch.save refuses one that is shared by tensors of several.
         storages = {dtype: flat.untyped_storage() for dtype, flat in zip(ends, self.take(list(ends.values())))}
         made = []
         for tensor, dtype, begin in zip(tensors, dtypes, begins):
             like = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
-            # Not a view: it has a version of its own, and no check follows it to its neighbours.
+            # Not a view: it has its own version counter, and checks do not see its neighbours as aliases.
             empty = torch.empty(0, dtype=dtype, device="cpu")
             made.append(empty.set_(storages[dtype], begin, like.shape, like.stride()))
         return made
@@ -132,7 +132,7 @@ class HostMemory:
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _MAPPED))
         if code:
             with contextlib.suppress(RuntimeError):
-                # CUDA reports its last error to the next launch.
+                # The launch clears CUDA's last error.
                 torch.zeros(1, device=self.device)
             raise self._missing(size, *available(), why=f", which CUDA could not lock (error {code})")
         finalizer = weakref.finalize(array, _unlock, address, self.device)
@@ -140,12 +140,12 @@ class HostMemory:
 
     @property
     def taken(self) -> int:
-        """Bytes of the pieces that are still in use."""
+        """Bytes of the pieces in use."""
         self._pieces = [piece for piece in self._pieces if piece[2]() is not None]
         return sum(size for _, size, _ in self._pieces)
 
     def holds(self, buffer: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that was taken here."""
+        """Whether a tensor is in a piece of this memory."""
         address = buffer.data_ptr()
         return (
             any(start <= address < start + size for start, size, piece in self._pieces if piece() is not None)
@@ -160,25 +160,25 @@ def _unlock(address: int, device: torch.device) -> None:
 
 @dataclass
 class Run:
-    """Bytes of one storage that lie together on the host and in a buffer."""
+    """Bytes of one storage that are contiguous on the host and in a buffer."""
 
-    storage: torch.UntypedStorage  # where they live
-    start: int  # where they begin there
-    stop: int  # and end
-    place: int  # where they begin in the buffer
+    storage: torch.UntypedStorage  # their storage
+    start: int  # their first byte in it
+    stop: int  # one past the last
+    place: int  # their first byte in the buffer
 
     @functools.cached_property
     def host(self) -> torch.Tensor:
-        """uint8[bytes] on the host."""
+        """The bytes on the host, uint8."""
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         return empty.set_(self.storage, self.start, (self.stop - self.start,), (1,))
 
     def inside(self, memory: torch.Tensor) -> torch.Tensor:
-        """uint8[bytes] of a buffer."""
+        """The bytes in a buffer, uint8."""
         return memory[self.place : self.place + self.stop - self.start]
 
     def extend(self, storage: torch.UntypedStorage, start: int, length: int) -> bool:
-        """Take in what follows, with the gap between; whether it does follow."""
+        """Extend the run over bytes that follow closely in memory; returns whether they do."""
         if storage.data_ptr() != self.storage.data_ptr() or not 0 <= start - self.stop < ALIGNMENT:
             return False
         self.stop = start + length
@@ -187,22 +187,22 @@ class Run:
 
 @dataclass
 class Chunk:
-    """A run of tiles whose arrays are in a buffer together."""
+    """Consecutive tiles whose arrays are in a buffer together."""
 
-    tiles: range  # their places in the segment
-    tensors: range  # the places of the tensors they belong to
-    runs: dict[str, list[Run]] = field(default_factory=dict)  # by array, what of it the chunk has
-    begins: dict[str, np.ndarray] = field(default_factory=dict)
-    size: int = 0  # bytes of the buffer that it takes
+    tiles: range  # their indices in the segment
+    tensors: range  # the indices of their tensors
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by array, the bytes that belong to the chunk
+    begins: dict[str, np.ndarray] = field(default_factory=dict)  # by array, offsets of tensors in the buffer
+    size: int = 0  # bytes of the buffer that it needs
 
     def tile_range(self, memory: torch.Tensor) -> TileRange:
-        """The range of the chunk's tiles when it is in this buffer."""
+        """The chunk's tiles, with their addresses in this buffer."""
         address = memory.data_ptr()
         return TileRange(self.tiles, self.tensors, {name: begins + address for name, begins in self.begins.items()})
 
 
-def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> list[tuple[range, range]]:
-    """Cut tensors into chunks of at most so many tiles."""
+def sizes_of_chunks(tiles: Sequence[int], uncut: Sequence[bool], room: int) -> list[tuple[range, range]]:
+    """Cut tensors into chunks of at most `room` tiles; a tensor that stays uncut may exceed it."""
     chunks: list[tuple[range, range]] = []
     begin = first = end = 0
 
@@ -214,13 +214,13 @@ def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> l
         left = count
         while left:
             free = room - (end - begin)
-            if end > begin and (free <= 0 or (whole[place] and left > free)):
+            if end > begin and (free <= 0 or (uncut[place] and left > free)):
                 close(place if left == count else place + 1)
                 begin, first = end, place
                 continue
             if end == begin:
                 first = place
-            taken = left if whole[place] else min(left, free)
+            taken = left if uncut[place] else min(left, free)
             end += taken
             left -= taken
     close(len(tiles))
@@ -228,19 +228,19 @@ def sizes_of_chunks(tiles: Sequence[int], whole: Sequence[bool], room: int) -> l
 
 
 def cut_tiles(segment: Segment, room: int) -> list[tuple[range, range]]:
-    """The places of tiles and tensors of a segment's chunks, of at most so many tiles each."""
+    """The ranges of tiles and of tensors of a segment's chunks, of at most `room` tiles."""
     counts, strided = (-(-segment.tiles.numel // segment.tiles.size)).tolist(), set(segment.own_strided)
     return sizes_of_chunks(counts, [place in strided for place in range(len(counts))], room)
 
 
 def walked_part(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
-    """What some tiles have of a tensor, first and one past the last as tiles walk it; not above the first for none."""
+    """The elements of a tensor in some tiles: first, and one past the last, which is not above it if there are none."""
     start, size = int(segment.tiles.first_tile[place]), segment.tiles.size
     return max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
 
 
 def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]:
-    """Cut a segment so that each chunk's part of some arrays takes about so many bytes."""
+    """Cut a segment into chunks whose parts of some arrays take about `room` bytes."""
     width = sum(segment.entries[0].arrays[name].element_size() for name in names)
     per_chunk = max(room // max(width * segment.tiles.size, 1), 1)
     chunks = [Chunk(*bounds) for bounds in cut_tiles(segment, per_chunk)]
@@ -250,7 +250,7 @@ def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]
 
 
 def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
-    """Find the bytes of a chunk on the host, and give them places in a buffer."""
+    """Find the bytes of a chunk on the host, and assign them places in a buffer."""
     for name in names:
         begins = np.zeros(len(chunk.tensors), dtype=np.int64)
         runs = chunk.runs[name] = []
@@ -259,7 +259,7 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
             first, stop = walked_part(segment, chunk.tiles, place)
             if stop <= first:
                 continue
-            # Rows of packed neighbours are even, and so are the places at which tiles cut them.
+            # Rows of packed neighbours have even lengths, and tiles cut them at even places.
             packed = segment.entries[place].param.numel() // array.numel()
             first, stop = segment.element_at(place, first) // packed, segment.element_at(place, stop) // packed
             width = array.element_size()
@@ -275,7 +275,7 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
 
 
 def staged_view(array: torch.Tensor, run_place: int, memory: torch.Tensor) -> torch.Tensor:
-    """A tensor like one on the host, in a buffer."""
+    """A tensor in a buffer with the shape and strides of an array on the host."""
     offset = memory.storage_offset() + run_place
     begin = offset // array.element_size()
     return torch.empty(0, dtype=array.dtype, device=memory.device).set_(

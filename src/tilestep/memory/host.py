@@ -1,4 +1,4 @@
-"""State and update on the host: gradients come down, the CPU's kernels update, parameters go up, chunk by chunk."""
+"""State and updates on the host: gradients are copied down, the CPU updates, parameters are copied up, by chunks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchan
 
 
 class HostState(StateOnHost):
-    """State on the host, updated there; the host waits for each chunk's gradients before it updates it."""
+    """State on the host, updated there; before each chunk's update the host waits for its gradients."""
 
     looks_at_gradients = True
 
     def __init__(self, device: torch.device, chunk_bytes: int, keeps_gradients: bool = False) -> None:
-        # Nothing copies the state: it is in ordinary memory.
+        # The state is never copied: it is in ordinary memory.
         mirrors = Mirrors(HostMemory(device, "copies of parameters and gradients"))
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(torch.device("cpu")), mirrors)
         self.mirror_of: dict[int, Mirror] = {}
@@ -35,7 +35,7 @@ class HostState(StateOnHost):
         self._norm: SharedNorm | None = None  # of gradients on the device, where nothing is updated
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Have copies of these parameters."""
+        """Make copies of these parameters."""
         for label, param in params:
             self.check(label, param)
             check_parameter(local_part(param), label)
@@ -59,7 +59,7 @@ class HostState(StateOnHost):
         self._entries.append(entry)
 
     def on_segment(self, segment: Segment) -> None:
-        """Let a segment's passes wait for gradients and send parameters."""
+        """Let a segment's passes wait for gradients, and copy parameters up."""
         if not isinstance(segment, CpuSegment):
             raise OffloadError("updates on the host need a C++ compiler: install one, or take where='gpu'")
         segment.streamer = HostUpdate(self, segment)
@@ -67,7 +67,7 @@ class HostState(StateOnHost):
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
     ) -> list[list[torch.Tensor | None]]:
-        """Send gradients to the host, without waiting; where they are going to be."""
+        """Begin to copy gradients to the host; returns the tensors they will be in."""
         check_unchanged(list(self.mirrors.values()))
         self.inward.follow(self.compute.mark())
         self.copies.begin()
@@ -87,7 +87,7 @@ class HostState(StateOnHost):
         return mirror.gradient
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
-        """The sum of squares, computed where the gradients are: on the device while they travel, or here."""
+        """The sum of squares, computed on the device while gradients are copied, or on the host where they are kept."""
         if self.kept is not None:
             self.copies.wait(list(self.mirrors.values()))
             return [source.norm() for source in sources]
@@ -103,8 +103,8 @@ class HostState(StateOnHost):
         return [self._total]
 
     def sync_masters(self) -> None:
-        """Copy parameters that other code has written to; through `param.data` their sums tell of it, not versions."""
-        # The host waits for backward, where sums of bits are compared.
+        """Copy parameters that other code has written to: versions tell, and checksums of writes by `param.data`."""
+        # Comparing checksums waits for backward.
         if self.mirrors.versions() == self._versions and (
             self._sums is None or torch.equal(self._sums, self._checksums())
         ):
@@ -113,7 +113,7 @@ class HostState(StateOnHost):
             mirror.host.copy_(mirror.part.detach())
 
     def note_parameters(self) -> None:
-        """Remember that parameters and copies agree; what sums the parameters is launched, not waited for."""
+        """Remember that parameters and copies agree; the checksums are launched, not waited for."""
         self._versions = self.mirrors.versions()
         self._sums = self._checksums()
 
@@ -121,13 +121,13 @@ class HostState(StateOnHost):
         return checksums([mirror.part for mirror in self.mirrors.values()])
 
     def finish(self, engine: DeviceEngine) -> None:
-        """Let the device wait for its parameters; its gradients lose the loss scale that they carried."""
+        """Let the device wait for its parameters, and unscale its gradients."""
         self.compute.follow(self.inward.mark())
         control = engine.control.tolist()
         if control[UNSCALE] and not control[SKIP]:
             for entry in engine.entries:
                 gradient = self.mirror_of[id(entry.param)].sent
-                # An expanded one, whose elements share memory, stays as it is.
+                # An expanded gradient, whose elements share memory, stays as it is.
                 if gradient is not None and not any(n > 1 and not s for n, s in zip(gradient.shape, gradient.stride())):
                     gradient.mul_(control[INVERSE_SCALE])
         self.drop_gradients()
@@ -153,7 +153,7 @@ class HostUpdate(ChunkedPasses):
             segment.set_tile_ranges(self.chunks)
 
     def settle(self) -> None:
-        """Wait for gradients; the state is here."""
+        """Wait for gradients; the state is on the host."""
         self._home.copies.wait(self._mirrors)
 
     def bring(self, index: int, position: int) -> None:
@@ -169,7 +169,7 @@ class HostUpdate(ChunkedPasses):
             if stop > first and mirror.present:
                 first, stop = self._segment.element_at(place, first), self._segment.element_at(place, stop)
                 target, source = mirror.part.detach(), mirror.host
-                # All of it where the orders in memory differ.
+                # The whole parameter if the orders in memory differ.
                 if target.stride() == source.stride() and is_dense(target):
                     target, source = (
                         tensor.as_strided((stop - first,), (1,), tensor.storage_offset() + first)

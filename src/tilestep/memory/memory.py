@@ -1,4 +1,4 @@
-"""Where the element buffers of an optimizer's state live: beside their parameters, unless `offload` says otherwise."""
+"""Where the element buffers of an optimizer's state live: with their parameters, unless it is offloaded."""
 
 from __future__ import annotations
 
@@ -14,61 +14,61 @@ from ..runtime.segment import Segment
 
 
 class StateMemory:
-    """Where the element buffers of one optimizer's state live, masters included: here, beside their parameters."""
+    """The memory of an optimizer's element buffers, masters included: here, that of their parameters' devices."""
 
-    # Step counts, other numbers, rows, columns and matrices are always with the parameters. `offload` gives an
-    # optimizer another one; a new kind of memory is a class derived from this one.
+    # Step counts, other numbers, rows, columns and matrices are always on the parameters' devices. `offload` gives an
+    # optimizer another memory; a new kind of memory is a class derived from this one.
 
-    is_beside = True  # whether state lies beside its parameters, in memory that begins and goes with them
-    not_copied = ""  # why an optimizer whose state is here cannot be copied or pickled; empty if it can
+    is_beside = True  # whether state is on the device of its parameters, and allocated and freed with them
+    not_copied = ""  # why an optimizer with this memory cannot be copied or pickled; empty if it can
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The tensor that kernels update for a parameter."""
         return part
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """New buffers that are going to be written, one for each tensor, with its shape and memory format."""
+        """Uninitialized buffers with the shapes and memory formats of the tensors."""
         return [
             torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
             for param, dtype in zip(params, dtypes)
         ]
 
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether a buffer lives where it should."""
+        """Whether a buffer is in this memory."""
         return buffer.device == param.device
 
     def check(self, label: str, param: torch.Tensor) -> None:
-        """Raise for a parameter that this home has no place for."""
+        """Raise for a parameter whose state cannot be in this memory."""
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Before tables are built; buffers and segments of earlier ones are used no more."""
+        """Called before tables are built: earlier buffers and segments are no longer used."""
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
-        """Look at an entry before segments are made of it."""
+        """Called with an entry before segments are made of it."""
 
     def split_segments(
         self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
     ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
-        """Segments to make of these, which go together as they are."""
+        """The entries of each segment to make, from the entries of each spec."""
         return parts
 
     def on_segment(self, segment: Segment) -> None:
-        """Look at a segment after it was made."""
+        """Called with a new segment."""
 
     def wait(self) -> None:
-        """Have the host see what steps have written to the buffers."""
+        """Wait until the host can read what steps have written to the buffers."""
 
-    looks_at_gradients = False  # whether `gradients` must be asked at every step
+    looks_at_gradients = False  # whether `gradients` must be called at every step
     keeps_gradients = False  # whether gradients are taken from the parameters while backward runs
 
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
     ) -> list[list[torch.Tensor | None]]:
-        """The gradients that kernels read, for each engine one for each of its parameters."""
+        """The gradients that kernels read, by engine and parameter."""
         return gradients
 
     def present_gradients(self, params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with what there is of their gradients on this rank."""
+        """Parameters with the local parts of their gradients, where they have some."""
         return [(param, local_part(param.grad)) for param in params if param.grad is not None]
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
@@ -76,22 +76,22 @@ class StateMemory:
         return [source.norm() for source in sources]
 
     def sync_masters(self) -> None:
-        """Before a step: take over what other code has written to the parameters."""
+        """Called before a step: copy parameters that other code has written to."""
 
     def note_parameters(self) -> None:
-        """After a step: the parameters are as the step has left them."""
+        """Called after a step: remember the parameters as they are."""
 
     def drop_gradients(self) -> None:
-        """Forget gradients that are kept here."""
+        """Drop the gradients kept here."""
 
     def finish(self, engine: DeviceEngine) -> None:
-        """After the passes of a step."""
+        """Called after the passes of a step."""
 
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
-        """Before a step, where gradients are kept: note whether there are any."""
+        """Called before a step: note whether there are gradients, if they are kept here."""
 
-    had_gradients = False  # whether there were gradients for the last step that are used up
+    had_gradients = False  # whether the last step had gradients, which it has consumed
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Have a scaler's function unscale the gradients, wherever they are."""
+        """Call a scaler's function with all gradients, wherever they are."""
         return unscale(optimizer, *args, **kwargs)

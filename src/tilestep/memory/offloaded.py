@@ -1,4 +1,4 @@
-"""State in host memory: what was moved there, gradients that follow it, bandwidths and the report."""
+"""State in host memory: mirrors of parameters, copies of gradients, bandwidths and the report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Bandwidths:
 
 @functools.cache
 def measure_bandwidths(device: torch.device) -> Bandwidths:
-    """Measure them, in about a tenth of a second."""
+    """Measure bandwidths, in about a tenth of a second."""
     target, source = HostMemory(device, "a measurement of bandwidth").take([_SIZE, _SIZE])
     buffers = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
     target.zero_()
@@ -56,7 +56,7 @@ def measure_bandwidths(device: torch.device) -> Bandwidths:
     out = functools.partial(SideStream(device).copy, [(target, buffers[1])])
 
     def rate(size: int, *actions: Callable[[], object]) -> float:
-        """Bytes a second in the fastest of some runs, after one that is not counted."""
+        """Bytes a second in the fastest of some runs, after a warm-up."""
         seconds = []
         for _ in range(_ROUNDS + 1):
             synchronize(device)
@@ -94,7 +94,7 @@ class Plan:
 
 
 def plan_for(optimizer: Optimizer) -> Plan:
-    """What an update of an optimizer's parameters moves."""
+    """The bytes that an update of an optimizer's parameters moves."""
     totals = [0.0] * 6
     widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[float, ...]] = {}
     for _, _, group, param in iter_params(optimizer):
@@ -111,7 +111,7 @@ def plan_for(optimizer: Optimizer) -> Plan:
 
 
 def _widths(spec: KernelSpec) -> tuple[float, float, float]:
-    """For each element: bytes on the host, bytes that come in, bytes that go out, in all passes."""
+    """Bytes per element over all passes: on the host, copied in, copied out."""
     sizes = {array.name: array.dtype.itemsize / array.elements for array in spec.arrays}
     touched: set[str] = set()
     came = went = 0.0
@@ -152,7 +152,7 @@ class OffloadReport:
 
 
 def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
-    """The arrays of a kernel that live on the host: its element states and the master, but no scales of blocks."""
+    """The arrays of a kernel that live on the host: element states and the master, without scales of blocks."""
     graph = spec.program.graph
     buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
     states = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.follows_elements]
@@ -161,8 +161,8 @@ def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which arrays that live on the host come in for a tile pass, and which go out after it."""
-    # What is written comes in as well: a tensor without gradient, and all of them in a skipped step, stay as they are.
+    """The arrays on the host that are copied in for a tile pass, and those copied out after it."""
+    # Written arrays are copied in too: tensors without a gradient, and all in a skipped step, keep their values.
     moved = moved_arrays(spec)
     traffic = pass_traffic(spec, index)
     written = {array.name for array in traffic.writes}
@@ -171,13 +171,13 @@ def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW, _TOGETHER = 1024, 2**25  # elements of a row, and of those that are copied side by side and summed together
+_ROW, _TOGETHER = 1024, 2**25  # elements of a row, and of a batch that is concatenated and summed
 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sums of the bits by rows and by columns of all elements side by side, as int64 on their device."""
-    # Every change of one element changes them, and so does every exchange of two.
+    """Sums of the bits of all elements, concatenated, by rows and by columns: int64 on their device."""
+    # A change of one element changes them, and so does an exchange of two.
     sums: list[torch.Tensor] = []
     for flat in _batches(map(_bits, tensors)):
         whole = flat.numel() // _ROW * _ROW
@@ -192,7 +192,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(flats: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Neighbours of one type side by side, until there are enough; those that are enough alone as they are."""
+    """Neighbours of one dtype, concatenated up to the size of a batch; larger tensors as they are."""
     kept: list[torch.Tensor] = []
     elements = 0
     for flat in flats:
@@ -208,7 +208,7 @@ def _batches(flats: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield torch.cat(kept)
 
 
-_BEHIND = 4  # how many chunks the copies of gradients may be behind the computation that makes them
+_BEHIND = 4  # chunks by which the copies of gradients may lag behind backward
 
 
 @dataclass
@@ -216,26 +216,26 @@ class Mirror:
     """A parameter and its gradient on the host."""
 
     param: torch.Tensor  # the parameter
-    part: torch.Tensor  # what of it lies on this rank, on the device
+    part: torch.Tensor  # its local part, on the device
     host: torch.Tensor  # the same, on the host: what the CPU's kernels update; without memory where the device updates
     gradient: torch.Tensor  # memory for its gradient, in the same order
-    present: bool = False  # whether it has a gradient in this step, which is on its way or has arrived
+    present: bool = False  # whether this step has a gradient, copied or being copied
     sent: torch.Tensor | None = None  # that gradient on the device; None where it is kept on the host alone
-    arrival: int = -1  # the place of its arrival among those of the step
-    is_taken: bool = False  # whether its gradients are let go on the device, in the stream that has made them
+    arrival: int = -1  # the index of the step's copy that it arrives with
+    is_taken: bool = False  # whether its gradients are freed on the device in the stream that made them
 
     def fits(self, part: torch.Tensor) -> bool:
-        """Whether this is still the part, of the same shape and type, with gradients of the same type."""
+        """Whether the local part is the same tensor, with the same shape, dtype and dtype of gradients."""
         alike = part.shape == self.host.shape and part.dtype is self.host.dtype
         return part is self.part and alike and grad_dtype(self.param) is self.gradient.dtype
 
     def takes(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient can be copied here; one that cannot is an error that kernels' tables report."""
+        """Whether a gradient can be copied here; the tables report the error of one that cannot."""
         alike = gradient.shape == self.host.shape and gradient.dtype is self.gradient.dtype
         return alike and gradient.layout is torch.strided and gradient.device == self.part.device
 
     def in_order(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient, or a copy that lies in memory as the host's does."""
+        """The gradient, or a copy in the memory order of the host's."""
         if is_dense(gradient) and same_walk(gradient, self.gradient):
             return gradient
         strides = self.gradient.stride()
@@ -253,7 +253,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
-        """Have mirrors of these parameters and no others; new ones hold nothing yet."""
+        """Keep mirrors of exactly these parameters; new ones are uninitialized. Returns whether there are new ones."""
         parts = {param: local_part(param) for param in params}
         for param in [param for param in self if param not in parts or not self[param].fits(parts[param])]:
             del self[param]
@@ -283,7 +283,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 
 
 class HostCopies:
-    """Gradients on their way to the host, in one lane, in order."""
+    """Copies of gradients to the host, in order, in one stream."""
 
     def __init__(self, lane: SideStream, compute: SideStream, step_bytes: int) -> None:
         self._lane, self._compute, self._step = lane, compute, step_bytes
@@ -293,11 +293,11 @@ class HostCopies:
         self._held_bytes = 0
 
     def begin(self) -> None:
-        """Before the copies of a step: they follow what has been computed so far."""
+        """Let the copies of a step wait for the computation so far."""
         self._lane.follow(self._compute.mark())
 
     def forget(self) -> None:
-        """After a step: there is nothing to wait for."""
+        """Forget the copies after a step."""
         self._marks, self._open = [], 0
         if self._held:
             self._compute.follow(self._held[-1][1])
@@ -307,7 +307,7 @@ class HostCopies:
             self._held_bytes = 0
 
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Copy a gradient to the host, without waiting; its memory is needed until then."""
+        """Begin to copy a gradient to the host; its memory is kept until it is copied."""
         ordered = mirror.in_order(gradient)
         if ordered is not gradient:
             self._lane.follow(self._compute.mark())
@@ -315,11 +315,11 @@ class HostCopies:
         self._sent(mirror, ordered)
 
     def add(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Add a gradient to the one that is on the host, without waiting."""
+        """Begin to add a gradient to the one on the host."""
         ordered = mirror.in_order(gradient)
         self._lane.follow(self._compute.mark())
         with self._lane.working():
-            # On the device, where backward adds them up as well: the sum is the same to the bit.
+            # On the device, as backward adds: the sum has the same bits.
             total = mirror.gradient.to(ordered.device, non_blocking=True).add_(ordered)
             mirror.gradient.copy_(total, non_blocking=True)
         self._sent(mirror, ordered)
@@ -335,10 +335,10 @@ class HostCopies:
             self.close()
 
     def _hold(self, gradient: torch.Tensor) -> None:
-        """Keep a gradient until the stream that it comes from has waited for its copy, and can have its memory."""
-        # That is the stream that is current now; when later gradients push this one out another may be. Left to the
-        # allocator, memory would come back once the host sees that the copy has run: a host far ahead of the device
-        # would find none of it. Computation waits only for copies that are some chunks behind.
+        """Keep a gradient until its stream has waited for the copy, and may reuse the memory."""
+        # Its stream is the current one; when later gradients push it out, another may be current. The allocator would
+        # free the memory when the host sees that the copy has run: too late for a host far ahead of the device.
+        # Computation waits only for copies that are some chunks behind.
         self._held.append((gradient, self._lane.mark(), self._compute.here()))
         self._held_bytes += gradient.nbytes
         while self._held_bytes > _BEHIND * self._step and len(self._held) > 1:
@@ -347,16 +347,16 @@ class HostCopies:
             home.follow(mark)
 
     def close(self) -> None:
-        """Let all that was sent so far be waited for."""
+        """Mark the copies so far, for `wait`."""
         self._marks.append(self._lane.mark())
         self._open = 0
 
     def order(self, lane: SideStream) -> None:
-        """Let a lane wait for all that was sent so far."""
+        """Let a stream wait for the copies so far."""
         lane.follow(self._lane.mark())
 
     def wait(self, mirrors: Sequence[Mirror]) -> None:
-        """Have the host wait until these gradients are there."""
+        """Let the host wait until these gradients have arrived."""
         last = max((mirror.arrival for mirror in mirrors if mirror.present), default=-1)
         mark = self._marks[last] if last >= 0 else None
         if mark is not None:
@@ -364,17 +364,16 @@ class HostCopies:
 
 
 def check_unchanged(mirrors: Sequence[Mirror]) -> None:
-    """Raise `Stale` if parameters have another shape, type or memory than their mirrors were made for."""
+    """Raise `Stale` if parameters no longer fit their mirrors."""
     if not all(mirror.fits(local_part(mirror.param)) for mirror in mirrors):
         raise Stale("parameters have changed their shape or dtype")
 
 
 class HostGradients(TakesGradients):
-    """Takes gradients from parameters while backward runs, without waiting for anything."""
+    """Takes gradients from parameters during backward, without waiting."""
 
-    # Of a DTensor it is this rank's part, once the library that shards it has reduced it: FSDP2 runs hooks after that,
-    # in the stream of the reduction. A gradient that is distributed otherwise than its parameter (a partial sum) stays
-    # for the step, which all ranks take together.
+    # Of a DTensor it takes the local part after the reduction: FSDP2 then runs hooks, in the stream of the reduction. A
+    # gradient with other placements than its parameter (a partial sum) is left for the step, which all ranks take.
 
     def __init__(self, mirrors: Mirrors, copies: HostCopies) -> None:
         self._mirrors, self._copies = mirrors, copies
@@ -382,24 +381,24 @@ class HostGradients(TakesGradients):
         self.announce()
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of these parameters and of no others; they have mirrors."""
+        """Take the gradients of exactly these parameters, which have mirrors."""
         self._hooks.follow([param for param in params if param.requires_grad and param.is_leaf])
         for param in params:
             # HSDP computes a gradient in one stream and completes it in another.
             self._mirrors[param].is_taken = getattr(getattr(param, "device_mesh", None), "ndim", 1) == 1
 
     def gradient_came(self, param: torch.Tensor) -> None:
-        """Take a gradient from backward; one that a hook of the user's is still to change is left for the step."""
+        """Take a gradient in backward; one that a hook of the user may still change is left for the step."""
         if self._hooks.is_last(param):
             self.take_gradient(param)
 
     @torch.no_grad()
     def take_gradient(self, param: torch.Tensor) -> None:
-        """Move a parameter's gradient to the host, without waiting, and add it to the one there."""
+        """Begin to move a parameter's gradient to the host, and to add it to one there."""
         mirror = self._mirrors.get(param)
         gradient = None if mirror is None else _part(param)
         if mirror is None or gradient is None or not mirror.takes(gradient):
-            return  # the step says what is wrong with it
+            return  # the step raises its error
         if mirror.present:
             self._copies.add(mirror, gradient)
         else:
@@ -408,7 +407,7 @@ class HostGradients(TakesGradients):
         param.grad = None
 
     def holds(self, param: Any) -> bool:
-        """Whether it takes a parameter's gradients."""
+        """Whether this takes a parameter's gradients."""
         return param in self._mirrors
 
     choice, refused_as = "offload of gradients", OffloadError
@@ -428,14 +427,14 @@ class HostGradients(TakesGradients):
         return mirror is not None and mirror.present and param.grad is None
 
     def taken(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """What a step's kernels read for a parameter: the gradient on the host, with one that is still beside it."""
+        """The gradient that a step reads, on the host; one still on the parameter is added to it."""
         if gradient is not None and not mirror.takes(gradient):
             return gradient
         self.take_gradient(mirror.param)
         return mirror.gradient if mirror.present else None
 
     def arrived(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with their gradients on the host; the host waits for these."""
+        """Parameters with their gradients on the host, for which the host waits."""
         mirrors = [self._mirrors[param] for param in params if param in self._mirrors and self._mirrors[param].present]
         if mirrors:
             self._copies.close()
@@ -444,7 +443,7 @@ class HostGradients(TakesGradients):
 
     @contextmanager
     def as_parameters(self) -> Iterator[list[torch.Tensor]]:
-        """A block with tensors on the host whose `grad` is what has arrived there; the host waits for that."""
+        """A block with tensors whose `grad`s are the gradients on the host, for which the host waits."""
         leaves = []
         for _, gradient in self.arrived(list(self._mirrors)):
             leaves.append(gradient.detach())
@@ -457,7 +456,7 @@ class HostGradients(TakesGradients):
 
 
 def _part(param: Any) -> torch.Tensor | None:
-    """What of a parameter's gradient lies on this rank; None for one that is distributed otherwise than it."""
+    """The local part of a parameter's gradient; None for one with other placements than the parameter."""
     gradient = param.grad
     if gradient is None or is_distributed(gradient) is not is_distributed(param):
         return None
@@ -469,43 +468,43 @@ def _part(param: Any) -> torch.Tensor | None:
 
 
 class OffloadedState(StateMemory):
-    """The memory of an offloaded optimizer, which has these public methods after `tilestep.offload`."""
+    """The memory of an offloaded optimizer, which gets its public methods."""
 
     is_beside = False
     not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
-    where = ""  # where updates run, as reports say it
+    where = ""  # where updates run, for reports
     reason = ""  # why there
     _owner: Callable[[], Optimizer | None]
     device: torch.device
-    kept: HostGradients | None = None  # gradients that are taken from the parameters while backward runs, if they are
-    host_bytes = 0  # host memory taken for state, and for copies of parameters and gradients
-    device_bytes = 0  # device memory of buffers, once the first step has made them
+    kept: HostGradients | None = None  # takes gradients in backward, if it was asked to
+    host_bytes = 0  # host memory of state, and of copies of parameters and gradients
+    device_bytes = 0  # device memory of buffers, which the first step allocates
 
     def attach_to(self, optimizer: Optimizer, where: str, reason: str) -> None:
-        """Be the memory of an optimizer, once that is complete."""
+        """Become the memory of a complete optimizer."""
         self._owner, self.where, self.reason = weakref.ref(optimizer), where, reason
 
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
-        """Note whether the step has gradients, which it uses up."""
+        """Note whether the step has gradients, which it consumes."""
         kept = self.kept
         self.had_gradients = kept is not None and (
             kept.has_taken_some or any(param.grad is not None for param in params)
         )
 
     def present_gradients(self, params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Those on the host, too."""
+        """As for any memory, and the gradients on the host."""
         params = list(params)
         return [*super().present_gradients(params), *(self.kept.arrived(params) if self.kept is not None else ())]
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Have a scaler's function unscale the gradients on the host, and those that are still beside parameters."""
+        """Call a scaler's function with the gradients on the host, and with those still on parameters."""
         if self.kept is None:
             return unscale(optimizer, *args, **kwargs)
         with self.kept.as_parameters() as there:
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
             on_host = [*there, *(param for param in params if is_host(param.device))]
             elsewhere = [param for param in params if not is_host(param.device)]
-            # What torch copies to the host by itself it reads before it has arrived.
+            # torch would read its own copies to the host before they have arrived.
             arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if on_host else []
             flags = unscale(_grouped(on_host), *arrived, **kwargs) if on_host else {}
             if elsewhere or not on_host:
@@ -536,13 +535,13 @@ class OffloadedState(StateMemory):
 
 
 class InPlace(OffloadedState):
-    """State beside parameters that are on the CPU already."""
+    """State of parameters that are on the CPU already."""
 
     is_beside = True
 
 
 class StateOnHost(OffloadedState):
-    """State in host memory, of parameters on another device: the copies and the gradients that go with it."""
+    """State in host memory of parameters on another device, with copies of their gradients."""
 
     def __init__(
         self, device: torch.device, chunk_bytes: int, keeps_gradients: bool, memory: HostMemory, mirrors: Mirrors
@@ -558,7 +557,7 @@ class StateOnHost(OffloadedState):
         return self.memory.like(params, dtypes)
 
     def check(self, label: str, param: torch.Tensor) -> None:
-        """Parameters are on the device that this home was made for."""
+        """Raise for a parameter on another device."""
         check_device(label, param, self.device)
 
     def drop_gradients(self) -> None:
@@ -585,7 +584,7 @@ class StateOnHost(OffloadedState):
 
     @property
     def host_bytes(self) -> int:  # type: ignore[override]
-        """Host memory taken for state, and for copies of parameters and gradients."""
+        """Host memory of state, and of copies of parameters and gradients."""
         return self.memory.taken + self.mirrors.memory.taken
 
 
@@ -593,10 +592,10 @@ class ChunkedPasses:
     """Runs the tile passes of a segment whose state or update is on the host, chunk by chunk."""
 
     def __init__(self, segment: Segment) -> None:
-        # The segment has this: a cycle would keep the state in host memory until it is collected.
+        # The segment refers to this: a cycle would keep the state in host memory until it is collected.
         self._segment_ref = weakref.ref(segment)
         self._in_slices = bool(segment.spec.program.slices.views)
-        self.chunks: Sequence[Any] = ()  # what its derived classes bring and send
+        self.chunks: Sequence[Any] = ()  # brought and sent by derived classes
 
     @property
     def _segment(self) -> Segment:
@@ -605,16 +604,16 @@ class ChunkedPasses:
         return segment
 
     def prepare(self) -> None:
-        """Before a pass runs."""
+        """Called before a pass."""
 
     def bring(self, index: int, position: int) -> None:
-        """Before tile pass `index` over a chunk."""
+        """Called before tile pass `index` over a chunk."""
 
     def send(self, index: int, position: int) -> None:
-        """After tile pass `index` over a chunk."""
+        """Called after tile pass `index` over a chunk."""
 
     def run(self, index: int) -> None:
-        """Bring in chunk after chunk, update it and send it out."""
+        """Bring in, update and send out one chunk after the other."""
         segment, program = self._segment, self._segment.spec.program
         if program.tiles[index] is None and not program.slices_before(index):
             return
@@ -631,7 +630,7 @@ class ChunkedPasses:
 
 
 def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:
-    """What a scaler sees of an optimizer."""
+    """The part of an optimizer that a scaler uses."""
     return SimpleNamespace(param_groups=[{"params": params}])
 
 

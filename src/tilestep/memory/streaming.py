@@ -1,4 +1,4 @@
-"""State on the host, updates on the device: chunks of state come in, are updated, and go back out."""
+"""State on the host, updates on the device: chunks of state are copied in, updated, and copied out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchan
 
 
 class Buffer:
-    """Device memory through which chunks pass one after the other."""
+    """Device memory for one chunk at a time."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.free: Event = None  # when the last chunk has left it
+        self.free: Event = None  # when the last chunk was copied out
 
 
 class StreamedState(StateOnHost):
@@ -42,7 +42,7 @@ class StreamedState(StateOnHost):
         return is_host(buffer.device) and self.memory.holds(buffer)
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Let go of what the tables before have moved."""
+        """Drop the updates of earlier tables."""
         for label, param in params:
             self.check(label, param)
         self.wait()
@@ -53,7 +53,7 @@ class StreamedState(StateOnHost):
             self._returning.clear()
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
-        """A part of a tensor is a run of bytes in all of its arrays: its gradient must have the same order."""
+        """Order gradients as the arrays, of which a chunk is a run of bytes, and read them where they are."""
         entry.ordered = bool(moved_arrays(spec)) and not spec.program.slices.views
         if self.kept is None:
             return
@@ -65,7 +65,7 @@ class StreamedState(StateOnHost):
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
     ) -> list[list[torch.Tensor | None]]:
-        """Those that are on the host, for kernels that come after their arrival; the host does not wait."""
+        """The gradients on the host; kernels wait for their arrival, the host does not."""
         if self.kept is None:
             return gradients
         check_unchanged(list(self.mirrors.values()))
@@ -82,14 +82,14 @@ class StreamedState(StateOnHost):
         return gradient.to(self.device, non_blocking=True)
 
     def finish(self, engine: DeviceEngine) -> None:
-        """The gradients are used up."""
+        """Drop the gradients, which the step has consumed."""
         if self.kept is not None:
             self.drop_gradients()
 
     def split_segments(
         self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
     ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
-        """Where passes work on rows, columns or other slices, a segment is what fits a buffer."""
+        """Cut segments with passes over rows, columns or other slices so that each fits a buffer."""
         cut: list[tuple[KernelSpec, Sequence[Entry]]] = []
         for spec, entries in parts:
             names = moved_arrays(spec) if spec.program.slices.views else ()
@@ -106,7 +106,7 @@ class StreamedState(StateOnHost):
         return cut
 
     def on_segment(self, segment: Segment) -> None:
-        """Give a segment that has state on the host what moves it."""
+        """Let a segment with state on the host be streamed."""
         names = moved_arrays(segment.spec)
         if not names or not segment.tiles.count:
             return
@@ -123,11 +123,11 @@ class StreamedState(StateOnHost):
 
     @property
     def device_bytes(self) -> int:  # type: ignore[override]
-        """Device memory of the buffers, once the first step has made them."""
+        """Device memory of the buffers, which the first step allocates."""
         return self.buffer_size * len(self.buffers)
 
     def settle(self) -> None:
-        """As `wait`, for gradients that are here too."""
+        """Wait for state, and for gradients on the host."""
         self.wait()
         if self.kept is not None:
             self.kept.arrived(list(self.mirrors))
@@ -145,7 +145,7 @@ class StreamedUpdate(ChunkedPasses):
         self._ready = False
 
     def settle(self) -> None:
-        """Have the host wait for updates so far, and for gradients that it keeps."""
+        """Let the host wait for the updates so far, and for gradients it keeps."""
         self._home.settle()
 
     def _buffer(self, position: int) -> Buffer:
@@ -153,18 +153,18 @@ class StreamedUpdate(ChunkedPasses):
         return buffers[(self._number + position) % len(buffers)]
 
     def prepare(self) -> None:
-        """Have buffers, and tables that point into them."""
+        """Allocate buffers, and make tables that point into them."""
         if self._ready:
             return
         segment, self._ready = self._segment, True
         home = self._home
         for buffer in home.buffers:
-            # As large as the largest chunk; what was in smaller ones is lost.
+            # As large as the largest chunk; the contents of smaller buffers are not needed.
             if buffer.memory.numel() < home.buffer_size:
                 buffer.memory = torch.empty(home.buffer_size, dtype=torch.uint8, device=home.device)
                 home.inward.keep(buffer.memory)
                 home.outward.keep(buffer.memory)
-                # Kernels that used this memory before may still run.
+                # Kernels that used this memory before may still be running.
                 buffer.free = home.compute.mark()
         if not self._in_slices:
             tile_ranges = [chunk.tile_range(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
@@ -187,7 +187,7 @@ class StreamedUpdate(ChunkedPasses):
         home.compute.follow(home.inward.mark())
 
     def send(self, index: int, position: int) -> None:
-        """Copy what was written of a chunk to the host."""
+        """Copy the written arrays of a chunk to the host."""
         home, buffer = self._home, self._buffer(position)
         buffer.free = home.compute.mark()
         if self._traffic[index][1]:
@@ -196,6 +196,6 @@ class StreamedUpdate(ChunkedPasses):
             buffer.free = home.outward.mark()
 
     def _copied(self, names: Sequence[str], position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Memory of some arrays of a chunk, in its buffer and on the host."""
+        """Pairs of memory of a chunk's arrays, in its buffer and on the host."""
         memory, runs = self._buffer(position).memory, self.chunks[position].runs
         return [(run.inside(memory), run.host) for name in names for run in runs[name]]
