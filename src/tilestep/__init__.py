@@ -62,10 +62,10 @@ _ELSEWHERE = {
     "SparseAdam": "it takes sparse gradients, and gradients here are dense",
 }
 
-if not TYPE_CHECKING:  # type checkers would take any name for known
+if not TYPE_CHECKING:  # with __getattr__ type checkers accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what is slow to import, and say why an optimizer of torch's is not here."""
+        """Import what takes long to import, and say why tilestep has no optimizer of this name."""
         if name == "LoadPlanner":
             # torch.distributed.checkpoint, which it derives from, takes longer to import than all of tilestep.
             from .schedules.zero.planner import LoadPlanner

@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         if enabled:
             _check_scale(init_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that it has stepped or unscaled
 
     def scale(self, outputs: Any) -> Any:
         """Multiply losses by the scale, as torch does.
@@ -70,6 +70,15 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             The same, scaled.
+
+        Raises:
+            CaptureError: at its first use inside a CUDA graph.
+
+        Example:
+            >>> import torch, tilestep
+            >>> scaler = tilestep.GradScaler("cpu", init_scale=4.0)
+            >>> scaler.scale(torch.tensor(2.0))
+            tensor(8.)
         """
         if self._enabled and torch.compiler.is_dynamo_compiling():
             return _opaque_call("scale", self, outputs)
@@ -77,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
             require(not is_capturing(), "it holds the scaler's first use; every replay would set the first scale")
         scaled = super().scale(outputs)
         if self._enabled:
-            for optimizer in self._known:
+            for optimizer in self._seen:
                 if self._stage(optimizer) is OptState.READY:
                     optimizer.control.gradients_scaled = True
         return scaled
@@ -92,12 +101,21 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: if it was called already since the last `update`, or after `step`.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer, scaler = tilestep.SGD([weight], lr=0.5), tilestep.GradScaler("cpu", init_scale=4.0)
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.unscale_(optimizer)
+            >>> weight.grad
+            tensor([1., 1.])
         """
         if self._enabled and torch.compiler.is_dynamo_compiling():
             return _opaque_call("unscale_", self, optimizer)
         super().unscale_(optimizer)
         if self._enabled and isinstance(optimizer, Optimizer):
-            self._known.add(optimizer)
+            self._seen.add(optimizer)
             optimizer.control.gradients_scaled = False
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +136,15 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: if it was called already since the last `update`, or with a closure.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer, scaler = tilestep.SGD([weight], lr=0.5), tilestep.GradScaler("cpu", init_scale=4.0)
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.step(optimizer)
+            >>> weight.tolist()
+            [0.5, 0.5]
         """
         if not self._enabled or not isinstance(optimizer, Optimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -126,7 +153,7 @@ class GradScaler(torch.amp.GradScaler):
         closure = kwargs.pop("closure", None)
         if closure is not None or any(value is not None for value in args):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._known.add(optimizer)
+        self._seen.add(optimizer)
         if self._stage(optimizer) is OptState.READY and self._scale is not None:
             result = self._step_unscaling(optimizer, **kwargs)
         else:
@@ -135,7 +162,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_unscaling(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """A step that divides by the scale and finds out by itself whether it must be skipped."""
+        """Run a step that divides by the scale and decides itself whether it is skipped."""
         scale = self._scale
         own = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = scale if own is None else scale * own  # type: ignore[attr-defined]
@@ -159,6 +186,16 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: for a new scale that is not positive and finite, where the host knows it.
             RuntimeError: if no optimizer was stepped or unscaled through this scaler since the last `update`.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer, scaler = tilestep.SGD([weight], lr=0.5), tilestep.GradScaler("cpu", init_scale=4.0)
+            >>> scaler.scale(weight.sum() * float("inf")).backward()
+            >>> scaler.step(optimizer)
+            >>> scaler.update()
+            >>> scaler.get_scale(), weight.tolist()
+            (2.0, [1.0, 1.0])
         """
         if not self._enabled:
             return
@@ -175,7 +212,7 @@ class GradScaler(torch.amp.GradScaler):
                 "call scaler.step(optimizer), not optimizer.step()"
             )
         super().update(new_scale)
-        for optimizer in self._known:
+        for optimizer in self._seen:
             optimizer.control.gradients_scaled = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -186,19 +223,26 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             ValueError: for a scale that is not positive and finite; nothing is changed then.
+
+        Example:
+            >>> import torch, tilestep
+            >>> scaler = tilestep.GradScaler("cpu")
+            >>> scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=4.0).state_dict())
+            >>> scaler.get_scale()
+            4.0
         """
         if self._enabled and "scale" in state_dict:
             _check_scale(state_dict["scale"])
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_known": None}
+        return {**super().__getstate__(), "_seen": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_known": weakref.WeakSet()})
+        super().__setstate__({**state, "_seen": weakref.WeakSet()})
 
     def _stage(self, optimizer: Optimizer) -> OptState:
-        # `get`: the dictionary makes what is asked for, and update() looks at all it has.
+        # `get` adds no entry to this defaultdict, whose entries update() looks at.
         return self._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})["stage"]
 
     def _has_checked(self) -> bool:
@@ -215,4 +259,4 @@ def _call(name: str, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
 
 
 _opaque_call = opaque(_call)
-"""What a scaler knows of its optimizers, and tells them, is not for a compiler to follow."""
+"""A call that compilers do not trace: scalers change attributes of their optimizers."""

@@ -1,4 +1,4 @@
-"""What kinds of device are like, and how many threads the host has: the place to ask, outside of the backends."""
+"""Properties of kinds of devices, and the host's threads, for all modules outside of the backends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on a device is launched on streams and runs beside the host, as on CUDA's GPUs."""
+    """Whether work on a device is launched on streams and runs asynchronously, as on CUDA's GPUs."""
     return device.type == "cuda"
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether a device is the host itself, whose work is done when a call returns."""
+    """Whether a device is the host, whose work is done when a call returns."""
     return device.type == "cpu"
 
 
@@ -42,7 +42,7 @@ def synchronize(device: torch.device) -> None:
 
 
 is_forked = False
-"""Whether this process is a fork of one that may have had OpenMP's threads."""
+"""Whether this process was forked from one that may have had OpenMP's threads."""
 
 
 def _note_fork() -> None:
@@ -55,9 +55,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def thread_count() -> int:
-    """Threads that C++ may use: torch's number, or one after a fork, where OpenMP's threads are gone.
+    """Threads that C++ may use: torch's number, or one after a fork, which has no threads of OpenMP.
 
-    A forked child that asks for them would wait forever.
+    A forked child that uses them would wait forever.
 
     Example:
         >>> thread_count() >= 1

@@ -1,9 +1,9 @@
-"""Whether tensors are as they were: the look before every step.
+"""Whether tensors are unchanged: the look before every step.
 
 A tensor is unchanged if its dtype, device, sizes, strides, dispatch keys (lazy negation and conjugation, zero tensors,
 subclasses) and address are the remembered ones. `native/scan.cpp` states the same in `description_of` and `address_of`;
-this module asks torch's guards and `data_ptr`. Memory is not kept alive between steps: one who moves a state to another
-device gets its memory back at once, and an address that is a tensor's own now is its memory, whatever had it before.
+this module asks torch's guards and `data_ptr`. Memory is not kept alive between steps: if a state is moved to another
+device, its memory is freed at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .compat import (
 
 
 class TensorFingerprint:
-    """Remembers a list of tensors, and tells cheaply whether another list is the same but for numbers in it."""
+    """Remembers a list of tensors, and tells cheaply whether another list differs from it in values alone."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._guard(tensors)
@@ -38,14 +38,14 @@ class TensorFingerprint:
         self._indices = list(range(len(tensors)))
         self._module: Any = None
         self._known: Any = None
-        self.times_remembered = 0  # how often addresses were taken as the known ones
+        self.times_remembered = 0  # how often addresses were remembered
         self.remember_addresses(tensors)
 
     def _guard(self, tensors: Sequence[torch.Tensor]) -> None:
         self._check = tensor_guards(tensors) if tensors else lambda: True
 
     def remember_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take these tensors' addresses as the known ones."""
+        """Remember these tensors' addresses."""
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))
         self.times_remembered += 1
         if self._known is not None:
@@ -58,27 +58,27 @@ class TensorFingerprint:
         if len(tensors) != len(self._indices):
             return False
         if not self._check(*tensors):
-            # As guards, but for `requires_grad` and whether one is a `Parameter`, which do not matter here.
+            # Unlike guards, this ignores `requires_grad` and whether a tensor is a `Parameter`.
             pairs = zip(tensors, self._descriptions)
             if not all(isinstance(tensor, torch.Tensor) and description(tensor) == wanted for tensor, wanted in pairs):
                 return False
             self._guard(tensors)
         if len(tensors) >= _WORTH_NATIVE:
-            # In C++ from now on, twice as fast, if that is built and these tensors lie where the remembered ones lay.
+            # In C++ from now on, twice as fast, if it is built and the tensors have the remembered addresses.
             self._module = native.module(len(tensors))
             if self._module is not None and self.same_addresses(list(tensors)):
                 self._known = self._module.watch(list(tensors))
         return True
 
     def same_metadata_and_addresses(self, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
-        """Both answers by one look where it is a look in C++; elsewhere the second is False, which means unknown."""
+        """Both answers by one look in C++; without C++ the second is False, which means unknown."""
         if self._known is not None:
             answer = self._module.compare(self._known, tensors)
             return answer != _CHANGED, answer == _SAME
         return self.same_metadata(tensors), False
 
     def same_addresses(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether every tensor begins where the remembered one began."""
+        """Whether every tensor has the remembered address."""
         if self._known is not None:
             return self._module.compare(self._known, tensors) == _SAME
         return addresses_equal(tensors, self.addresses, self._indices)
@@ -89,7 +89,7 @@ class TensorFingerprint:
         return same and (in_place or self.same_addresses(tensors))
 
     def count_writes(self, tensors: list[torch.Tensor]) -> None:
-        """Count a version of each of these tensors, as torch does for what is written in place."""
+        """Count a version of each of these tensors, as torch does for in-place writes."""
         if self._known is not None:
             self._module.bump_list(tensors)
         else:
@@ -97,10 +97,10 @@ class TensorFingerprint:
 
 
 class FixedTensors:
-    """Tensor objects that stay the same, and whether kernels may go on using the addresses that they had."""
+    """A fixed list of tensors, and whether kernels may still use their addresses."""
 
     # `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
-    # other memory, of which no version and no dictionary tells.
+    # other memory without a change of versions or dictionaries.
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -109,12 +109,12 @@ class FixedTensors:
         self._watch = TensorFingerprint(self._parts)
         self._module: Any = None
         self._fixed: Any = None
-        self.look: Callable[[int], bool] = self.are_unmoved  # `are_unmoved`; C++'s own once there is one
+        self.look: Callable[[int], bool] = self.are_unmoved  # `are_unmoved`, in C++ once the module is built
         self.count_writes: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
-        """Counts a version of each of some tensors, as torch does for what is written in place."""
+        """Counts a version of each of some tensors, as torch does for in-place writes."""
 
     def are_unmoved(self, threads: int = 1) -> bool:
-        """Whether every tensor is unchanged; a DTensor if its local part is the same object, unchanged."""
+        """Whether every tensor is unchanged; a DTensor is if its local part is the same object and unchanged."""
         if self._fixed is not None:
             return self._module.unmoved(self._fixed, threads)
         if self._have_parts:
@@ -133,15 +133,15 @@ class FixedTensors:
 
 
 class Survey(NamedTuple):
-    """What one look at some parameters tells."""
+    """The result of one look at some parameters."""
 
-    versions: int  # how often they have been written to, all together
+    versions: int  # the sum of their versions
     any_gradient: bool  # whether one of them has a gradient
-    trains: bytes  # for each of them a one if it requires a gradient, else a zero
+    trains: bytes  # a 1 for each parameter that requires a gradient, a 0 for each other one
 
 
 def survey(params: list[torch.Tensor]) -> Survey:
-    """All of it by one look, in C++ where that is built."""
+    """Look at parameters once, in C++ if it is built."""
     module = native.module(len(params))
     if module is not None:
         return Survey(*module.survey(params))
@@ -150,8 +150,8 @@ def survey(params: list[torch.Tensor]) -> Survey:
 
 
 def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients that parameters have; from now on they have none."""
-    # A param group's are a list, unless somebody has given it others.
+    """The gradients of parameters, which are taken away from them."""
+    # A param group's `params` are a list, unless a user has replaced it.
     module = native.module(len(params)) if type(params) is list else None
     taken = None if module is None else module.take(params, (*_PLAIN, distributed_tensor_type()))
     if taken is not None:
@@ -163,14 +163,14 @@ def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors with all of the memory that some tensors have on this rank, most of it once."""
+    """Tensors that hold all memory of some tensors on this rank, most of it once."""
     module = native.module(len(tensors))
     parts = local_parts(tensors) if module is None else module.memory_of(tensors, DTENSOR_PARTS)
     return list(map(ready, parts))
 
 
 def sum_of_versions(tensors: list[torch.Tensor]) -> int:
-    """How often tensors have been written to, all together; versions only grow, so none has if their sum has not."""
+    """The sum of the versions of tensors: versions only grow, so if it has not changed, no tensor was written to."""
     return survey(tensors).versions
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer does for CUDA graphs that hold its step: getting ready, stepping in a capture, pushing values."""
+"""CUDA graphs that hold an optimizer's step: preparing, stepping in a capture, pushing values."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ ON_CPU = "its parameters are on the CPU, which has no graphs; move the model to 
 
 
 def note_lost(lost: list[str], what: str, _: object) -> None:
-    """For a weak reference to call: something that a graph reads is gone."""
+    """A callback of weak references: memory that a graph reads is freed."""
     lost.append(what)
 
 
 class CapturedGradRefs:
-    """Gradients that were there before a capture by hand; those made inside it are memory of the graph."""
+    """Gradients that existed before a capture by hand; the graph owns those made in it."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
-        self.lost: list[str] = []  # those whose memory was given back after a graph had begun to read it
+        self.lost: list[str] = []  # gradients whose memory was freed while a graph reads it
         self._before = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
         self._labels = list(labels)
         self._read: list[Any] = []
@@ -54,7 +54,7 @@ class CapturedGradRefs:
 
 @dataclass(frozen=True)
 class Graphs:
-    """What an optimizer remembers of the CUDA graphs that hold its step."""
+    """The CUDA graphs that hold an optimizer's step."""
 
     captured: int = 0
     stale: str = ""
@@ -62,7 +62,7 @@ class Graphs:
     kept: CapturedGradRefs | None = None
 
     def without(self, plan: StepPlan | None) -> Graphs:
-        """The same after this plan is replaced."""
+        """The same, after this plan was replaced."""
         if plan is not None and any(engine.captured for engine in plan.engines):
             return replace(self, stale=CHANGED, retired=(*self.retired, plan))
         return self
@@ -82,7 +82,7 @@ def require_current(graphs: Graphs) -> None:
 
 
 def require_no_waits(optimizer: Optimizer) -> None:
-    """Raise if the host waits in some steps of an optimizer whose ranks step together: each would decide by itself."""
+    """Raise if the host waits in some steps: ranks that step together would decide this one by one."""
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)
         for shape in {param.shape for param in group["params"]}:
@@ -93,7 +93,7 @@ def require_no_waits(optimizer: Optimizer) -> None:
 
 
 def _require_capturable(plan: StepPlan) -> None:
-    """Raise for parameters whose updates no graph can hold."""
+    """Raise for parameters whose updates a graph cannot hold."""
     by_ranks = "several ranks decide its steps together; for DTensors run the steps outside graphs"
     require(plan.mesh_ranks is None, by_ranks)
     require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
@@ -101,7 +101,7 @@ def _require_capturable(plan: StepPlan) -> None:
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
-    """Get everything ready for a capture, without a step; see `Optimizer.prepare_capture`."""
+    """Prepare a capture, without a step; see `Optimizer.prepare_capture`."""
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
     plan = optimizer.fitting_plan(ahead=True)
     devices = [str(engine.device) for engine in plan.engines]
@@ -125,14 +125,14 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
 
 
 def prepare_by_hand(optimizer: Optimizer) -> None:
-    """`prepare_capture` for a graph that `push` alone is going to look after."""
+    """`prepare_capture` for a graph that users capture and replay themselves, with `push`."""
     plan = prepare_capture(optimizer)
     kept = CapturedGradRefs(plan.gradients()[0], [entry.label for entry in plan.engines[0].entries])
     optimizer.graphs = replace(optimizer.graphs, kept=kept)
 
 
 def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
-    """Launch a step into the CUDA graph that is being captured; everything it needs must be there already."""
+    """Launch a step into the CUDA graph that is being captured; everything it needs must exist."""
     plan = optimizer.plan
     if plan is None or not plan.fit(optimizer) or plan.leaves_out_training:
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
@@ -162,7 +162,7 @@ def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
 
 
 def push(optimizer: Optimizer) -> None:
-    """Bring what changed on the host to the device; see `Optimizer.push`."""
+    """Copy changes on the host to the device; see `Optimizer.push`."""
     require(not is_capturing(), "push() is for the time between replays; in a graph it would repeat the old values")
     require_current(optimizer.graphs)
     plan = optimizer.plan

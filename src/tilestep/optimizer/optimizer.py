@@ -1,4 +1,4 @@
-"""The optimizer: that of torch in every respect that others rely on, with one launch for all parameters."""
+"""The optimizer: torch's interface, with one launch for all parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..placement import LOCAL, Placement, ReductionGroup, distribute, local_stat
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
-from ..runtime import Stale, StepInputs
+from ..runtime import Stale
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.schedule import AT_STEP, Schedule
 from ..storage import entries_of, kept_in_blocks, values_of
@@ -96,9 +96,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As torch's, with which it wraps `step`; what comes out is one opaque call to `torch.compile`.
+        """Wrap `step` as torch's does; the result is one opaque call for `torch.compile`.
 
-        torch marks each step for profilers, which costs more host time than a launch: so only if one listens.
+        torch marks every step for profilers, which takes more host time than a launch; this wrapper does so only if a
+        profiler runs.
         """
         hooked = torch.optim.Optimizer.profile_hook_step(func)
 
@@ -108,13 +109,13 @@ class Optimizer(torch.optim.Optimizer):
 
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
-    schedule: Schedule = AT_STEP  # when updates run: the object that `shard` or `overlap` have attached, if they have
-    placement: Placement = LOCAL  # where parameters lie, if they do not say it themselves, as DTensors do
-    memory: StateMemory  # where state lives: the object that `offload` has attached, if it has
-    attached: tuple[str, ...] = ()  # what is attached, as `combinations.REFUSED` calls it
-    taps: Taps | None = None  # what it gives out beside updates
+    schedule: Schedule = AT_STEP  # when updates run; `shard` and `overlap` attach others
+    placement: Placement = LOCAL  # where parameters are that do not say it themselves, as DTensors do
+    memory: StateMemory  # where state is; `offload` attaches others
+    attached: tuple[str, ...] = ()  # the names in `combinations.REFUSED` of what is attached
+    taps: Taps | None = None  # outputs besides updates
     workspace_limit: int | None = None
-    """The bound on the memory that its matrix operations take, of when it was made; None takes that of the step."""
+    """The memory limit of matrix operations at the time the optimizer was made; None for the limit at the step."""
 
     @opaque
     def __init__(
@@ -139,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
             rule, max_grad_norm = max_grad_norm.on(find_rule(rule, self._rules)), None
         self._rule = self._adopt(rule)
         self._given = frozenset(hyperparameters)
-        given = {
+        arguments = {
             **hyperparameters,
             "max_grad_norm": max_grad_norm,
             "master_weights": master_weights,
@@ -149,8 +150,8 @@ class Optimizer(torch.optim.Optimizer):
         }
         unknown = self._given.difference(self._rule.hyperparameters, self._rule.options)
         self._rule.check({key: hyperparameters[key] for key in unknown})
-        check_group(self._rule, given)
-        defaults = {**self._rule.hyperparameters, **self._rule.options, **given}
+        check_group(self._rule, arguments)
+        defaults = {**self._rule.hyperparameters, **self._rule.options, **arguments}
         without_defaults(defaults)
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
         if self.taps is None and (stats is not None or track_changes is not False):
@@ -169,7 +170,7 @@ class Optimizer(torch.optim.Optimizer):
     def attach(
         self, names: Sequence[str], *, schedule: Schedule | None = None, offers: Mapping[str, Any] | None = None
     ) -> None:
-        """Have attached what `combinations.REFUSED` calls so, with functions that the optimizer has besides."""
+        """Attach features by their names in `combinations.REFUSED`; `offers` become attributes of the optimizer."""
         for name in names:
             refuse(name, self.attached)
         self.attached += tuple(names)
@@ -178,7 +179,7 @@ class Optimizer(torch.optim.Optimizer):
         vars(self).update(offers or {})
 
     def take_memory(self, memory: StateMemory) -> None:
-        """Move all state to another memory, with a plan that knows it there."""
+        """Move all state to another memory, and make a plan for it."""
         if self._plan is not None:
             self._plan.sync_masters()
         self.memory = memory
@@ -186,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """As torch's; what is attached comes first, so that the last step's values are there."""
+        """As torch's; waits for updates that are still running."""
         if self.attached:
             self.schedule.settle()
             self.memory.wait()
@@ -219,7 +220,7 @@ class Optimizer(torch.optim.Optimizer):
             self.schedule.before_zero_grad()
             self.memory.drop_gradients()
         if set_to_none and step_is_ordinary():
-            # torch's own goes through all of them in Python.
+            # torch's own loops over the parameters in Python.
             for group in self.param_groups:
                 taken_gradients(group["params"])
         else:
@@ -276,9 +277,9 @@ class Optimizer(torch.optim.Optimizer):
             own = {**rule.hyperparameters, **rule.options}
             for key, value in own.items():
                 group.setdefault(key, self.defaults[key] if rule is self._rule or key in self._given else value)
-            # What the optimizer was made with is checked already.
-            said = {key: group[key] for key in param_group} if rule is self._rule else group
-            about_group(len(self.param_groups), lambda: check_group(rule, said))
+            # The optimizer's defaults are checked already.
+            unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
+            about_group(len(self.param_groups), lambda: check_group(rule, unchecked))
             super().add_param_group(group)
             if self.taps is not None:
                 self.taps.watch(group["params"])
@@ -288,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
             without_defaults(group)
             if self._ready:
                 check_params(self)
-                # Where state lives elsewhere all of it has room; gradients may be taken there before any step.
+                # Offloaded state is allocated at once: gradients may be moved to it before any step.
                 if self.schedule.makes_plan and (self.schedule.begins_together or not self.memory.is_beside):
                     self.rebuild(ahead=True)
 
@@ -306,17 +307,31 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def applied_groups(self) -> tuple[str, ...]:
-        """What is overlapped with backward has: the groups that it has updated since the last step.
+        """The groups that backward has updated since the last step, of an optimizer overlapped with backward.
 
-        After a backward that was broken off those that it has updated until then.
+        After a backward that failed, the groups that it had updated before.
+
+        Raises:
+            AttributeError: for an optimizer that is not overlapped.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 2)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.1), model, during="backward")
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> optimizer.applied_groups
+            ('weight to bias',)
+            >>> optimizer.step()
+            >>> optimizer.applied_groups
+            ()
         """
         if "overlap" not in self.attached:
             raise AttributeError("applied_groups: an optimizer that is overlapped has them, see tilestep.overlap")
         return self.schedule.applied_groups
 
     def _make_plan(self, *, ahead: bool) -> StepPlan:
-        """Make a plan, and the state that is missing, for the parameters as they are now; see `build_plan`."""
-        # An evaluation may ask for it, whose tensors no step could write to.
+        """Make a plan, and missing state, for the present parameters; see `build_plan`."""
+        # State that an evaluation under inference_mode makes must be writable in steps.
         with torch.inference_mode(False), torch.no_grad(), self.schedule.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
@@ -332,41 +347,41 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> StepPlan | None:
-        """What steps work on, once one was taken."""
+        """The plan of steps, once there is one."""
         return self._plan
 
     def drop_plan(self) -> None:
-        """Use the plan no more; graphs that read its tables are stale."""
+        """Drop the plan; graphs that read its tables are stale."""
         self.graphs = self.graphs.without(self._plan)
         self._plan = None
 
     def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> StepPlan:
-        """The plan, built anew if groups, parameters or states are others; see `StepPlan.fit` and `build_plan`."""
+        """The plan, built anew if groups, parameters or states have changed; see `StepPlan.fit` and `build_plan`."""
         plan = self._plan
         fits = plan is not None and plan.fit(self, parts=parts) and not (ahead and plan.leaves_out_training)
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:
-        """Replace the plan; `ahead` makes all states that are missing too."""
+        """Replace the plan; `ahead` makes all missing states too."""
         with unchanged_on_error(self), keeping_squares(self):
             return self._make_plan(ahead=ahead)
 
     def _rebuild_prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
-        """As `rebuild`, with gradients; without state that a step would have made if it fails."""
+        """As `rebuild`, with gradients; leaves no new state if it fails."""
         with unchanged_on_error(self):
             plan = self.rebuild()
             try:
                 return plan, plan.prepare()
-            except Stale:  # what only the gradients ask for could not be built: the next plan does without
+            except Stale:  # the gradients have another dtype than the plan expects; the next one knows it
                 plan = self.rebuild()
                 return plan, plan.prepare()
 
     def take_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Have other states, from a checkpoint with these groups; those of `ahead` begin with their first step."""
+        """Take over states from a checkpoint with these groups; those in `ahead` begin at their first step."""
         self.drop_plan()
-        # Where a parameter and the checkpoint's master of it disagree, the parameter is right.
+        # If a parameter and the checkpoint's master of it disagree, the parameter's value counts.
         self._masters = None
         self.state = state = WatchedState(dict)
         state.adopt(states, ahead)
@@ -421,14 +436,14 @@ class Optimizer(torch.optim.Optimizer):
         return torch.zeros((), dtype=torch.int64, device="cpu") if control is None else control[SKIPPED].to(torch.int64)
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
-        """For a scaler, after a checked step: device and float32 scalar, 1 for an overflow; empty without gradients."""
+        """For scalers, after a step: the device and a float32 scalar, 1 for an overflow; empty without gradients."""
         if not self.schedule.had_gradients(self):
             return {}
         controls = self._current_plan().controls
         return {controls[0].numbers.device: controls[0].overflow} if controls else {}
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
-        """The gradients' sum of squares as a step works it out, float64[1]; `prepared` if the plan is up to date."""
+        """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
         updating = self.schedule.updating(self) if prepared else self.schedule.complete_gradients(self)
         plan = updating.plan if prepared and updating.plan is not None else updating.prepared()[0]
         return updating.control.power_sum(plan)  # type: ignore[no-any-return]
@@ -546,11 +561,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def mesh_ranks(self) -> ReductionGroup | None:
-        """The ranks that decide together: of DTensors all ranks of their meshes."""
+        """The ranks that decide together: for DTensors all ranks of their meshes."""
         return self._plan.ranks if self._plan is not None else None
 
     def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Have a scaler's function unscale what has the gradients in its param groups; what overflows it has found."""
+        """Call a scaler's function on an object with the gradients in its param groups; returns its overflow flags."""
         return self.schedule.unscale(self, unscale, *args, **kwargs)
 
     def _current_plan(self) -> StepPlan:
@@ -597,7 +612,7 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 self.schedule.step(self.update)
         except BaseException:
-            # What was set for this step would be used by the next one.
+            # The next step must not use what was set for this one.
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)
             history.loss = None
@@ -612,9 +627,9 @@ class Optimizer(torch.optim.Optimizer):
         return evaluated
 
     def update(self, *, unmoved: bool = False) -> None:
-        """What a step does by itself: update every parameter that has a gradient, whatever the schedule.
+        """Update every parameter that has a gradient, whatever the schedule.
 
-        `unmoved` says that all are where they were, and unwritten since; versions are not counted then.
+        `unmoved` says that no tensor has moved or been written to since the last step; versions are not counted then.
         """
         plan = self._plan
         if unmoved and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
@@ -643,12 +658,12 @@ class Optimizer(torch.optim.Optimizer):
             plan.begin_states(self, all_of_them=begins_together(self))
         plan.run(self, inputs, gradients, marked=not ordinary, taps=self.taps)
 
-    def prepared(self, inputs: StepInputs | None = None) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
-        """A plan that is up to date, and the gradients of each engine's entries if they were looked at one by one."""
+    def prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
+        """A plan that is up to date, and the gradients of each engine's entries unless C++ has looked at them."""
         plan = self._plan
         if plan is not None:
             try:
-                return plan, plan.refresh(self, inputs)
+                return plan, plan.refresh(self, None)
             except Stale:
                 pass
         return self._rebuild_prepared()
@@ -661,6 +676,18 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             CaptureError: for a step that a graph cannot hold.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2, device="cuda" if torch.cuda.is_available() else "cpu"))
+            >>> optimizer = tilestep.SGD([weight], lr=0.5)
+            >>> weight.grad = torch.ones_like(weight)
+            >>> if torch.cuda.is_available():
+            ...     optimizer.prepare_capture()
+            ...     graph = torch.cuda.CUDAGraph()
+            ...     with torch.cuda.graph(graph):
+            ...         optimizer.step()
+            ...     graph.replay()
         """
         self.schedule.prepare_capture(self)
 
@@ -674,6 +701,13 @@ class Optimizer(torch.optim.Optimizer):
             CaptureError: if the graph is stale: parameters moved, a `state_dict` was loaded, a group was added, a flag
                 changed, or gradients of `prepare_capture` were freed. Nothing is copied then.
             ValueError: for a hyperparameter that is NaN.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([weight], lr=0.5)
+            >>> optimizer.param_groups[0]["lr"] = 0.25
+            >>> optimizer.push()  # and then graph.replay()
         """
         self.schedule.push(self)
 
@@ -728,7 +762,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight.item()
             1.0
         """
-        # Frameworks call it before every backward, with nothing to do for most rules.
+        # Frameworks call this before every backward; most rules have no averages.
         if self.is_evaluating or keeps_averages(self):
             self.schedule.hold_weights(mode, partial(self._hold_weights, mode))
 
@@ -773,16 +807,16 @@ class Optimizer(torch.optim.Optimizer):
         return self.schedule.state_dict(self.plain_state_dict)
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """What `state_dict` gives, whatever the schedule."""
+        """The `state_dict`, whatever the schedule."""
         if not self.attached:
             begin_at_once(self)
         if self._plan is not None:
-            # Of parameters that other code has written to, masters are saved as the next step would read them.
+            # Masters of parameters that other code has written to are saved as the next step would read them.
             self._plan.sync_masters()
         with states_of_groups(self):
             state_dict = super().state_dict()
         if isinstance(state_dict.get("state"), dict):
-            # Plain dicts, as torch's loaders want them.
+            # torch's loaders expect plain dicts.
             states = state_dict["state"].items()
             plain = {key: dict(value) if isinstance(value, ParameterState) else value for key, value in states}
             state_dict = {**state_dict, "state": plain}
@@ -845,7 +879,7 @@ _COMMON = {
     for name, parameter in inspect.signature(Optimizer.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
-"""What every optimizer takes beside its rule's hyperparameters, by keyword."""
+"""The keyword arguments of every optimizer besides its rule's hyperparameters, with their defaults."""
 
 
 _ARGUMENTS = f"""Args:
@@ -870,9 +904,9 @@ def _class_for(rule: Rule) -> type[Optimizer]:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{rule.name}() {error}") from None
-        given = dict(bound.arguments)
-        given.pop("self")
-        Optimizer.__init__(self, given.pop("params"), rule, **given)
+        arguments = dict(bound.arguments)
+        arguments.pop("self")
+        Optimizer.__init__(self, arguments.pop("params"), rule, **arguments)
 
     __init__ = opaque(__init__)
     __init__.__signature__ = signature  # type: ignore[attr-defined]
@@ -883,23 +917,23 @@ def _class_for(rule: Rule) -> type[Optimizer]:
 
 @functools.cache
 def named_optimizers() -> dict[str, type[Optimizer]]:
-    """Class name to class, for every rule in the registry when it is first called; the same classes each time."""
+    """The classes of the rules that are registered at the first call, by name."""
     return {name: _class_for(rule) for name, rule in registry.items()}
 
 
 def keeps_averages(optimizer: Optimizer) -> bool:
-    """Whether a rule has weights to evaluate that are not those that train."""
+    """Whether a rule has other weights for evaluation than for training."""
     return any(optimizer.rule_of(group).evaluation is not None for group in optimizer.param_groups)
 
 
 def holds_averages(optimizer: Optimizer) -> bool:
-    """Whether a parameter holds its weights to evaluate."""
+    """Whether a parameter holds its weights for evaluation."""
     return any(TRAINING in state for _, state in param_states(optimizer))
 
 
 @torch.no_grad()
 def swap_in_averages(optimizer: Optimizer) -> None:
-    """Put into every parameter whose rule keeps an average this average; the training weights go into its state."""
+    """Write each average into its parameter, and the training weights into the parameter's state."""
     plan = optimizer.plan
     if plan is not None and not optimizer.is_evaluating:
         plan.sync_masters()
@@ -909,8 +943,8 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             rule, state = optimizer.rule_of(group), optimizer.state.get(param)
             if rule.evaluation is None or not state or TRAINING in state:
                 continue
-            whole = local_part(param)
-            part = as_real(whole)
+            local = local_part(param)
+            part = as_real(local)
             compute = compute_dtype(part)
             squares = {name for name, start in rule.states.items() if start.shape in SQUARES}
             entries = entries_of(state, rule.state_names)
@@ -928,7 +962,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             training = exact_values(part, own).to(part.device, compute)
             numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}
             average = rule.evaluated(training, buffers, numbers)
-            state[TRAINING] = distribute(whole.detach().clone(), param)
+            state[TRAINING] = distribute(local.detach().clone(), param)
             part.copy_(average)
             torch.autograd.graph.increment_version(param)
 
@@ -945,9 +979,9 @@ def swap_out_averages(optimizer: Optimizer) -> None:
 
 
 class AttachedType(type):
-    """A kind of optimizers by what is attached to them: `isinstance` asks for that, and it makes no objects."""
+    """The type of classes without objects, of which optimizers are instances by what is attached to them."""
 
-    # Its classes name in `attached_as` what `combinations.REFUSED` calls it.
+    # A class lists in `attached_as` names of `combinations.REFUSED`.
 
     attached_as: Iterable[str] = ()
 
@@ -962,11 +996,11 @@ if TYPE_CHECKING:
     Attached = Optimizer
 else:
     Attached = object
-"""What classes of that type are derived from: type checkers take them for optimizers with what is attached besides."""
+"""The base of classes of that type; type checkers take them for optimizers with further attributes."""
 
 
 def resolve_optimizer(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Optimizer:
-    """An optimizer, or what a function makes."""
+    """The optimizer itself, or the one that a function makes."""
     if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer()
     if not isinstance(optimizer, Optimizer):

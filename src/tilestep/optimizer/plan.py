@@ -1,4 +1,4 @@
-"""What a step works on: an optimizer's engines, and whether they are still those of its parameters."""
+"""The plan of a step: an optimizer's engines, and whether they still fit its parameters."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ _GRAD = operator.attrgetter("grad")
 
 @dataclass
 class StepPlan:
-    """What a step works on, made for the param groups and the state as they were."""
+    """The engines of a step, made for the param groups and the state at that time."""
 
-    engines: list[DeviceEngine]  # one for each device, or for each of the parts that are stepped by themselves there
+    engines: list[DeviceEngine]  # one for each device, or several for the parts of it that are stepped one by one
     members: list[list[torch.Tensor]]  # for each engine its parameters, in the order of its entries
-    dormant: list[torch.Tensor]
-    unreal: list[torch.Tensor]
+    dormant: list[torch.Tensor]  # parameters that take no part in steps yet
+    unreal: list[torch.Tensor]  # fake parameters and parameters on the meta device
     groups: list[dict[str, Any]]  # the param groups
     params: list[torch.Tensor]  # every parameter
     state: Any  # the optimizer's state
     state_changes: int  # how often its entries had been replaced
-    masters: Masters  # the low-precision parameters whose masters do not show what other code writes to them
+    masters: Masters  # the parameters whose masters do not show what other code writes to them
     mesh_ranks: ReductionGroup | None = None  # the ranks of the meshes, if some parameters are DTensors
-    ranks: Any = None  # those that decide steps together, if there are several
-    sharers: Any = None  # those that hold parts of the same parameters, if there are several
-    local_gradients: Sequence[LocalGradients] = ()  # then for each engine what finds the local parts of its gradients
-    shared_sums: Sequence[SharedSums] = ()  # then for each engine what combines reductions over one tensor
-    scans: dict[int, Scan] = field(default_factory=dict)  # for places of engines the quick look at all their tensors
-    places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
-    home: StateMemory = field(default_factory=StateMemory)  # where the state lives
+    ranks: Any = None  # the ranks that decide steps together, if there are several
+    sharers: Any = None  # the ranks that hold parts of the same parameters, if there are several
+    local_gradients: Sequence[LocalGradients] = ()  # for each engine the local parts of its gradients, with DTensors
+    shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
+    scans: dict[int, Scan] = field(default_factory=dict)  # by the place of an engine the quick look at its tensors
+    places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # by part the places of its engines
+    home: StateMemory = field(default_factory=StateMemory)  # where the state is
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
     complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
     controls: Sequence[Any] = ()  # for each device its `control.DeviceControl`
-    ahead: list[torch.Tensor] = field(default_factory=list)  # parameters whose state was made before a step needed it
+    ahead: list[torch.Tensor] = field(default_factory=list)  # parameters whose state was made before their first step
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
-        """Let states that were made ahead begin with the values that parameters and groups have at their first step."""
+        """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
         first = {id(param) for param in self.ahead if all_of_them or param.grad is not None}
         if not first:
             return
@@ -72,20 +72,20 @@ class StepPlan:
         self._every = tuple(range(len(self.engines)))
         self.places = {part: tuple(places) for part, places in self.places.items()}
         self.no_gradients: list[list[torch.Tensor | None]] = [[] for _ in self.engines]
-        """What stands for gradients at which C++ has looked."""
+        """Stands for gradients at which C++ has looked."""
         home = type(self.home)
         self.has_masters = bool(self.masters)
         self.follows = self.has_masters or home.sync_masters is not StateMemory.sync_masters
-        """Whether something follows what other code writes to parameters."""
+        """Whether masters or offloaded copies follow what other code writes to parameters."""
         self._home_finishes = home.finish is not StateMemory.finish
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
         self.sums_in_tiles = len(self.norm_sources) == 1 and all(
             e.norm_share == 1 for engine in self.engines for e in engine.entries
         )
-        """Whether a launch that decides alone may add up the tiles of the norm pass, as far as is known."""
+        """Whether the launch of the decision may add up the tiles of the norm pass; the first such step finds out."""
         sources = self.norm_sources
         has_own_sums = home.power_sums is not StateMemory.power_sums
-        # No method of its own: its memory would come back when garbage is collected, and not when it is let go.
+        # Not a bound method of this plan: that would be a circle, which delays the release of memory.
         self.power_sum: Callable[[], torch.Tensor] = (
             sources[0].norm if len(sources) == 1 and not has_own_sums else partial(_power_sum, self.home, sources)
         )
@@ -93,10 +93,10 @@ class StepPlan:
         alone = sources[0] if len(sources) == 1 and not has_own_sums else None
         self.norm_engine = alone if isinstance(alone, DeviceEngine) else None  # whose norm pass that is
         self.same_list: Callable[[Any, Any], bool] = _same
-        """Whether two lists hold the same objects; C++'s own once there is one."""
+        """Whether two lists hold the same objects; in C++ once the module is built."""
         self.built_ahead: set[bool] = set()  # whether kernels of steps that unscale, or do not, were built together
-        self.kind: Any = None  # what the last step was decided from, as far as passes must know
-        self.decided_plainly = False  # whether control numbers are those of a step that nothing is asked of
+        self.kind: Any = None  # the kind of the last step's decision, as far as passes depend on it
+        self.decided_plainly = False  # whether control numbers are those of a step that does not clip, scale or skip
 
     @property
     def scan(self) -> dict[int, Scan] | None:
@@ -108,7 +108,7 @@ class StepPlan:
         complete = self.scans and len(self.scans) == len(self.engines)
         if not complete or (self._fits_lists(optimizer) and self.check_unchanged(self._every, norm=norm)):
             return bool(complete)
-        # The next look at each tensor says what has changed.
+        # The next step looks at every tensor.
         self.scans.clear()
         for engine in self.engines:
             engine.gradients.invalidate()
@@ -152,13 +152,13 @@ class StepPlan:
         return True
 
     def repeats(self, optimizer: Optimizer) -> bool:
-        """As `scanned` but without a look, for parameters and gradients that are known to be where they were."""
+        """As `scanned`, without a look, for parameters and gradients that have not moved."""
         if not self.home.is_beside or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
             return False
         try:
             return self.check_unchanged(self._every, unmoved=True)
         except Stale:
-            # A look at everything finds out what has changed.
+            # The next step looks at every tensor.
             return False
 
     def fit(self, optimizer: Optimizer, *, parts: bool = True) -> bool:
@@ -170,7 +170,7 @@ class StepPlan:
         )
 
     def _fits_lists(self, optimizer: Optimizer) -> bool:
-        """What of `fit` lists and counts tell."""
+        """The part of `fit` that lists and counts tell."""
         groups = optimizer.param_groups
         params = groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
         state, same = vars(optimizer)["state"], self.same_list
@@ -185,11 +185,11 @@ class StepPlan:
 
     @property
     def leaves_out_training(self) -> bool:
-        """Whether a parameter that trains is left out until it has a gradient; a graph would leave it out for ever."""
+        """Whether a parameter that trains has no gradient yet, so that a graph would leave it out forever."""
         return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
 
     def _same_parts(self, places: Sequence[int]) -> bool:
-        """Whether DTensors still have the local parts that the tables describe; a model that is moved gets others."""
+        """Whether DTensors still have the local parts that the tables describe; moving a model replaces them."""
         for place in places:
             params, engine = self.members[place], self.engines[place]
             parts = list(map(self.home.part, params, local_parts(params)))
@@ -200,7 +200,7 @@ class StepPlan:
         return True
 
     def same_groups(self, optimizer: Optimizer) -> bool:
-        """What of `fit` can be seen without looking at every parameter."""
+        """The part of `fit` that needs no look at every parameter."""
         groups, state = optimizer.param_groups, vars(optimizer)["state"]
         same_count = sum([len(group["params"]) for group in groups]) == len(self.params)
         return (
@@ -211,32 +211,32 @@ class StepPlan:
         )
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
-        """For each engine the gradients of its entries; of DTensors what lies on this rank."""
+        """For each engine the gradients of its entries; of DTensors the local parts."""
         gradients = [self.gradients_at(place) for place in range(len(self.engines))]
         return self.home.gradients(self.members, gradients)
 
     def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
-        """The gradients of one engine's entries; of DTensors what lies on this rank."""
+        """The gradients of one engine's entries; of DTensors the local parts."""
         gradients = list(map(find, self.members[place]))
         if self.mesh_ranks is not None:
             gradients = self.local_gradients[place].parts(gradients)
         return self.complex_members[place].real_gradients(gradients) if self.complex_members else gradients
 
     def prepare(self, gradients: list[list[torch.Tensor | None]] | None = None) -> list[list[torch.Tensor | None]]:
-        """Bring every engine up to date; nothing is updated yet."""
+        """Bring every engine up to date; updates no parameter."""
         gradients = self.gradients() if gradients is None else gradients
         for engine, own in zip(self.engines, gradients):
             engine.prepare(own)
         return gradients
 
     def refresh(self, optimizer: Optimizer, inputs: StepInputs | None) -> list[list[torch.Tensor | None]]:
-        """Bring every engine up to date for the coming step; nothing is updated yet."""
+        """Bring every engine up to date for the coming step; updates no parameter."""
         norm = inputs is not None and inputs.needs_norm and self.sums_in_tiles and self.ranks is None
         if self.scanned(optimizer, norm=norm):
             return self.no_gradients
         gradients = self.gradients()
         for engine, own in zip(self.engines, gradients):
-            # First, so that their norm runs on a GPU while the host checks everything else.
+            # First, so that the norm runs on a GPU while the host checks everything else.
             engine.start(own, norm=norm and len(self.engines) == 1)
         if not self.fit(optimizer):
             raise Stale
@@ -260,7 +260,7 @@ class StepPlan:
         return gradients
 
     def _prepare_steady(self, places: Sequence[int], gradients: list[list[torch.Tensor | None]]) -> None:
-        """Prepare engines; those whose gradients are like the last step's are looked at in C++ from now on."""
+        """Prepare engines; C++ looks at those whose gradients are like the last step's from now on."""
         for place in places:
             if not self.engines[place].prepare(gradients[place]):
                 self.scans.pop(place, None)
@@ -277,7 +277,7 @@ class StepPlan:
         counts_versions: bool = True,
         taps: Taps | None = None,
     ) -> None:
-        """Take a step of all engines: decide it, then make the calls that its passes are."""
+        """Take a step of all engines: decide it, then run its passes."""
         if self.further_rounds and inputs is not None and inputs.grad_scale is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
         try:
@@ -287,7 +287,7 @@ class StepPlan:
                 optimizer.control.update_control(optimizer, self, inputs)
             measures = taps is not None and taps.begin(self.engines)
             self.update(gradients, self._every, marked=marked, counts_versions=counts_versions, measures=measures)
-            # Parameters that their group lists several times are updated as often, as torch does.
+            # Parameters that a group lists several times are updated as often, as by torch.
             for again in self.further_rounds:
                 own = [
                     [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
@@ -312,7 +312,7 @@ class StepPlan:
         marked: bool = True,
         measures: bool = False,
     ) -> None:
-        """Update the parameters of some engines, which are prepared and decided: make the calls that passes are."""
+        """Run the passes of some engines, whose step is prepared and decided."""
         engines = self.engines if places is self._every else [self.engines[place] for place in places]
         calls = self._calls.get(places) or self.calls_of(places)
         looked = gradients is self.no_gradients and not measures
@@ -329,7 +329,7 @@ class StepPlan:
                 if not looked:
                     engine.finish(counts_versions=counts_versions)
                 elif counts_versions:
-                    # C++ has looked at the gradients, and lets go of their memory.
+                    # C++ has looked at the gradients and holds their memory.
                     self.scans[place].mark_written(engine.looking_threads if engine.is_large else 1)
                     if engine.wrote is not None:
                         engine.note_written()
@@ -341,7 +341,7 @@ class StepPlan:
                     self.scans[place].release()
 
     def calls_of(self, places: Sequence[int]) -> list[Callable[[], object]]:
-        """What the passes of some engines are, one call after the other; made once."""
+        """The calls of the passes of some engines, in order; made once."""
         calls = self._calls.get(tuple(places))
         if calls is None:
             shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
@@ -349,19 +349,19 @@ class StepPlan:
         return calls
 
     def release(self) -> None:
-        """After a step, or one that failed: let go of gradients that were held for it."""
+        """After a step that failed: release gradients that were held for it."""
         for scan in self.scans.values():
             scan.release()
 
     def sync_masters(self) -> None:
-        """Take over what other code has written to parameters since the last step, where kernels do not see it."""
+        """Apply what other code has written to parameters since the last step and kernels do not see."""
         self.home.sync_masters()
         if not self.masters.same_versions():
             self.home.wait()
             self.masters.follow()
 
     def record_versions(self) -> None:
-        """Remember that the parameters are now as the step left them."""
+        """Remember the versions of the parameters after a step."""
         self.home.note_parameters()
         self.masters.record_versions()
 
@@ -379,21 +379,21 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Scan:
-    """The look before a step at one device's tensors as a call in C++: all is as it was, or gradients have moved."""
+    """The look in C++ at one engine's tensors before a step: whether they are unchanged, or gradients have moved."""
 
     def __init__(self, module: Any, engine: DeviceEngine, scanner: Any) -> None:
-        # A look writes every address: where kernels read host memory, into their own table.
+        # A look writes every address: on a CPU directly into the table of the kernels.
         self.host = np.zeros(len(engine.entries), dtype=np.int64) if engine.has_device_tables else None
         address = engine.grads.data_ptr() if self.host is None else self.host.ctypes.data
         self.check_unchanged: Callable[[int], int] = partial(module.scan, scanner, address)  # with so many threads
         self.release: Callable[[], object] = partial(module.release, scanner)
-        """Lets go of the gradients' memory that the last look holds: no kernel is going to be given its addresses."""
+        """Releases the gradients' memory that the last look holds, when no more kernels use it."""
         self.mark_written: Callable[[int], object] = partial(module.bump, scanner)
-        """Counts a version of every parameter that has a gradient, as torch does for what is written in place."""
+        """Counts a version of every parameter that has a gradient, as torch does for in-place writes."""
 
     @classmethod
     def of(cls, plan: StepPlan, place: int) -> Scan | None:
-        """A scan of an engine's tensors, if the module is built and knows what there is to know about them."""
+        """A scan of an engine's tensors, if the module is built and supports them."""
         module, engine, params = native.module(len(plan.params)), plan.engines[place], plan.members[place]
         if (
             module is None

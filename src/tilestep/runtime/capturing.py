@@ -1,8 +1,8 @@
-"""What a step inside a CUDA graph needs that other steps do not: nothing may be built, moved or uploaded by the way.
+"""Steps inside CUDA graphs, in which nothing may be built, moved or uploaded.
 
-A graph replays the launches it has seen, with the addresses they had. So it reads the gradients' addresses from a table
-of its own, which no later step overwrites; all other tables are shared with steps outside the graph and never change
-again: what would change them makes the engine stale, and a new one is built. Only hyperparameters change in place.
+A graph replays its launches with the addresses that they had. It reads the gradients' addresses from a table of its
+own, which no later step overwrites. All other tables are shared with steps outside the graph and must not change: a
+change makes the engine stale, and a new one is built. Only hyperparameters change in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GraphTables:
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
         self._sources: list[torch.Tensor] = []
-        """Memory that graphs copy from at each replay; nothing says when a graph is gone."""
+        """The memory from which graphs copy at each replay; it is kept, as graphs do not say when they are deleted."""
         self._prepared: tuple[np.ndarray, torch.Tensor] | None = None
 
     def prepare(self, addresses: np.ndarray) -> torch.Tensor:
@@ -58,7 +58,7 @@ class GraphTables:
 
 
 def require_no_branches(segments: Sequence[Segment], *, alone: bool) -> None:
-    """Raise `CaptureError` if the host has to decide what a step needs, or to wait in it, where no graph can let it."""
+    """Raise `CaptureError` if the host has to make decisions in a step, or to wait in it, which no graph can hold."""
     for segment in segments:
         matrices, rule = segment.matrices, segment.spec.program.graph.title
         if matrices is None or not matrices.waits or matrices.skipped_values is not None:
@@ -75,7 +75,7 @@ def require_no_branches(segments: Sequence[Segment], *, alone: bool) -> None:
 
 @contextmanager
 def nothing_skipped(segments: Sequence[Segment]) -> Iterator[None]:
-    """A block in which the host decides nothing: steps do all that some need, unless `HostBranches` leaves it out."""
+    """A block in which the host decides nothing: steps do all optional work, unless `HostBranches` leaves it out."""
     undecided = [
         segment.matrices for segment in segments if segment.matrices and segment.matrices.skipped_values is None
     ]
@@ -90,8 +90,9 @@ def nothing_skipped(segments: Sequence[Segment]) -> Iterator[None]:
 
 @dataclass
 class _Part:
-    """A segment whose steps differ; `active` tensors take part in the captured one."""
+    """A segment with optional work; `active` tensors take part in the captured step."""
 
+    segment: Segment
     matrices: MatrixBatches
     skipped_values: SkippedValues
     active: np.ndarray
@@ -99,39 +100,38 @@ class _Part:
 
 
 class HostBranches:
-    """What a captured step leaves out, of all segments of an engine.
+    """The optional work of an engine's segments, which captured steps leave out.
 
-    Some work is needed in some steps alone, by conditions on hyperparameters and the step count. A CUDA graph does the
-    same at every replay, so it leaves that work out. The host evaluates the conditions without waiting, and
-    only where it is sure that a step needs none of it is the graph replayed; other steps run outside of the graph.
+    Conditions on hyperparameters and the step count tell which steps need it. A CUDA graph does the same at every
+    replay, so it leaves that work out. The host evaluates the conditions without waiting; the graph is replayed only if
+    the step certainly needs none of it, and other steps run outside of the graph.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._parts: list[_Part] = []
-        self._segments = [segment for segment in segments if segment.matrices and segment.matrices.waits]
-        for segment in self._segments:
-            assert segment.matrices is not None
-            skipped_values = segment.matrices.plain()
-            assert skipped_values is not None
-            self._parts.append(_Part(segment.matrices, skipped_values, segment.matrices.active))
+        for segment in segments:
+            if segment.matrices is not None and segment.matrices.waits:
+                skipped_values = segment.matrices.plain()
+                assert skipped_values is not None
+                self._parts.append(_Part(segment, segment.matrices, skipped_values, segment.matrices.active))
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """A block in which steps leave it out, whatever they need: their capture."""
+        """A block, the capture, in which steps leave out the optional work."""
         for part in self._parts:
             part.matrices.skipped_values = part.skipped_values
         try:
             yield
         finally:
-            for segment, part in zip(self._segments, self._parts):
+            for part in self._parts:
                 part.matrices.skipped_values = None
-                part.active, part.may_skip = part.matrices.active, segment.may_skip
+                part.active, part.may_skip = part.matrices.active, part.segment.may_skip
 
     def suffices(self) -> bool:
-        """Whether the captured step is what the next step should be; nothing is waited for."""
+        """Whether the next step needs no optional work; does not wait for the device."""
         return all(part.matrices.suffices(part.skipped_values, part.active) for part in self._parts)
 
     def replayed(self) -> None:
-        """The captured step was launched."""
+        """Take note that the captured step was launched."""
         for part in self._parts:
             part.matrices.replayed(part.active, part.may_skip)

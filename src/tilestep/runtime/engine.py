@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEngine]) -> None:
-    """Make the calls of `pass_calls` under the name that profilers show, and without autocast."""
+    """Make the calls of `pass_calls` under the name that profilers show, without autocast."""
     on_host = all(is_host(engine.device) for engine in engines)
     with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
         for call in calls:
@@ -36,7 +36,7 @@ def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEn
 
 
 def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) -> list[Callable[[], object]]:
-    """Scalar pass k, what it reduces over all tensors, tile pass k and matrix pass k, for every k and segment."""
+    """The calls of a step: for each k scalar pass k, its reductions over all tensors, tile pass k and matrix pass k."""
     segments = [segment for engine in engines for segment in engine.segments]
     calls: list[Callable[[], object]] = []
     for index in range(max((len(segment.spec.program.scalars) for segment in segments), default=0)):
@@ -54,7 +54,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
 
 
 def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
-    """A block whose products are those of the tensors given: an update may run while a model does, under autocast."""
+    """A block without autocast, which may be active while an update runs in a model's backward."""
     enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     if not enabled:
         return nullcontext()
@@ -65,7 +65,7 @@ def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
 
 
 def _meet(segments: Sequence[Segment], index: int) -> None:
-    """Combine what scalar pass `index` left per tensor, over all tensors of each rule, on every device."""
+    """Reduce the results of scalar pass `index` over all tensors of each rule, on all devices."""
     by_rule: dict[str, list[Segment]] = {}
     for segment in segments:
         if segment.spec.program.scalars[index].global_reductions:
@@ -83,11 +83,11 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
 
 
 def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:
-    """Build what the first step of new engines launches, several kernels at a time if that is wanted and Triton can."""
+    """Build the kernels of the first step of new engines, several at a time if Triton can."""
     if build_threads() <= 1 or is_capturing():
         return
     for engine in engines:
-        # What a mover does with a segment's tiles is its own affair.
+        # A streamer launches tile passes in its own way.
         launches = [
             one for segment in engine.segments if segment.streamer is None for one in segment.launches(unscales)
         ]
@@ -96,7 +96,7 @@ def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Calla
 
 
 _WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
-"""Tensors from which threads pay for the look at them, and how many: fewer where they must be woken for it."""
+"""The number of tensors from which threads look at them, and how many threads; fewer if they have to be woken."""
 
 
 CHANGED_LATER = (
@@ -122,7 +122,7 @@ class DeviceEngine:
         self.entries = [entry for _, entries in parts for entry in entries]
         self.control = control
         self.joint: JointNorm | None = None
-        """The norm pass over all gradients on the device, if several engines have them."""
+        """The norm pass over all gradients on the device, if it has several engines."""
         self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
         self.gradients = Gradients(self.entries, self.grads)
@@ -142,39 +142,39 @@ class DeviceEngine:
             start = stop
         self._params = [entry.param for entry in self.entries]
         self._watch = TensorFingerprint(self._params)
-        self.states = FixedTensors([])  # the state that tables describe: the tensors as users have them
+        self.states = FixedTensors([])  # the users' tensors of the state that tables describe
         self._norm: NormTable | None = None
         self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        self.norm_pass: Callable[[], torch.Tensor] | None = None  # what `norm` calls, once it was called
+        self.norm_pass: Callable[[], torch.Tensor] | None = None  # the call that `norm` makes, after the first
         self._has_shares = any(entry.norm_share != 1 for entry in self.entries)
         self._known_gradients: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})
         self.has_device_tables = self.grads.is_cuda
-        self.is_large = len(self.entries) >= _WORTH_THREADS  # whether threads pay for the look at its tensors
+        self.is_large = len(self.entries) >= _WORTH_THREADS  # whether threads look at its tensors
         self.group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
         self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
         for segment in self.segments:
             segment.set_hypers(segment.hyper_rows())
         self._unscales = False
         self.captured = False
-        """Whether a CUDA graph reads these tables: from then on they stay as they are, but for hyperparameters."""
+        """Whether a CUDA graph reads these tables; then only hyperparameters may change."""
         self.graph_tables = GraphTables(self.grads)
         self._bound_grads = self.grads
         self.wrote: Callable[[list[torch.Tensor]], None] | None = None
-        """Told of the tensors that a step has written, as often as autograd is."""
+        """Called with the tensors that a step has written, whenever their versions are counted."""
 
     def watch_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Look at these tensors too before a step: tables have their addresses, or views took their values."""
+        """Have steps look at these tensors too, whose addresses are in tables."""
         self.states = FixedTensors(states)
 
     @property
     def states_are_unmoved(self) -> bool:
-        """Whether the state that tables describe lies where it lay, as it lay."""
+        """Whether the state has the addresses and layouts that tables describe."""
         return self.states.look(self.looking_threads)
 
     def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
-        """Before `prepare`: launch the norm of gradients that lie as they did, while the host checks the rest."""
+        """Before `prepare`: launch the norm of gradients that have not changed, while the host checks the rest."""
         self._started_norm = None
         self._known_gradients = self.gradients.unchanged(gradients)
         if norm and self._known_gradients:
@@ -182,13 +182,13 @@ class DeviceEngine:
 
     @property
     def looking_threads(self) -> int:
-        """How many threads look at the tensors before a step: on a CPU those that will update them, awake anyway."""
+        """The number of threads that look at the tensors before a step; on a CPU those that update them are awake."""
         most = _MOST_LOOKING if is_host(self.device) else _MOST_WOKEN
         return min(thread_count(), most) if self.is_large else 1
 
     @property
     def can_scan(self) -> bool:
-        """Whether all that a step must know of its tensors is whether they are as they were, and addresses."""
+        """Whether a look in C++ at tensors and addresses is enough for a step."""
         return self.gradients.settled and not self.captured and not any(s.reads_gradients for s in self.segments)
 
     def start_norm(self) -> None:
@@ -196,7 +196,7 @@ class DeviceEngine:
         self._started_norm = self.own_norm_table().launch_tiles(self.grads)
 
     def prepare(self, gradients: list[torch.Tensor | None]) -> bool:
-        """Check this step's tensors and hyperparameters and bring every table up to date; nothing is updated yet."""
+        """Check this step's tensors and hyperparameters and bring all tables up to date; updates no parameter."""
         self._follow_tensors()
         self.push_hypers()
         self.refresh_device_hypers()
@@ -217,14 +217,14 @@ class DeviceEngine:
         return False
 
     def _follow_tensors(self) -> None:
-        """Take over where parameters and state lie now."""
+        """Bring the tables up to date with the addresses of parameters; raise `Stale` for moved state."""
         if not self._watch.unchanged(self._params):
             self._moved()
         if not self.states_are_unmoved:
             raise Stale("state was given other memory")
 
     def follow_memory(self) -> None:
-        """Before a pass that was prepared some time ago: take over where parameters lie by now."""
+        """Before a pass that was prepared earlier: bring the tables up to date with the parameters' addresses."""
         try:
             self._follow_tensors()
         except Stale:
@@ -242,23 +242,23 @@ class DeviceEngine:
         self._watch.remember_addresses(self._params)
 
     def push(self) -> None:
-        """Bring what changed on the host to the device, for graphs that are going to be replayed."""
+        """Copy changes on the host to the device, before graphs are replayed."""
         self._follow_tensors()
         self.push_hypers()
 
     @property
     def hypers_changed(self) -> bool:
-        """Whether hyperparameters that the host knows are others than those on the device."""
+        """Whether hyperparameters on the host differ from those on the device."""
         return any(watch.changed() for watch in self.group_watches)
 
     def push_hypers(self) -> None:
-        """`push` for hyperparameters alone; those that live on a device are read there by each step."""
+        """`push` for hyperparameters alone; steps read those that are tensors on a GPU there."""
         changed = [watch for watch in self.group_watches if watch.changed()]
         if changed:
             self._take_hypers(changed)
 
     def refresh_device_hypers(self) -> None:
-        """Copy the hyperparameters that live on a device to the table, on the device."""
+        """Copy hyperparameters that are tensors on a GPU to the table, on the device."""
         if self.has_device_hypers:
             for segment in self.segments:
                 for row, column, tensor in segment.device_hypers():
@@ -287,7 +287,7 @@ class DeviceEngine:
 
     @property
     def addresses(self) -> list[int]:
-        """Where the parameters begin, in the order of the entries."""
+        """The addresses of the parameters, in the order of the entries."""
         return self._watch.addresses
 
     @property
@@ -296,13 +296,13 @@ class DeviceEngine:
         return self._params
 
     def build(self, inputs: StepInputs) -> None:
-        """Build every kernel of a step that is decided so, without changing anything."""
+        """Build every kernel of a step with these inputs, without changing anything."""
         for segment in self.segments:
             segment.unscales = inputs.grad_scale is not None
             segment.build()
 
     def require_kernels(self, *, alone: bool = False) -> None:
-        """Raise `CaptureError` if steps are not launches of kernels alone."""
+        """Raise `CaptureError` if steps are more than launches of kernels."""
         moved = any(segment.streamer is not None for segment in self.segments)
         require(not moved, "its state lives in host memory, and the host decides when to move it")
         if not all(segment.can_be_captured for segment in self.segments):
@@ -312,7 +312,7 @@ class DeviceEngine:
         require_no_branches(self.segments, alone=alone)
 
     def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
-        """Check that a step needs nothing that a CUDA graph cannot hold."""
+        """Check that a CUDA graph can hold a step."""
         self.require_kernels()
         for index, entry in enumerate(self.entries):
             require(
@@ -333,7 +333,7 @@ class DeviceEngine:
 
     @contextmanager
     def into_graph(self, seen: Seen) -> Iterator[None]:
-        """A block whose launches go into a CUDA graph and work on these gradients at every replay."""
+        """A block whose launches are captured in a CUDA graph and read these gradients at every replay."""
         table = self.graph_tables.table(seen.addresses(len(self.entries)))
         self.captured, self._started_norm = True, None
         self._read_gradients_from(table)
@@ -358,12 +358,12 @@ class DeviceEngine:
         return self.norm_pass()
 
     def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Launch the norm pass without its finish, where `decide` can do that: partial sums and how many, or None."""
+        """Launch the norm pass without its finish, if the decision can do it: partial sums and their count, or None."""
         started, self._started_norm = self._started_norm, None
         return started or self.own_norm_table().launch_tiles(self._bound_grads)
 
     def tiles_launch(self) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]] | None:
-        """What `norm_partials` launches, and what that gives."""
+        """The launch of `norm_partials`, and its result."""
         tiles, sums = self.own_norm_table().tiles_launch(self.grads), self.own_norm_table().tiles_put()
         return None if tiles is None or sums is None else (tiles, sums)
 
@@ -376,17 +376,17 @@ class DeviceEngine:
 
     @property
     def norm_source(self) -> DeviceEngine | JointNorm:
-        """What computes the norm of all gradients on this device."""
+        """The norm pass over all gradients on this device."""
         return self.joint or self
 
     def follow(self, inputs: StepInputs) -> None:
-        """Take note of how a step is decided; `DeviceControl` writes the control numbers."""
+        """Tell segments the kind of a step's decision; `DeviceControl` writes the control numbers."""
         self._unscales, may_skip = inputs.grad_scale is not None, inputs.may_skip
         for segment in self.segments:
             segment.unscales, segment.may_skip = self._unscales, may_skip
 
     def begin(self, gradients: list[torch.Tensor | None]) -> None:
-        """Hand this step's gradients to the segments that read them as tensors."""
+        """Give this step's gradients to the segments that read them as tensors."""
         for segment, members in zip(self.segments, self._ranges):
             if self._bound_grads is not self.grads:
                 require(segment.is_built, f"the kernels of such a step are not built yet; {WARM_UP}")
@@ -396,19 +396,19 @@ class DeviceEngine:
                 segment.taps.begin()
 
     def finish(self, *, counts_versions: bool = True) -> None:
-        """After the passes: gradients that carried a loss scale are left unscaled (but not clipped)."""
+        """After the passes: leave gradients that were scaled unscaled (but not clipped), and count versions."""
         if self._unscales:
             self.gradients.copy_back()
         self.gradients.release()
         for segment in self.segments:
             segment.finish_taps()
             segment.gradients = ()
-        # Kernels write behind autograd's back: a backward through the old weights must fail as it does in torch.
+        # Autograd does not see what kernels write; a backward through the old weights must fail as in torch.
         if counts_versions:
             torch.autograd.graph.increment_version(self.gradients.active)
             self.note_written()
 
     def note_written(self) -> None:
-        """Take note that autograd was told which tensors a step has written."""
+        """Report the tensors that a step has written, whose versions were counted."""
         if self.wrote is not None:
             self.wrote(self.gradients.active)

@@ -1,4 +1,4 @@
-"""What changed since the last step, at few host calls: gradients of a device, hyperparameters of param groups."""
+"""What has changed since the last step: the gradients of a device, the hyperparameters of param groups."""
 
 from __future__ import annotations
 
@@ -61,15 +61,14 @@ class Gradients:
         self.strided: dict[int, torch.Tensor] = {}
         self.active: list[torch.Tensor] = []
         """The parameters that have a gradient, their local parts and the DTensors that these belong to."""
-        self._active: list[int] | None = None
+        self._active: list[int] = []  # places of the entries that have one
         self._inactive: list[int] = []
         self._layout_known = True
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watch = TensorFingerprint([])
         self._host = np.zeros(len(self.entries), dtype=np.int64)
-        self.settled = False  # whether the gradients of the last step were those of the one before, all of them dense
-        self.scanned = False
-        """Whether the last look at them was one in C++, which has brought the addresses that the table has."""
+        self.settled = False  # whether what is remembered holds, and all gradients were dense
+        self.scanned = False  # whether the table has the addresses of the last look, which was one in C++
 
     def unchanged(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether the gradients are, but for their addresses, those of the last step; updates the addresses."""
@@ -89,18 +88,17 @@ class Gradients:
         return True
 
     def invalidate(self) -> None:
-        """Look at every gradient again at the next step: a look in C++ has brought addresses since the last one."""
-        self._active = None
+        """Look at every gradient again at the next step: looks in C++ have changed addresses since."""
         self.settled = self.scanned = False
 
     def forget(self) -> None:
-        """`invalidate`, and take nothing for granted of how they lie in memory."""
+        """As `invalidate`, and compare their layouts with none."""
         self.invalidate()
         self._layout_known = False
 
     def _present(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """The gradients of the entries that had one at the last step, if they are the same entries now."""
-        if self._active is None:
+        if not self.settled:
             return None
         if not self._inactive:
             return gradients  # type: ignore[return-value]
@@ -111,19 +109,14 @@ class Gradients:
     def inspect(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Check every gradient and write the address table anew."""
         seen = self.look(gradients)
-        active, present = seen.active, seen.present
         changed = not self.same_layout(seen)
-        self.strided = seen.strided
-        self._layout_known = True
-        self._active = None if seen.copies else active
-        self.settled = not seen.copies
-        self._copies = seen.copies
-        self.active = self._written(active)
-        chosen = set(active)
+        self.strided, self._copies, self._active = seen.strided, seen.copies, seen.active
+        self._layout_known, self.settled = True, not seen.copies
+        self.active = self._written(seen.active)
+        chosen = set(seen.active)
         self._inactive = [index for index in range(len(self.entries)) if index not in chosen]
-        self._known = active
-        self._empty = [position for position, gradient in enumerate(present) if gradient.numel() == 0]
-        self._watch = TensorFingerprint(present)
+        self._empty = [position for position, gradient in enumerate(seen.present) if gradient.numel() == 0]
+        self._watch = TensorFingerprint(seen.present)
         self._upload()
         return changed
 
@@ -133,35 +126,35 @@ class Gradients:
         for index, (entry, gradient) in enumerate(zip(self.entries, gradients)):
             if gradient is None:
                 continue
-            given = gradient = ready(gradient)
+            original = gradient = ready(gradient)
             _check_kind(entry, gradient)
             gradient = resolved(gradient)
             _check(entry, gradient)
             if not is_dense(gradient) or (entry.ordered and not same_walk(gradient, entry.param)):
                 gradient = _in_order(gradient, entry)
-            if gradient is not given:
-                seen.copies.append((given, gradient))
+            if gradient is not original:
+                seen.copies.append((original, gradient))
             seen.active.append(index)
             seen.present.append(gradient)
             if not same_walk(gradient, entry.param):
-                # Shape and strides alone: the gradient itself must not outlive its step here.
+                # Shape and strides alone, so that the gradient is not kept alive after its step.
                 seen.strided[index] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
         return seen
 
     def usable(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """This step's gradients with copies in the place of those that were copied."""
+        """This step's gradients, with the copies of those that were copied."""
         if not self._copies:
             return gradients
-        copies = {id(given): copy for given, copy in self._copies}
+        copies = {id(original): copy for original, copy in self._copies}
         return [copies.get(id(gradient), gradient) for gradient in gradients]
 
     def release(self) -> None:
-        """Let go of what was needed for this step only."""
+        """Free this step's copies."""
         self._copies = []
 
     @contextmanager
     def taking(self, seen: Seen) -> Iterator[None]:
-        """A block that works on gradients which are not remembered afterwards."""
+        """A block that works on gradients that are not remembered afterwards."""
         before = self.active, self._copies
         self.active, self._copies = self._written(seen.active), seen.copies
         try:
@@ -174,14 +167,14 @@ class Gradients:
         return [entry.param for entry in entries] + [entry.whole for entry in entries if entry.whole is not None]
 
     def same_layout(self, seen: Seen) -> bool:
-        """Whether the gradients lie in memory as those of the last step, wherever they are."""
+        """Whether the gradients have the layouts of the last step's, at any addresses."""
         before = {index: tensor.stride() for index, tensor in self.strided.items()}
         return self._layout_known and before == {index: tensor.stride() for index, tensor in seen.strided.items()}
 
     def copy_back(self) -> None:
-        """Give gradients that are not dense what kernels have written to their copies."""
+        """Write the copies of gradients, which kernels have changed, back to the gradients."""
         for gradient, copy in self._copies:
-            # One whose elements share memory cannot take it.
+            # A gradient whose elements share memory cannot be written.
             expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
             if not expanded and not is_zero_tensor(gradient):
                 gradient.copy_(copy)
@@ -192,7 +185,7 @@ class Gradients:
             addresses[self._empty] = 1
         if self._inactive:
             self._host[:] = 0
-            self._host[self._known] = addresses
+            self._host[self._active] = addresses
         else:
             self._host[:] = addresses
         self.scanned = False
@@ -207,8 +200,8 @@ def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 _TAKEN_AT_ONCE = 1 << 15
-"""Bytes that CUDA takes over from ordinary memory before a copy returns, without waiting for the device (up to 64 KiB):
-cheaper than locked memory, which must be found, and watched until the device has read it."""
+"""Bytes that CUDA copies from pageable memory without waiting for the device (up to 64 KiB): cheaper than pinned
+memory, which has to be allocated, and watched until the device has read it."""
 
 
 def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
@@ -224,7 +217,7 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
         target.copy_(source)
 
 
-_LOW = 1 << 32  # most memory lies above this address: below it may be an offset from no address at all
+_LOW = 1 << 32  # most memory lies above this address: a lower one may be an offset from a null pointer
 
 
 def _check_kind(entry: Entry, gradient: torch.Tensor) -> None:
@@ -251,13 +244,13 @@ def _check(entry: Entry, gradient: torch.Tensor) -> None:
         raise GradientError(f"the gradient of {entry.label} is complex; split it with torch.view_as_real")
     if gradient.dtype is not dtype and gradient.dtype in (grad_dtype(param), grad_dtype(entry.handle)):
         raise Stale(f"the gradient of {entry.label} has become {gradient.dtype}")
-    for what, given, wanted in (
+    for what, actual, wanted in (
         ("shape", tuple(gradient.shape), tuple(param.shape)),
         ("dtype", gradient.dtype, dtype),
         ("device", gradient.device, device),
     ):
-        if given != wanted:
-            raise GradientError(f"the gradient of {entry.label} has {what} {given}, the parameter has {wanted}")
+        if actual != wanted:
+            raise GradientError(f"the gradient of {entry.label} has {what} {actual}, the parameter has {wanted}")
 
 
 class GroupWatch:
@@ -273,13 +266,13 @@ class GroupWatch:
 
     is_mutable: bool  # whether a value can change and stay the same object
     values: tuple[Any, ...]
-    """The known values; as long as they are these objects, and none is mutable, nothing has changed."""
+    """The remembered values; while they are these objects, and none is mutable, nothing has changed."""
 
     def _get(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(map(group.get, self.keys))
 
     def remember(self) -> None:
-        """Take the values as they are now as the known ones."""
+        """Remember the present values."""
         self.values = self._get(self.group)
         if self._only_numbers_differ:
             self._only_numbers_differ = False
@@ -293,11 +286,11 @@ class GroupWatch:
 
     @property
     def on_device(self) -> bool:
-        """Whether a hyperparameter lives on a device, where only the device can read it."""
+        """Whether a hyperparameter is a tensor on a GPU, which only the device can read."""
         return bool(self._device_tensors)
 
     def changed(self) -> bool:
-        """Whether a hyperparameter has another value, or is of another kind, than the known one."""
+        """Whether a hyperparameter has another value, or another kind of value, than the remembered one."""
         now = self._get(self.group)
         self._only_numbers_differ = False
         if not self.is_mutable:
@@ -307,8 +300,8 @@ class GroupWatch:
                 return self._other_numbers(now)
         chosen = self.chosen()
         numbers = _numbers(chosen)
-        known = self._seen if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
-        if numbers == known and statics_of(chosen) == self._statics:
+        before = self._seen if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
+        if numbers == before and statics_of(chosen) == self._statics:
             if not self.is_mutable:
                 self.values = now
             return False
@@ -316,7 +309,7 @@ class GroupWatch:
         return True
 
     def _other_numbers(self, now: tuple[Any, ...]) -> bool:
-        """`changed` where a schedule has put plain numbers in the place of others: at every step of a training."""
+        """`changed` if plain numbers were replaced by plain numbers, as schedulers do at every step."""
         if now == self.values:
             self.values = now
             return False
@@ -334,11 +327,11 @@ class GroupWatch:
                 raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
 
     def same_statics(self) -> bool:
-        """Whether flags, strings, None and the kinds of all values are the known ones."""
+        """Whether flags, strings, None and the kinds of all values are the remembered ones."""
         return self._only_numbers_differ or statics_of(self.chosen()) == self._statics
 
     def same_tensors(self) -> bool:
-        """Whether the same hyperparameters live on a device, in the same tensors."""
+        """Whether the same hyperparameters are on a GPU, in the same tensors."""
         if self._only_numbers_differ:
             return True
         now = {name: value for name, value in flat_numbers(self.chosen()) if _on_device(value)}
@@ -354,7 +347,7 @@ _NUMBERS = (float, int)
 
 
 def _both_numbers(left: Any, right: Any) -> bool:
-    """Whether two values are the same object, or plain numbers both, or tuples of such; a bool is a flag."""
+    """Whether two values are the same object, both plain numbers, or tuples of these; a bool is no number."""
     if left is right:
         return True
     if type(left) is tuple and type(right) is tuple and len(left) == len(right):
@@ -363,7 +356,7 @@ def _both_numbers(left: Any, right: Any) -> bool:
 
 
 def _has_nan(values: Sequence[Any]) -> bool:
-    """Whether a number in here, or in a tuple in here, is NaN."""
+    """Whether a number, or a number in a tuple, is NaN."""
     return any(_has_nan(value) if type(value) is tuple else value != value for value in values)
 
 
@@ -372,5 +365,5 @@ def _on_device(value: Any) -> bool:
 
 
 def _numbers(chosen: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Every number by name; one on a device stands for itself by identity."""
+    """Every number by name; for a tensor on a GPU its id."""
     return [(name, id(value) if _on_device(value) else float(value)) for name, value in flat_numbers(chosen)]

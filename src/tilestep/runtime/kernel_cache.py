@@ -1,4 +1,4 @@
-"""Graphs and kernels made once and used by every optimizer of the process."""
+"""Graphs and kernels, made once for all optimizers of the process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..storage import Plain, Storage
 NUMBER = "<number>"  # stands for any number in a static description
 
 KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale", "machine_epsilon"})
-"""What the scalar pass knows without a column of the hyperparameter table, beside the parameter's sizes."""
+"""Numbers that the scalar pass has without a column of the hyperparameter table, as it has the parameter's sizes."""
 
 _lock = threading.RLock()
 _graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
-"""By rule and what it is specialized on. Rules and functions are held weakly: they may hold a whole model."""
+"""By rule and static description. Rules and functions are held weakly: they may hold a model."""
 
 _specs: weakref.WeakValueDictionary[Any, KernelSpec] = weakref.WeakValueDictionary()
-"""By graph, storages, compute type and kind of device: what one launch can hold. Each is held by its graph."""
+"""By graph, storages, compute dtype and kind of device: one launch each. Graphs hold their specs."""
 
 
 def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What a rule is specialized on: flags, strings and None, and which entries are numbers."""
+    """The static description of hyperparameters: flags, strings and None, and which entries are numbers."""
 
     def kind(value: Any) -> Any:
         value = value if type(value) in PYTHON_TYPES else as_python(value)
@@ -54,9 +54,9 @@ def graph_for(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Graph:
-    """The rule's graph under these hyperparameters, traced if no known graph's guards hold.
+    """The rule's graph for these hyperparameters, traced if no present graph's guards hold.
 
-    `dtype` is what is computed in, float32 or float64.
+    `dtype` is the compute dtype, float32 or float64.
     """
     shape = (1,) * dims if shape is None else shape
     hyperparameters = {
@@ -79,7 +79,7 @@ def graph_for(
 
 
 def _weakly(value: Any, graphs: dict[Any, list[Graph]]) -> Any:
-    """A static description that does not keep functions alive; the graphs of one that is gone go with it."""
+    """A static description that does not keep functions alive; a function's graphs are deleted with it."""
     if isinstance(value, tuple):
         return tuple(_weakly(entry, graphs) for entry in value)
     if not callable(value):
@@ -94,7 +94,7 @@ def _weakly(value: Any, graphs: dict[Any, list[Graph]]) -> Any:
         reference = kind(value, forget)
         hash(reference)
         return reference
-    except TypeError:  # callables without a place for references to them, or without a hash
+    except TypeError:  # callables that take no weak references, or have no hash
         return value
 
 
@@ -103,7 +103,7 @@ def _contains(key: Any, reference: Any) -> bool:
 
 
 def _on_host(value: Any) -> Any:
-    """A tensor that the host can read as the number it holds; a rule may branch on that."""
+    """A value with numbers in place of tensors that the host can read; a rule may branch on these."""
     value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(_on_host(entry) for entry in value)
@@ -111,7 +111,7 @@ def _on_host(value: Any) -> Any:
 
 
 def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any], shape: Sequence[int]) -> bool:
-    """Whether every branch the graph was traced through would be taken again for a parameter of this shape."""
+    """Whether a parameter of this shape would take every branch that the graph was traced through."""
     if not graph.guards:
         return True
     hosted = {name: _on_host(value) for name, value in hyperparameters.items()}
@@ -128,7 +128,7 @@ def kernel_spec(
     device_type: str,
     taps: Taps = Taps(),  # noqa: B008
 ) -> KernelSpec:
-    """The one spec of this graph with these storages on this kind of device."""
+    """The spec of this graph with these storages on this kind of device, made once."""
     signature = (id(graph), tuple(storages.items()), compute, device_type, taps)
     with _lock:
         spec = _specs.get(signature)

@@ -1,4 +1,4 @@
-"""What a step is decided from: its inputs, and limits that follow the norms they have seen.
+"""The inputs of a step's decision, and limits that depend on previous norms and losses.
 
 A limit runs after the control numbers of a step are written (optimizer/control.py). It may set CLIP, the norm to which
 the step's gradients are clipped where a param group asks for it, and it may skip the step. Its formulas stand in
@@ -20,7 +20,7 @@ from ..backends.spec import CLIP, NORM, SKIP, SKIPPED
 class StepLimit:
     """A limit with a memory. Subclasses are frozen dataclasses of numbers."""
 
-    kernel = ""  # name of its kernel in backends/triton/support.py
+    kernel = ""  # the name of its kernel in backends/triton/support.py
     skips = False  # whether it may skip steps
 
     @property
@@ -29,11 +29,11 @@ class StepLimit:
         raise NotImplementedError
 
     def numbers(self) -> list[float]:
-        """What its kernel reads, float64 each."""
+        """The numbers that its kernel reads, float64 each."""
         raise NotImplementedError
 
     def constants(self) -> dict[str, Any]:
-        """What its kernel is specialized on."""
+        """The constants of its kernel."""
         return {}
 
     def on_host(self, control: list[float], memory: list[float], loss: float | None) -> None:
@@ -225,24 +225,24 @@ class Sigma(StepLimit):
         return outlier
 
 
-def clip_code(limit: float | ZClip) -> float:
-    """`max_grad_norm` of a group as kernels read it; below 0 where CLIP limits it too."""
+def clip_code(limit: Any) -> float:
+    """`max_grad_norm` of a group, or another number, as kernels read it; below 0 if CLIP limits the norm too."""
     if not isinstance(limit, ZClip):
         return float(limit)
     return -math.inf if limit.max_norm is None else -float(limit.max_norm)
 
 
 class StepHistory:
-    """What outlives a step of an optimizer: what its limits remember, the same numbers on each of its devices."""
+    """What is kept between an optimizer's steps: the numbers of its limits, the same on each of its devices."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[StepLimit, torch.device], torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
-        """The loss of the step that is decided next, float64[1], where it was given."""
-        self.has_norm = False  # whether the last step found out the norm of its gradients
+        """The loss of the step that is decided next, float64[1], if there is one."""
+        self.has_norm = False  # whether the last step computed the norm of its gradients
 
     def of(self, limit: StepLimit, device: torch.device) -> torch.Tensor:
-        """The numbers of a limit on a device, float64[limit.size]; what another device knows is copied at first."""
+        """The numbers of a limit on a device, float64[limit.size]; they begin as a copy of another device's."""
         key = (limit, device)
         if key not in self._numbers:
             elsewhere = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
@@ -252,11 +252,11 @@ class StepHistory:
 
     @property
     def numbers(self) -> list[torch.Tensor]:
-        """All that limits remember, in the order in which they began."""
+        """The numbers of all limits, in the order in which they began."""
         return list(self._numbers.values())
 
     def save(self, limits: Iterable[StepLimit]) -> dict[str, torch.Tensor]:
-        """Copies of the numbers of these limits, by the limits' kind, unread."""
+        """Copies of the numbers of these limits, by the name of their class; the host does not read them."""
         saved = {}
         for limit in limits:
             numbers = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
@@ -265,10 +265,11 @@ class StepHistory:
         return saved
 
     def load(self, limits: Iterable[StepLimit], saved: Mapping[str, Any]) -> None:
-        """Take over what `save` gave; limits of which it has nothing, or of another size, begin anew."""
+        """Take over the result of `save`; limits that are not in it, or have another size, begin anew."""
         for limit in limits:
-            given = saved.get(type(limit).__name__)
-            numbers = given if isinstance(given, torch.Tensor) and given.numel() == limit.size else None
+            numbers = saved.get(type(limit).__name__)
+            if not isinstance(numbers, torch.Tensor) or numbers.numel() != limit.size:
+                numbers = None
             own = [tensor for (other, _), tensor in self._numbers.items() if other == limit]
             if not own and numbers is not None:
                 own = [self.of(limit, numbers.device)]
@@ -281,10 +282,10 @@ class StepHistory:
 
 @dataclass
 class StepInputs:
-    """What a step is decided from."""
+    """The inputs of a step's decision."""
 
     power_sum: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None  # loss scale the gradients still carry, one number on the device, or None
+    grad_scale: torch.Tensor | None = None  # the loss scale of the gradients, one number on the device, or None
     found_inf: torch.Tensor | None = None  # nonzero when some gradient overflowed, one number on the device, or None
     skip_nonfinite: bool = False  # whether gradients that are not finite skip the step
     check_overflow: bool = False  # whether gradients that are not finite are an overflow, as a scaler means it
@@ -307,7 +308,7 @@ class StepInputs:
 
     @property
     def may_skip(self) -> bool:
-        """Whether the step may be skipped, which is then known on the device alone."""
+        """Whether the step may be skipped; then only the device knows whether it is."""
         limits = (self.skip_above, self.mean_factor)
         scaled = self.grad_scale is not None or self.found_inf is not None
         flags = scaled or self.skip_nonfinite or self.check_overflow

@@ -1,4 +1,4 @@
-"""The norm pass over gradients that several engines have, or that count differently."""
+"""The norm pass over gradients of several engines, or with different shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .segment import Entry
 
 
 class NormedEngine(Protocol):
-    """An engine, as far as the norm of its gradients is concerned."""
+    """An engine, as the norm of its gradients sees it."""
 
     device: torch.device
     entries: list[Entry]
@@ -20,7 +20,7 @@ class NormedEngine(Protocol):
 
 
 class JointNorm:
-    """The norm pass over the gradients of several engines on one device, to the bit what one engine's would be."""
+    """The norm pass over the gradients of several engines on one device, bitwise as that of one engine."""
 
     def __init__(self, entries: Sequence[Entry], engines: Sequence[NormedEngine]) -> None:
         self._engines = list(engines)
@@ -32,7 +32,7 @@ class JointNorm:
         self._norm = SharedNorm(device, entries)
         self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self._pieces: dict[int, list[tuple[NormTable, NormTable, torch.Tensor]]] = {}
-        self.is_put = False  # whether `put` was called for every engine, with the gradients that the next step uses
+        self.is_put = False  # whether `put` was called for every engine, with the gradients of the next step
 
     @property
     def takes_pieces(self) -> bool:
@@ -78,7 +78,7 @@ class JointNorm:
 
 
 class SharedNorm:
-    """The norm pass over tensors that count differently: a table for each share, all reading one address table."""
+    """The norm pass over tensors with different shares: a table for each share, all with one table of addresses."""
 
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
         self.shares = sorted({entry.norm_share for entry in entries})
@@ -88,7 +88,7 @@ class SharedNorm:
         self._sums = [torch.zeros(1, dtype=torch.float64, device=device) for _ in self.shares]
 
     def launch(self, addresses: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """Write and return the sum of squares, each tensor's times its share; of tiles put before without addresses."""
+        """Write and return the sum of squares times shares; without addresses, of the tiles that were put before."""
         alone = self.shares == [1.0]
         for table, total in zip(self.tables, [out] if alone else self._sums):
             if addresses is None:
@@ -101,7 +101,7 @@ class SharedNorm:
 
 
 def _numels(entries: Sequence[Entry], share: float) -> list[int]:
-    """Elements of the tensors that count so much; 0 for others."""
+    """The number of elements of each tensor with this share; 0 for others."""
     return [entry.param.numel() if entry.norm_share == share else 0 for entry in entries]
 
 

@@ -20,7 +20,7 @@ from ..graph.tracer import group_value
 from ..linalg.batches import Exchange, MatrixBatches
 from ..storage import BLOCK, rows_of, stream_of
 from .kernel_cache import guards_hold
-from .limits import ZClip, clip_code
+from .limits import clip_code
 from .taps import SegmentTaps
 
 
@@ -152,7 +152,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 class SliceTables:
-    """What passes over slices need to know of their tensors."""
+    """The tables of passes over slices."""
 
     def __init__(self, slices: Slices, entries: Sequence[Entry], choose: Callable[[int, int, int], Block]) -> None:
         shapes, empty = [entry.param.shape for entry in entries], [not entry.handle.numel() for entry in entries]
@@ -199,17 +199,17 @@ class TileRange:
 
 
 class TileStreamer(Protocol):
-    """What runs the tile passes of a segment whose arrays live elsewhere."""
+    """Runs the tile passes of a segment whose arrays are elsewhere."""
 
     def run(self, index: int) -> None:
         """Run tile pass `index`."""
 
     def settle(self) -> None:
-        """Have the host see gradients and arrays that live in its memory."""
+        """Wait until gradients and arrays in host memory are complete."""
 
 
 class TileParts(Protocol):
-    """What runs the tile passes of segments part by part, where others take what is updated before the rest is."""
+    """Runs tile passes part by part, so that updated parts can be used before the rest is updated."""
 
     def run(self, segment: Segment, index: int) -> None:
         """Run tile pass `index` of a segment."""
@@ -242,7 +242,7 @@ class Entry:
 
     @property
     def norm_share(self) -> float:
-        """What this rank's sum of squares counts in the norm."""
+        """The weight of this rank's sum of squares in the norm."""
         return self.share if self.in_norm else 0.0
 
     @property
@@ -256,16 +256,12 @@ def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
     row = []
     for name in names:
         value = group_value(group, name)
-        if name == "max_grad_norm" and group.get("in_norm") is False:
+        if value is None or (name == "max_grad_norm" and group.get("in_norm") is False):
             row.append(math.inf)
-        elif isinstance(value, ZClip):
-            row.append(clip_code(value))
-        elif value is None:
-            row.append(math.inf)
-        elif isinstance(value, torch.Tensor):
-            row.append(math.nan if value.is_cuda else float(value))
+        elif isinstance(value, torch.Tensor) and value.is_cuda:
+            row.append(math.nan)
         else:
-            row.append(float(value))
+            row.append(clip_code(value))
     return row
 
 
@@ -273,19 +269,19 @@ class Segment:
     """Tensors with one spec on one device: their tiles, addresses and layouts, as numpy arrays."""
 
     tile_size = 0  # elements in a tile
-    reads_gradients = False  # whether passes read gradients as tensors rather than by address
-    unscales = False  # whether this step's gradients carry a loss scale, which the last pass that reads them takes away
+    reads_gradients = False  # whether passes read gradients as tensors and not by address
+    unscales = False  # whether this step's gradients carry a loss scale, which the last pass that reads them removes
     may_skip = False  # whether the device may decide to skip this step
-    can_be_captured = False  # whether its passes can go into a CUDA graph, but for what `choices` says of matrices
+    can_be_captured = False  # whether a CUDA graph can hold its passes; see `require_no_branches` for matrices
     streamer: TileStreamer | None = None
-    """What brings arrays that live elsewhere to where tile passes work on them, and back."""
+    """Moves arrays to where tile passes work on them, and back."""
 
-    parts: TileParts | None = None  # what runs tile passes part by part, if parts are taken as soon as they are updated
+    parts: TileParts | None = None  # runs tile passes part by part, if parts are used as soon as they are updated
     can_be_cut = False  # whether tile passes over elements run range of tiles by range of tiles
     tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
-    has_taps = True  # whether its kernels can put out statistics and bits of changed weights
-    taps: SegmentTaps | None = None  # what it puts out beside updates
-    batches_matrices = True  # whether matrix passes run on batches; else the segment does their work its own way
+    has_taps = True  # whether its kernels can compute statistics and bits of changed weights
+    taps: SegmentTaps | None = None  # its outputs besides updates
+    batches_matrices = True  # whether matrix passes run on batches; else the segment's own passes do their work
 
     def __init__(
         self,
@@ -324,7 +320,7 @@ class Segment:
             )
         self.matrices = MatrixBatches(self) if scratch and self.batches_matrices else None
         if self.matrices is not None and self.matrices.conditions is not None:
-            # What a step needs is decided on the host, from which tensors have gradients.
+            # The host decides which work a step needs, by which tensors have gradients.
             self.reads_gradients = True
         self.array_names = [array.name for array in spec.arrays if self.matrices or array.name not in scratch]
         self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
@@ -339,7 +335,7 @@ class Segment:
         self.set_strided({})
         self._seeds: list[int] = []
         self.streams = np.zeros((len(self.entries), 2), dtype=np.int64)
-        """int64[tensors][2]: what makes a tensor's random bits its own, and its first element's index in the whole."""
+        """int64[tensors][2]: a tensor's random stream, and its first element's index in the full tensor."""
         if spec.draws:
             self.streams[:, 1] = [entry.origin for entry in self.entries]
         self.follow_seeds()
@@ -367,7 +363,7 @@ class Segment:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def follow_seeds(self) -> bool:
-        """Take over the groups' seeds; whether one is another than it was."""
+        """Take over the groups' seeds; returns whether one has changed."""
         seeds = [self.groups[index].get("seed", 0) for index in self.group_indices] if self.spec.draws else []
         if seeds == self._seeds:
             return False
@@ -381,18 +377,18 @@ class Segment:
         raise NotImplementedError
 
     def tap(self, *, stats: bool, changes: bool) -> None:
-        """Make room for what passes are to put out beside updates."""
+        """Make room for outputs besides updates."""
         self.taps = SegmentTaps(self, stats=stats, changes=changes)
         if stats and not self.taps.by_kernels:
             self.reads_gradients = True
 
     @property
     def measures(self) -> bool:
-        """Whether this step's passes measure."""
+        """Whether this step's kernels compute statistics."""
         return self.taps is not None and self.taps.measures and self.taps.by_kernels
 
     def finish_taps(self) -> None:
-        """After the passes of a step: what tiles have put out becomes numbers of tensors."""
+        """After the passes of a step: reduce the outputs of tiles to numbers of tensors."""
         if self.taps is not None:
             self.taps.end()
 
@@ -420,7 +416,7 @@ class Segment:
         raise NotImplementedError
 
     def launches(self, unscales: bool) -> list[Launch]:
-        """What a step launches that Triton builds."""
+        """The launches of a step that Triton builds."""
         return []
 
     def build(self) -> None:
@@ -428,7 +424,7 @@ class Segment:
 
     @property
     def is_built(self) -> bool:
-        """Whether every kernel is built that a step launches which unscales as `unscales` says."""
+        """Whether every kernel of a step with the present `unscales` is built."""
         return True
 
     def scalar_pass(self, index: int) -> None:
@@ -436,7 +432,7 @@ class Segment:
         raise NotImplementedError
 
     def scalar_call(self, index: int) -> Callable[[], object]:
-        """What runs scalar pass `index`, at every step the same."""
+        """The call of scalar pass `index`, the same at every step."""
         return partial(self.scalar_pass, index)
 
     def tile_pass(self, index: int) -> None:
@@ -444,7 +440,7 @@ class Segment:
         raise NotImplementedError
 
     def run_tiles(self, index: int) -> None:
-        """Run tile pass `index` where its arrays are, or as the streamer brings them, or part by part."""
+        """Run tile pass `index`: as a whole, by the streamer, or part by part."""
         if self.streamer is not None:
             self.streamer.run(index)
         elif self.parts is not None:
@@ -454,14 +450,14 @@ class Segment:
 
     @property
     def steps_in_one_pass(self) -> bool:
-        """Whether its update is one tile pass over elements, each by itself: what is done first needs nothing later."""
+        """Whether its update is one tile pass over independent elements."""
         program = self.spec.program
         tile = program.tiles[0] if len(program.tiles) == 1 else None
         alone = tile is not None and tile.view is None and not tile.reductions and not program.slices_before(0)
         return alone and self.matrices is None and len(program.scalars) == 1
 
     def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
-        """Get ready to run tile passes over elements range of tiles by range of tiles."""
+        """Prepare tile passes over elements for ranges of tiles."""
         raise NotImplementedError
 
     def run_tile_range(self, index: int, position: int) -> None:
@@ -473,7 +469,7 @@ class Segment:
         raise NotImplementedError
 
     def range_addresses(self, tile_range: TileRange) -> np.ndarray:
-        """int64[arrays][tensors of the range], where the arrays of its tensors begin while it is worked on."""
+        """int64[arrays][tensors of the range], the arrays' addresses while passes work on the range."""
         chosen = self.addresses[:, tile_range.tensors.start : tile_range.tensors.stop].copy()
         for name, addresses in tile_range.addresses.items():
             chosen[self.array_names.index(name)] = addresses
@@ -484,7 +480,7 @@ class Segment:
         raise NotImplementedError
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
-        """What passes have left in a slot: all slices of a kind; where each tensor's begin, and the last one's end."""
+        """The slices in a slot; where each tensor's begin, and where the last one's end."""
         raise NotImplementedError
 
     def matrix_pass(self, index: int) -> None:
@@ -495,11 +491,11 @@ class Segment:
     def adopt_scalars(self) -> None:
         """Take the entries' step counts and scalar states into the flat arrays and give back views of them."""
         for name, array in {"step": self.step, **self.scalar_states}.items():
-            given = {index: entry.scalars[name] for index, entry in enumerate(self.entries) if name in entry.scalars}
-            for device in {value.device for value in given.values()}:
-                # One copy for all of them: an assignment for each would be a launch for each.
-                indices = [index for index, value in given.items() if value.device == device]
-                values = torch.stack([given[index] for index in indices]).to(array.device, array.dtype)
+            numbers = {index: entry.scalars[name] for index, entry in enumerate(self.entries) if name in entry.scalars}
+            for device in {number.device for number in numbers.values()}:
+                # One copy for all: an assignment for each number would be a launch for each.
+                indices = [index for index, number in numbers.items() if number.device == device]
+                values = torch.stack([numbers[index] for index in indices]).to(array.device, array.dtype)
                 if len(indices) == len(self.entries):
                     array.copy_(values)
                 else:

@@ -1,4 +1,4 @@
-"""What a segment puts out beside its updates: statistics of each tensor, bits of the weights that have changed."""
+"""Outputs of a segment besides its updates: statistics of tensors, bits of changed weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def extent_of(tensor: torch.Tensor) -> int:
 
 
 class SegmentTaps:
-    """Room for what a segment puts out, and the way round where its kernels cannot do it."""
+    """The outputs of a segment, computed with torch where its kernels cannot."""
 
     def __init__(self, segment: Any, *, stats: bool, changes: bool) -> None:
         self._segment, self.stats, self.changes = segment, stats, changes
@@ -44,18 +44,18 @@ class SegmentTaps:
         self._zeros: list[torch.Tensor | None] = []  # where gradients are 0, before their loss scale is taken away
         self._versions: list[int] = []
         self._arrays = [dict(entry.arrays) for entry in entries]
-        """Where the arrays live; what is streamed is elsewhere while passes work on it."""
+        """The arrays; streamed ones are elsewhere while passes work on them."""
         self.watched: list[list[torch.Tensor]] = [[entry.param] for entry in entries]
-        """The tensors whose versions tell of writes to each parameter."""
+        """For each parameter the tensors whose versions count writes to it."""
         self.writes = np.zeros(len(entries), dtype=np.int64)
-        """Versions of these that a step's own torch operations have counted."""
+        """Versions of these that the step's own torch operations have counted."""
 
     def bits(self, position: int) -> torch.Tensor:
         """int32[words], a view of the bits of the tensor at this position."""
         return self.words[int(self.first_word[position]) : int(self.first_word[position + 1])]
 
     def carry(self, position: int, other: SegmentTaps, place: int) -> None:
-        """Take over what another segment has measured of a tensor in the same step."""
+        """Take over the statistics of a tensor that another segment has measured in the same step."""
         if other.has_run and other.columns.names == self.columns.names:
             self.totals[position] = other.totals[place].to(self.totals.device)
             self.has_run = True
@@ -92,11 +92,11 @@ class SegmentTaps:
 
     @property
     def _sees_writes(self) -> bool:
-        """Whether parameters are written by torch operations: of passes, or of what brings them where they live."""
+        """Whether torch operations write parameters: those of passes or of a streamer."""
         return self.changes and (not self.by_kernels or self._segment.streamer is not None)
 
     def _settle(self) -> None:
-        """Where statistics read arrays on the host: have them arrive there."""
+        """Wait for streamed arrays that statistics read."""
         if self.measures and self._segment.streamer is not None:
             self._segment.streamer.settle()
 
