@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix_states import STATES, check_states
 
 import tilestep
 from tilestep.graph import Program, partition, trace
@@ -66,6 +67,11 @@ def test_the_step_is_the_rule_called_on_tensors(rule: tilestep.Rule, dtype: torc
     tolerance = {"rtol": 1e-3, "atol": 5e-3} if rule in (polar, two_types) else {"rtol": 1e-4, "atol": 1e-5}
     for param, wanted in zip(params, expected):
         torch.testing.assert_close(param.detach().double(), wanted, **tolerance)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_may_be_a_transpose_or_another_s_old_value(name: str) -> None:
+    check_states(STATES[name])
 
 
 def test_elementwise_work_stays_in_few_tile_passes() -> None:

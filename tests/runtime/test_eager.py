@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from float64_reference import check_steps
+from matrix_states import STATES, check_states
 from remainder_patterns import check_halves, check_joined, edge_patterns, floats, kept_by_kernels
 
 import tilestep
@@ -132,6 +133,12 @@ def test_buffers_may_change_places() -> None:
         weight.grad = torch.zeros(2)
         optimizer.step()
         assert weight.tolist() == param and optimizer.state[weight]["other"].tolist() == other
+
+
+@pytest.mark.filterwarnings("ignore:tilestep found no")
+@pytest.mark.parametrize("name", STATES)
+def test_matrices_and_numbers_may_change_places(name: str) -> None:
+    assert eager_segments(check_states(STATES[name]))
 
 
 @pytest.mark.filterwarnings("ignore:tilestep found no")

@@ -59,10 +59,11 @@ class EagerSegment(Segment):
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
         for name, storage in self.spec.storages.items():
             if name != "grad" and name not in self.spec.program.matrices.scratch:
-                # Copies: a rule may move one buffer's old value to another after the first has been overwritten.
                 loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape, entry.columns or None)
-        loads.update(entry.matrices)
-        loads.update({name: self.scalar_states[name][position].double() for name in graph.scalar_states})
+        # Copies, as those of `values_of`: a rule may move a state's old value to another, which is written later.
+        loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
+        numbers = {name: array[position] for name, array in self.scalar_states.items()}
+        loads.update({name: number.to(torch.float64, copy=True) for name, number in numbers.items()})
         # Of an empty tensor only its numbers go on.
         outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
         results = self._evaluated(outputs.values(), loads, position)

@@ -234,11 +234,12 @@ def _store(segment: MatrixSegment, states: Mapping[str, Value], results: Results
     """Write new matrix states where the tensor has a gradient and the step is not skipped."""
     active = (segment.grads[batch.index[chunk]] != 0) & (segment.skip == 0)
     new = {name: results[id(value)] for name, value in states.items() if id(value) in results}
-    # All are chosen before any is written: one may be another's old value.
+    # All are chosen before any is written: one may be another's old value. One that stays is its own memory as it lies
+    # there: its transpose is too, and does not.
     chosen = {
         name: torch.where(active[:, None, None], value, batch.states[name][chunk])
         for name, value in new.items()
-        if value.data_ptr() != batch.states[name][chunk].data_ptr()
+        if not value.is_set_to(batch.states[name][chunk])
     }
     for name, value in chosen.items():
         batch.states[name][chunk].copy_(value)

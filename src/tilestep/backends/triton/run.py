@@ -418,16 +418,14 @@ def decide_on_device(
 def decision_launch(control: torch.Tensor, decision: StepInputs, launchers: DecisionLaunchers) -> Launch:
     """The launch of `decide_on_device`; arguments as there."""
     limits = (decision.skip_above, decision.mean_factor, decision.mean_decay, decision.mean_warmup)
+    numbers = (decision.grad_scale, decision.found_inf, decision.overflow)
+    has_scale, has_found, has_overflow = (number is not None for number in numbers)
     flags = (
-        decision.has_norm,
-        decision.partials is not None,
-        decision.grad_scale is not None,
-        decision.found_inf is not None,
-        decision.skip_nonfinite,
-        decision.check_overflow,
-        decision.overflow is not None,
+        *(decision.has_norm, decision.partials is not None, has_scale, has_found),
+        *(decision.skip_nonfinite, decision.check_overflow, has_overflow),
     )
-    key = (limits, flags)
+    # A launcher takes numbers of the dtypes that it was first called with.
+    key = (limits, flags, tuple(None if number is None else number.dtype for number in numbers))
     if key not in launchers:
         from .support import decide
 
@@ -438,15 +436,9 @@ def decision_launch(control: torch.Tensor, decision: StepInputs, launchers: Deci
         launcher = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1)
         launchers[key] = launcher, table, table.view(torch.float32)
     launcher, table, absent = launchers[key]
-    arguments = (
-        control,
-        *(decision.partials or (control if decision.power_sum is None else decision.power_sum, table)),
-        absent if decision.grad_scale is None else decision.grad_scale,
-        absent if decision.found_inf is None else decision.found_inf,
-        table,
-        absent if decision.overflow is None else decision.overflow,
-    )
-    return launcher, arguments
+    sums = decision.partials or (control if decision.power_sum is None else decision.power_sum, table)
+    scale, found_inf, overflow = (absent if number is None else number for number in numbers)
+    return launcher, (control, *sums, scale, found_inf, table, overflow)
 
 
 def limit_on_device(
