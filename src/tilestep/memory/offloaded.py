@@ -339,7 +339,7 @@ class HostCopies:
         # Its stream is the current one; when later gradients push it out, another may be current. The allocator would
         # free the memory when the host sees that the copy has run: too late for a host far ahead of the device.
         # Computation waits only for copies that are some chunks behind.
-        self._held.append((gradient, self._lane.mark(), self._compute.here()))
+        self._held.append((gradient, self._lane.mark(), self._compute.of_current()))
         self._held_bytes += gradient.nbytes
         while self._held_bytes > _BEHIND * self._step and len(self._held) > 1:
             oldest, mark, home = self._held.popleft()

@@ -86,8 +86,8 @@ def share_memory(
 
     All ranks decide together: if one of them cannot, none of them has it. They try the ways one after the other.
     """
-    hosts = set(ranks.each(socket.gethostname()))
-    reasons = ranks.everyone(f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else "")
+    hosts = set(ranks.gather_in_shard(socket.gethostname()))
+    reasons = ranks.gather_objects(f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else "")
     first = _first(reasons)
     if first:
         return None, first
@@ -106,7 +106,7 @@ def _tried(
     made: list[PeerMemory] = []
     if reason := _together(ranks, lambda: made.append(way(numel, dtype, device))):
         return None, reason
-    (memory,), offers = made, ranks.each(made[0].offer)
+    (memory,), offers = made, ranks.gather_in_shard(made[0].offer)
     reason = _together(ranks, lambda: memory.find(ranks.rank, offers))
     reason = reason or _together(ranks, lambda: memory.meet_first(ranks.shard))
     reason = reason or _together(ranks, lambda: _verify(memory, ranks))
@@ -121,7 +121,7 @@ def _together(ranks: Ranks, work: Any) -> str:
     except Exception as error:
         # Whatever it is: the other ranks wait for this one's answer.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return _first(ranks.everyone(reason))
+    return _first(ranks.gather_objects(reason))
 
 
 def _first(reasons: Sequence[str]) -> str:
@@ -138,12 +138,12 @@ def _verify(made: PeerMemory, ranks: Ranks) -> None:
     sample = made.memory[:_SAMPLE]
     sample.fill_(ranks.rank + 1)
     made.meet()
-    found = torch.empty_like(sample)
+    received = torch.empty_like(sample)
     differ = []
     for other in range(ranks.size):
         if other != ranks.rank:
-            found.copy_(made.of(other, 0, len(sample)))
-            differ.append((found != other + 1).any())
+            received.copy_(made.of(other, 0, len(sample)))
+            differ.append((received != other + 1).any())
     wrong = torch.stack(differ).tolist()
     made.meet()
     sample.zero_()

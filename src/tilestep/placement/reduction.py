@@ -56,14 +56,14 @@ class ReductionGroup:
         if groups is not None and ranks is None:
             ranks = dist.get_process_group_ranks(groups[0])
         self.ranks: Sequence[int] = ranks or ()
-        self._given, self._meshes, self._monitor = groups, meshes, monitor
+        self._process_groups, self._meshes, self._monitor = groups, meshes, monitor
         self._shares: dict[Any, float] = {}
 
     @cached_property
     def _groups(self) -> list[tuple[Any, bool]]:
         """The process groups of more than one rank, and whether each takes tensors on the host."""
-        if self._given is not None:
-            groups = [group for group in self._given if dist.get_world_size(group) > 1]
+        if self._process_groups is not None:
+            groups = [group for group in self._process_groups if dist.get_world_size(group) > 1]
         else:
             groups = [group_of(self.ranks, self._meshes)] if len(self.ranks) > 1 else []
         able = [group_device_types(group) for group in groups]
@@ -332,18 +332,18 @@ class Ranks:
         with self.monitor:
             dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """One object of each rank, on every rank."""
         values = [value]
         for group in self.groups:
-            values = [one for part in self._each_of(group, values) for one in part]
+            values = [one for part in self._gather_in(group, values) for one in part]
         return values
 
-    def each(self, value: Any) -> list[Any]:
+    def gather_in_shard(self, value: Any) -> list[Any]:
         """One object of each rank that splits the state, on each of them."""
-        return self._each_of(self.shard, value)
+        return self._gather_in(self.shard, value)
 
-    def _each_of(self, group: Any, value: Any) -> list[Any]:
+    def _gather_in(self, group: Any, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size(group)
         with self.monitor:
             dist.all_gather_object(values, value, group)

@@ -58,7 +58,7 @@ class SideStream:
             current = self._streams[number] = torch.cuda.current_stream(self._device)
         return current
 
-    def here(self) -> SideStream:
+    def of_current(self) -> SideStream:
         """The line that work goes to now, which stays with its stream when another one is current."""
         if self.stream is not None or not self._is_gpu:
             return self
@@ -138,8 +138,8 @@ class SideStream:
     def keep(self, *tensors: torch.Tensor | None) -> None:
         """Let memory of these tensors be given to nothing else before the work so far has run."""
         if self.stream is not None:
-            there = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
-            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in there}.values():
+            on_gpu = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
+            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in on_gpu}.values():
                 tensor.record_stream(self.stream)
 
     # Waiting for it, and its waiting for others.

@@ -332,7 +332,7 @@ def pieces_are_not_computed_with() -> None:
     optimizer.step()
     piece = optimizer.state_dict()["state"][0]["exp_avg"]
     assert piece.shape == (5, 9) and "elements" in repr(piece)
-    start, stop = piece.here
+    start, stop = piece.own_range
     assert piece.clone().local.shape == (stop - start,) and piece.to(torch.float64).local.dtype == torch.float64
     with pytest.raises(TypeError, match="nothing is computed"):
         torch.add(piece, 1)

@@ -164,8 +164,11 @@ def a_framework_that_saves_on_one_rank() -> None:
         whole = Matrices()
         alone = tilestep.Muon(whole.parameters(), **RULES["Muon"])  # type: ignore[attr-defined]
         alone.load_state_dict(torch.load(file))
-    # The next one is for torch.distributed.checkpoint again.
-    assert isinstance(optimizer.state_dict()["state"][1]["momentum_buffer"], ShardedTensorPiece)
+    # The next one is for torch.distributed.checkpoint again, and so is one after another step.
+    for step in (2, 3):
+        assert isinstance(optimizer.state_dict()["state"][1]["momentum_buffer"], ShardedTensorPiece)
+        optimizer.consolidate_state_dict()
+        steps(model, optimizer, range(step, step + 1))
     optimizer.load_state_dict(full)
 
 

@@ -193,9 +193,9 @@ class OverlapSchedule(Schedule):
             mesh_ranks.largest(times)
             return
         for wrapper in wrappers(self.model)[:1]:
-            there = times.to(self.grouping.groups[0].params[0].device)
-            dist.all_reduce(there, dist.ReduceOp.MAX, group=wrapper.process_group)
-            times.copy_(there)
+            on_device = times.to(self.grouping.groups[0].params[0].device)
+            dist.all_reduce(on_device, dist.ReduceOp.MAX, group=wrapper.process_group)
+            times.copy_(on_device)
 
     def overlap_report(self) -> OverlapReport:
         """When updates run and why; with "auto" also the measured times of both schedules.

@@ -489,7 +489,7 @@ def allocate(
     parts: dict[torch.dtype, Any] = {}
     for dtype in dict.fromkeys(dtypes):
         own = [size for size, kind in zip(sizes, dtypes) if kind == dtype]
-        there = peers and peers.get(dtype)
-        whole = there.memory if there else torch.zeros(sum(own), dtype=dtype, device=device)
+        shared = peers and peers.get(dtype)
+        whole = shared.memory if shared else torch.zeros(sum(own), dtype=dtype, device=device)
         parts[dtype] = iter(whole.split(own))
     return [next(parts[dtype]) for dtype in dtypes]

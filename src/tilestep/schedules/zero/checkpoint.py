@@ -37,7 +37,7 @@ class ShardedTensorPiece(torch.Tensor):
     # Made by `of` and `alone`.
 
     local: torch.Tensor  # what of it is here, flat
-    here: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory
+    own_range: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory
     ranges: tuple[tuple[int, int], ...]  # the range of every rank
     order: tuple[int, ...]  # its dimensions from the slowest in memory to the fastest
     ranks: Any
@@ -49,7 +49,7 @@ class ShardedTensorPiece(torch.Tensor):
         local = local.permute(order if local.shape == shape else memory_order(local)).reshape(-1)
         made = wrapper_tensor(cls, shape, local.dtype, local.device)
         made.local, made.order, made.ranges, made.ranks = local, order, ranges, ranks
-        made.here = ranges[ranks.rank]
+        made.own_range = ranges[ranks.rank]
         return made
 
     @classmethod
@@ -73,11 +73,11 @@ class ShardedTensorPiece(torch.Tensor):
     def _blocks(self) -> list[tuple[tuple[int, ...], torch.Size, torch.Tensor]]:
         """Offsets, sizes and memory of the blocks of this rank, by the dimensions of the tensor."""
         sizes = [self.shape[dim] for dim in self.order]
-        listed = boxes(sizes, *self.here) if self.numel() else [Box((0,) * len(sizes), tuple(sizes), 0)]
+        listed = boxes(sizes, *self.own_range) if self.numel() else [Box((0,) * len(sizes), tuple(sizes), 0)]
         inverse = self._inverse()
         blocks = []
         for box in listed:
-            first = box.start - self.here[0]
+            first = box.start - self.own_range[0]
             memory = self.local[first : first + box.numel].view(box.sizes).permute(inverse)
             blocks.append((tuple(box.offsets[dim] for dim in inverse), memory.shape, memory))
         return blocks
@@ -114,7 +114,7 @@ class ShardedTensorPiece(torch.Tensor):
         raise ValueError(f"{index.fqn}: this rank has no block at {index.offset}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        start, stop = self.here
+        start, stop = self.own_range
         return f"ShardedTensorPiece(shape={tuple(self.shape)}, dtype={self.dtype}, elements {start} to {stop} here)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -236,10 +236,11 @@ def _local(member: Member, name: str, value: Any, elements: int, *, is_cut: bool
     (shape, order), own_range = member.entries(elements), member.range_of(member.bucket.ranks.rank, elements)
     if isinstance(value, ShardedTensorPiece):
         own_range = own_range if value.shape == shape else (0, value.numel())
-        if value.here != own_range:
+        if value.own_range != own_range:
             raise StateError(
-                f"state {name!r} of {member.name} is the piece {value.here} of another rank or of another layout, this "
-                f"rank has {own_range}: load it with torch.distributed.checkpoint, or load what full_state_dict() gives"
+                f"state {name!r} of {member.name} is the piece {value.own_range} of another rank or of another layout, "
+                f"this rank has {own_range}: load it with torch.distributed.checkpoint, or load what "
+                "full_state_dict() gives"
             )
         mine = value.local
         if value.shape != shape:
@@ -269,7 +270,9 @@ def full_state_dict(
     own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
     described: dict[Any, dict[str, Any]] = {}
     if wholes:
-        for values_of_rank in reversed(ranks.each({number: _described(values) for number, values in own.items()})):
+        for values_of_rank in reversed(
+            ranks.gather_in_shard({number: _described(values) for number, values in own.items()})
+        ):
             described.update(values_of_rank)
     state: dict[Any, Any] = {}
     for number in numbers:

@@ -365,8 +365,8 @@ class GradientSync(TakesGradients):
 
         Gives the sum of the parameters' versions, which of them train, and of which any rank had a gradient.
         """
-        versions, given, trains = self.rounds.survey(self.params)
-        begins = not self.rounds.is_open and (not self._rounds or (given and self._was_given()))
+        versions, has_gradients, trains = self.rounds.survey(self.params)
+        begins = not self.rounds.is_open and (not self._rounds or (has_gradients and self._was_given()))
         if begins:
             self.begin_round()
         if begins or self.rounds.is_open:

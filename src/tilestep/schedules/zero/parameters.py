@@ -172,7 +172,9 @@ class UpdateInParts:
 
     def take(self, segments: Sequence[Segment]) -> None:
         """Have the tile passes of a new plan's segments come here, if all of them can be cut."""
-        able = all(each.can_be_cut and each.streamer is None and each.steps_in_one_pass for each in segments)
+        able = all(
+            segment.can_be_cut and segment.streamer is None and segment.steps_in_one_pass for segment in segments
+        )
         self._segments = [weakref.ref(segment) for segment in segments] if able else []
         self._cuts = None
         for segment in segments if able else ():

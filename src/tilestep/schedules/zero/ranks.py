@@ -48,7 +48,7 @@ def ranks_of(mesh: Any) -> Ranks:
     shard, replicate = (dist.group.WORLD, None) if mesh is None else _groups_of(mesh)
     ranks = Ranks(shard, replicate, rank_monitor())
     # Other backends raise an error on the ranks that are left.
-    ranks.monitor.watch(ranks.everyone(ranks.monitor.own), logs=ranks.can_be_captured)
+    ranks.monitor.watch(ranks.gather_objects(ranks.monitor.own), logs=ranks.can_be_captured)
     return ranks
 
 
@@ -315,7 +315,7 @@ def attempt_together(
         result = attempt()
     except Exception as own:
         error = own
-    errors = ranks.everyone("" if error is None else str(error) or type(error).__name__)
+    errors = ranks.gather_objects("" if error is None else str(error) or type(error).__name__)
     if error is not None:
         raise error
     for rank, text in enumerate(errors):
@@ -335,8 +335,8 @@ def validate_across_ranks(
 
     names, lines = attempt_together(ranks, described)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(ranks.everyone(digest))) > 1:
-        raise ValueError(first_difference(ranks.everyone(lines)))
+    if len(set(ranks.gather_objects(digest))) > 1:
+        raise ValueError(first_difference(ranks.gather_objects(lines)))
     return names
 
 
@@ -454,8 +454,10 @@ class HyperparameterDigest:
             if keys is None:
                 keys = self._keys[name] = deciding_keys(optimizer.rule_of(group))
             # One by one: a list in which one was replaced is the same list.
-            given = map(group.get, keys)
-            values.append([one for value in given for one in (value if isinstance(value, (tuple, list)) else (value,))])
+            settings = map(group.get, keys)
+            values.append(
+                [one for value in settings for one in (value if isinstance(value, (tuple, list)) else (value,))]
+            )
             if not _TENSORS.isdisjoint(map(type, values[-1])):
                 # One that has been written to is the same tensor.
                 self._values = None
@@ -502,7 +504,7 @@ class HyperparameterDigest:
         assert optimizer is not None
         lines = list(described_numbers(optimizer))
         if known_now:
-            return f"{first_difference(self._ranks.everyone(lines))}; nothing was updated"
+            return f"{first_difference(self._ranks.gather_objects(lines))}; nothing was updated"
         return (
             "ranks step with other hyperparameters than each other, for a step or two by now: a scheduler, or a clip, "
             f"that one rank alone has changed; rank {self._ranks.rank} has {', '.join(lines)}"

@@ -158,7 +158,7 @@ class ShardedSchedule(Schedule):
         # Pieces and their gradients are where they were at the last step, and what that has made of them: this cuts
         # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
         unmoved = not captures and self._ready is self._stepped
-        self._stepped = None
+        self._stepped = self._consolidated = None
         # One that was frozen after its gradients were summed is updated, as torch does with whatever has a gradient.
         updates = bytes(sums.was_summed or sums.bucket.trains for sums in gradients.sums)
         if self._parts is None or captures:
@@ -444,7 +444,8 @@ class ShardedSchedule(Schedule):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the full state on one rank, for its next `state_dict()`, as torch's ZeroRedundancyOptimizer does.
 
-        All ranks must call it. The `state_dict()` of the other ranks stays their shard.
+        All ranks must call it. The `state_dict()` of the other ranks stays their shard, and so does that of this one
+        after another step.
 
         Args:
             to: the rank, counted among those that share the optimizer.
@@ -466,14 +467,14 @@ class ShardedSchedule(Schedule):
         self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None] | None = None
     ) -> None:
         """Take a checkpoint or nothing: what `state_dict` has given, or a full one of any optimizer of the rule."""
-        self._stepped = None
+        self._stepped = self._consolidated = None
         optimizer, sharding, inner = self._optimizer, self.sharding, self.sharding.inner
         sharding.require_groups(optimizer.param_groups)
         state_dict = with_limits(after_hooks(optimizer, state_dict))
         groups = loaded_groups(optimizer, state_dict["param_groups"])
-        given = inner.state_dict()["param_groups"]
+        inner_groups = inner.state_dict()["param_groups"]
         states: dict[int, Any] = {}
-        own = {piece: number for number, (_, _, _, piece) in enumerate(iter_params(inner))}
+        place_of = {piece: number for number, (_, _, _, piece) in enumerate(iter_params(inner))}
         saved_groups = state_dict["param_groups"]
         numbered = [(number, group) for group in saved_groups for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -483,10 +484,10 @@ class ShardedSchedule(Schedule):
             if saved is not None and member.piece is not None:
                 rule = optimizer.rule_of(optimizer.param_groups[member.group])
                 saved = read_by_value(member.name, saved, group, rule, param)
-                states[own[member.piece]] = local_state(member, rule, saved)
-        own_keys = [{key: group[key] for key in STRUCTURE if key in group} for group in given]
+                states[place_of[member.piece]] = local_state(member, rule, saved)
+        own_keys = [{key: group[key] for key in STRUCTURE if key in group} for group in inner_groups]
         merged = [{**own, **hyperparameters(new)} for own, new in zip(own_keys, groups)]
-        merged += [group for group in given if ANCHOR in group]
+        merged += [group for group in inner_groups if ANCHOR in group]
         inner.load_state_dict({"state": states, "param_groups": merged})
         sharding.anchor()
         for member in sharding.members:
@@ -730,7 +731,7 @@ def shard(
     if state is not None:
         # Before, each rank has remembered norms and losses of its own.
         first = state["param_groups"][0]
-        first |= sharding.ranks.everyone({key: float(first[key]) for key in MEAN_KEYS if key in first})[0]
+        first |= sharding.ranks.gather_objects({key: float(first[key]) for key in MEAN_KEYS if key in first})[0]
         schedule.load_state_dict(state)
         for numbers in optimizer.control.history.numbers:
             sharding.ranks.broadcast(numbers)
