@@ -68,6 +68,18 @@ def test_other_parameters_in_the_groups_are_refused(change: str, one_rank: None)
             call()
 
 
+def test_another_rule_of_a_group_is_refused(one_rank: None) -> None:
+    """Its parameters were updated by the rule before."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    groups = [{"params": list(model[0].parameters()), "rule": "Lion"}, {"params": list(model[1].parameters())}]
+    optimizer: Any = tilestep.shard(tilestep.SGD(groups, lr=0.1), model)  # type: ignore[attr-defined]
+    train(model, optimizer)
+    first, second = optimizer.param_groups
+    second.update({key: value for key, value in first.items() if key != "params"})
+    with pytest.raises(RuntimeError, match="rule of a param group"):
+        train(model, optimizer)
+
+
 def test_another_order_within_a_group_changes_nothing(one_rank: None) -> None:
     pairs = [made(True), made(False)]
     for model, optimizer in pairs:

@@ -166,6 +166,7 @@ class Sharding:
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
         self.listed: list[list[torch.Tensor]] = []  # the parameters of each param group
+        self.rules: list[str | None] = []  # what each of them says of its rule
         self.places = self._lay_out(optimizer, names)  # for each bucket the places of its parameters among all
         self.device = self.buckets[0].flat.device
         self._align(self.buckets)
@@ -232,6 +233,7 @@ class Sharding:
         """Bring the parameters that are not there yet into buckets."""
         groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.listed = [list(group["params"]) for group in optimizer.param_groups]
+        self.rules = [group.get("rule") for group in optimizer.param_groups]
         params = [param for param in names if param not in self.member_of]
         divisions, before = divisions_of(optimizer), len(self.members)
         own = [optimizer.param_groups[groups[param]] for param in params]
@@ -284,13 +286,18 @@ class Sharding:
         return origins
 
     def require_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise if param groups have other parameters than those that are divided over the ranks."""
+        """Raise if param groups have other parameters or rules than those that are divided over the ranks."""
         listed = [list(group["params"]) for group in groups]
         if [set(map(id, params)) for params in listed] != [set(map(id, params)) for params in self.listed]:
             raise RuntimeError(
                 "param groups of the sharded optimizer have other parameters than shard() has divided over the ranks: "
                 "undo that; freeze a parameter instead of removing it, add others with add_param_group(), or load what "
                 "full_state_dict() gives into a new optimizer and shard that; nothing was updated"
+            )
+        if [group.get("rule") for group in groups] != self.rules:
+            raise RuntimeError(
+                "the rule of a param group of the sharded optimizer was changed, and shard() has divided parameters "
+                "for the one before: undo that, or shard a new optimizer; nothing was updated"
             )
         self.listed = listed
 

@@ -103,8 +103,8 @@ class ShardedSchedule(Schedule):
         sharding, inner, plan = self.sharding, self.sharding.inner, self.sharding.inner.plan
         groups, state = optimizer.param_groups, vars(optimizer)["state"]
         listed = [group["params"] for group in groups]
-        divided = sharding.listed
-        if plan is None or len(listed) != len(divided) or not all(map(plan.same_list, listed, divided)):
+        are_others = len(listed) != len(sharding.listed) or [group.get("rule") for group in groups] != sharding.rules
+        if plan is None or are_others or not all(map(plan.same_list, listed, sharding.listed)):
             sharding.require_groups(groups)
         if state is not self._state or state.count.changes != self._state_changes:
             for member in sharding.members:
